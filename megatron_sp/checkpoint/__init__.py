@@ -1,0 +1,1 @@
+"""Save, verify, load."""

@@ -1,0 +1,1 @@
+"""Who talks to whom: the only folder that names torch.distributed."""

@@ -1,0 +1,1 @@
+"""Flat buffers, optimizers, schedules, gradient norms."""

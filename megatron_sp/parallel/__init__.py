@@ -1,0 +1,1 @@
+"""Parallel layers: comm and ops put together."""

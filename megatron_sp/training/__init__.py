@@ -1,0 +1,1 @@
+"""From flags to a finished run."""

@@ -1,0 +1,86 @@
+"""Faults on purpose: kill or poison a run at a named point, so that tests can prove what recovery promises.
+
+A plan is one or more faults joined by ``;``, each ``KIND:key=value:...``, for example
+``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
+process) and ``nan`` (the code at that point asks ``poisons()`` and spoils a value itself). ``rank``, ``step`` and
+``attempt`` (torchrun's restart count) narrow a fault down; one that is left out matches everything.
+The variable is refused unless --enable-fault-injection was given: production never obeys an inherited environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from megatron_sp.utils.errors import ConfigError
+
+FAULT_VARIABLE = "MEGATRON_SP_FAULT"
+_KINDS = ("kill", "sigterm", "nan")
+_POINTS = (
+    "step.forward", "step.backward", "optim.step",
+    "save.begin", "save.shard", "save.manifest", "save.rename", "save.prune",
+    "loss", "grad",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Fault:
+    kind: str
+    at: str
+    rank: int | None = None
+    step: int | None = None
+    attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """The faults of one rank in one attempt; empty in every real run."""
+
+    faults: tuple[_Fault, ...] = ()
+
+    @classmethod
+    def none(cls) -> FaultPlan:
+        return cls()
+
+    @classmethod
+    def from_env(cls, enabled: bool, rank: int, attempt: int = 0) -> FaultPlan:
+        """Read the plan for this rank.
+
+        Args:
+            enabled: whether --enable-fault-injection was given.
+            rank: this process's rank.
+            attempt: how often torchrun has restarted the job.
+        Raises:
+            ConfigError: the variable is set but not enabled, or cannot be read.
+        """
+        text = os.environ.get(FAULT_VARIABLE, "")
+        if not text:
+            return cls()
+        if not enabled:
+            raise ConfigError(f"{FAULT_VARIABLE} is set ({text}) but --enable-fault-injection was not given: unset the variable")
+        faults = (_parse(part) for part in text.split(";") if part)
+        return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
+
+    def at(self, point: str, step: int) -> None:
+        """Fire what is planned for this point and step."""
+        for fault in self.faults:
+            if fault.at == point and fault.step in (None, step) and fault.kind != "nan":
+                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+
+    def poisons(self, point: str, step: int) -> bool:
+        """Whether the value at this point (``loss`` or ``grad``) is to be made NaN at this step."""
+        return any(f.at == point and f.kind == "nan" and f.step in (None, step) for f in self.faults)
+
+
+def _parse(text: str) -> _Fault:
+    kind, *rest = text.split(":")
+    fields = dict(part.partition("=")[::2] for part in rest)
+    numbers = {"rank", "step", "attempt"}
+    bad = [k for k, v in fields.items() if k not in numbers | {"at"} or (k in numbers and not v.isdigit())]
+    if kind not in _KINDS or fields.get("at") not in _POINTS or bad:
+        raise ConfigError(
+            f"{FAULT_VARIABLE}: cannot read '{text}': expected KIND:at=POINT[:rank=N][:step=N][:attempt=N] with KIND one of"
+            f" {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}"
+        )
+    return _Fault(kind, fields["at"], **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
