@@ -1,0 +1,56 @@
+"""Small Python values between ranks, as JSON in byte tensors.
+
+torch's object collectives use pickle, which runs whatever the sender put into it; JSON carries data only. These calls are for
+plans, verdicts and manifests, a few times per checkpoint, on a group that moves CPU tensors (gloo). ``group=None`` means a
+single process: the value still goes through JSON, so one process sees exactly what many would (tuples become lists).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, in the order of ranks, on every rank. Collective.
+
+    Raises:
+        TypeError, ValueError: ``value`` is not JSON. Raised before anything is sent, so the other ranks would wait: pass JSON.
+    """
+    mine = _encode(value)
+    if group is None:
+        return [_decode(mine)]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [_decode(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None, src: int = 0) -> Any:
+    """The value of the group's rank ``src`` on every rank; what the others pass is ignored. Collective."""
+    if group is None:
+        return _decode(_encode(value))
+    is_source = dist.get_rank(group) == src
+    data = _encode(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, group=group, group_src=src)
+    if not is_source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=src)
+    return _decode(data)
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode("utf-8")), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
