@@ -3,7 +3,7 @@
 Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and other
 spellings live in the field's metadata, so ``--help``, YAML files, ``docs/flags.md`` and the checkpoint's record of the
 configuration all come from here. This module imports neither torch nor numpy: a mistyped flag is answered before either
-is loaded. ``Config.validate()`` holds every cross-field rule; it runs on every rank before the first collective.
+is loaded. The rules between fields are in ``config_rules.py``; they are checked on every rank before the first collective.
 """
 
 from __future__ import annotations
@@ -13,26 +13,45 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.field_kinds import field_kinds
 
 
-def flag(default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that becomes a flag; ``unit`` is shown in --help, ``aliases`` are other spellings (no dashes)."""
-    return field(default=default, metadata={"help": help, "unit": unit, "aliases": aliases})
+def flag(default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None) -> Any:
+    """A dataclass field that becomes a flag.
+
+    Args:
+        help: one line for --help; a default that is worked out from other fields is described here.
+        unit: shown in --help and in docs/flags.md.
+        aliases: other spellings, without dashes in front.
+        low: the smallest value allowed.
+    """
+    return field(default=default, metadata={"help": help, "unit": unit, "aliases": aliases, "low": low})
 
 
 @dataclass
 class ModelConfig:
     """Shape of the model."""
 
-    num_layers: int | None = flag(None, "transformer blocks (required)")
-    hidden_size: int | None = flag(None, "width of the residual stream (required)")
-    num_attention_heads: int | None = flag(None, "query heads (required)")
-    seq_length: int | None = flag(None, "training sequence length (required)", unit="tokens")
-    max_position_embeddings: int | None = flag(None, "longest sequence the model can ever see; sizes the learned position table (default: seq-length)", unit="tokens")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP, of one half with --swiglu (default: 4*hidden-size; with --swiglu 8/3*hidden-size rounded down to a multiple of 64)")
-    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)")
+    num_layers: int | None = flag(None, "transformer blocks (required)", low=1)
+    hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1)
+    num_attention_heads: int | None = flag(None, "query heads (required)", low=1)
+    seq_length: int | None = flag(None, "training sequence length (required)", unit="tokens", low=1)
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence the model can ever see; sizes the learned position table (default: seq-length)", unit="tokens", low=1
+    )
+    ffn_hidden_size: int | None = flag(
+        None,
+        "width of the MLP, of one half with --swiglu (default: 4*hidden-size; with --swiglu 8/3*hidden-size rounded down to 64s)",
+        low=1,
+    )
+    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1)
     group_query_attention: bool = flag(False, "use --num-query-groups (implied when that is given)")
-    num_query_groups: int | None = flag(None, "key/value heads, each shared by heads/groups query heads (default: num-attention-heads)", aliases=("num-key-value-heads",))
+    num_query_groups: int | None = flag(
+        None,
+        "key/value heads, each shared by heads/groups query heads (default: num-attention-heads)",
+        aliases=("num-key-value-heads",),
+        low=1,
+    )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
     rotary_base: float = flag(10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"))
     rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]")
@@ -46,11 +65,15 @@ class ModelConfig:
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
     add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
-    attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)")
-    hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)")
-    make_vocab_size_divisible_by: int = flag(128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)")
-    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
+    hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)", low=0)
+    init_method_std: float = flag(
+        0.02, "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)", low=0
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1
+    )
+    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1)
 
     @property
     def num_groups(self) -> int:
@@ -73,19 +96,30 @@ class ModelConfig:
     def max_positions(self) -> int:
         return self.max_position_embeddings or _required(self.seq_length)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that are rotated."""
+        return int(self.head_dim * self.rotary_percent)
+
 
 @dataclass
 class ParallelConfig:
     """Layout of the ranks."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's weights (tp)", unit="ranks", aliases=("tp-size",))
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's weights (tp)", unit="ranks", aliases=("tp-size",), low=1)
     sequence_parallel: bool = flag(False, "shard activations between the tp regions along the sequence (Megatron)")
-    sequence_parallel_size: int = flag(1, "Ulysses degree (sp): ranks that share each sequence", unit="ranks", aliases=("ds-sequence-parallel-size", "sp-size"))
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks")
-    context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks")
+    sequence_parallel_size: int = flag(
+        1, "Ulysses degree (sp): ranks that share each sequence", unit="ranks", aliases=("ds-sequence-parallel-size", "sp-size"), low=1
+    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1)
+    context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1)
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes")
     overlap_grad_reduce: bool = flag(True, "reduce each block's gradients under the rest of the backward pass")
+
+    def dp_size(self, world_size: int) -> int:
+        """Data-parallel ranks."""
+        return world_size // (self.tensor_model_parallel_size * self.sequence_parallel_size)
 
 
 @dataclass
@@ -93,14 +127,24 @@ class KernelConfig:
     """Kernels, memory for speed, and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag("auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
+        "auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found"
+    )
     use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
-    recompute_granularity: Literal["full", "selective"] | None = flag(None, "full: keep only block inputs; selective: recompute the attention core")
-    recompute_method: Literal["uniform", "block"] | None = flag(None, "uniform: all blocks; block: the first --recompute-num-layers (full only)")
-    recompute_num_layers: int | None = flag(None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks")
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "full: keep only block inputs; selective: recompute the attention core"
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "uniform: all blocks; block: the first --recompute-num-layers (full only)"
+    )
+    recompute_num_layers: int | None = flag(
+        None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
-    lm_head_chunk_tokens: int | None = flag(None, "tokens per chunk of the LM head and its loss (default: about 64 MiB of logits)", unit="tokens")
-    num_threads: int | None = flag(None, "intra-op CPU threads per process (default: the host's cores divided by its processes)")
+    lm_head_chunk_tokens: int | None = flag(
+        None, "tokens per chunk of the LM head and its loss (default: about 64 MiB of logits)", unit="tokens", low=1
+    )
+    num_threads: int | None = flag(None, "intra-op CPU threads per process (default: the host's cores divided by its processes)", low=1)
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
 
 
@@ -108,18 +152,20 @@ class KernelConfig:
 class BatchConfig:
     """Batch size, length of the run, and when to stop."""
 
-    micro_batch_size: int = flag(1, "sequences per forward pass and data-parallel rank", unit="sequences")
-    global_batch_size: int | None = flag(None, "sequences per optimizer step (default: micro-batch-size * dp)", unit="sequences")
-    rampup_batch_size: tuple[int, ...] | None = flag(None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", unit="sequences")
-    train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps")
-    train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences")
-    eval_interval: int | None = flag(None, "validate every so many steps (default: only at the end)", unit="steps")
-    eval_iters: int = flag(100, "global batches per validation and test pass", unit="batches")
+    micro_batch_size: int = flag(1, "sequences per forward pass and data-parallel rank", unit="sequences", low=1)
+    global_batch_size: int | None = flag(None, "sequences per optimizer step (default: micro-batch-size * dp)", unit="sequences", low=1)
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", unit="sequences"
+    )
+    train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1)
+    train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
+    eval_interval: int | None = flag(None, "validate every so many steps (default: only at the end)", unit="steps", low=1)
+    eval_iters: int = flag(100, "global batches per validation and test pass", unit="batches", low=0)
     skip_train: bool = flag(False, "only validate and test what --load names")
-    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0", unit="steps")
-    exit_duration_in_mins: float | None = flag(None, "save and exit 0 after this long, agreed by all ranks", unit="minutes")
+    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0", unit="steps", low=1)
+    exit_duration_in_mins: float | None = flag(None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0)
     no_exit_signal_handler: bool = flag(False, "die at once on SIGTERM instead of saving first (exit code 75)")
-    seed: int = flag(1234, "of weights, dropout and sample order")
+    seed: int = flag(1234, "of weights, dropout and sample order", low=0)
 
 
 @dataclass
@@ -127,29 +173,35 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam means AdamW")
-    lr: float | None = flag(None, "peak learning rate (required to train)")
-    min_lr: float = flag(0.0, "floor of the schedule")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear", "shape of the decay after warm-up")
-    lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps")
-    lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences")
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)")
-    lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps")
-    lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    lr: float | None = flag(None, "peak learning rate (required to train)", low=0)
+    min_lr: float = flag(0.0, "floor of the schedule", low=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "linear", "shape of the decay after warm-up"
+    )
+    lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1)
+    lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)", low=0)
+    lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps", low=0)
+    lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences", low=0)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0)
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag("exponential", "shape of WSD's final decay")
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps")
-    lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences")
-    weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed")
-    start_weight_decay: float | None = flag(None, "first value of a ramped weight decay")
-    end_weight_decay: float | None = flag(None, "last value of a ramped weight decay")
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1)
+    lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
+    weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed", low=0)
+    start_weight_decay: float | None = flag(None, "first value of a ramped weight decay", low=0)
+    end_weight_decay: float | None = flag(None, "last value of a ramped weight decay", low=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "ramp of the weight decay")
-    clip_grad: float = flag(1.0, "global L2 norm to which gradients are clipped; 0: off")
-    adam_beta1: float = flag(0.9, "Adam's first-moment decay")
-    adam_beta2: float = flag(0.999, "Adam's second-moment decay")
-    adam_eps: float = flag(1e-8, "Adam's epsilon")
-    sgd_momentum: float = flag(0.9, "SGD's momentum")
-    override_opt_param_scheduler: bool = flag(False, "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",))
-    use_checkpoint_opt_param_scheduler: bool = flag(False, "on resume take the schedule from the checkpoint", aliases=("use-checkpoint-opt_param-scheduler",))
+    clip_grad: float = flag(1.0, "global L2 norm to which gradients are clipped; 0: off", low=0)
+    adam_beta1: float = flag(0.9, "Adam's first-moment decay", low=0)
+    adam_beta2: float = flag(0.999, "Adam's second-moment decay", low=0)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", low=0)
+    sgd_momentum: float = flag(0.9, "SGD's momentum", low=0)
+    override_opt_param_scheduler: bool = flag(
+        False, "on resume take the schedule from the command line", aliases=("override-opt_param-scheduler",)
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "on resume take the schedule from the checkpoint", aliases=("use-checkpoint-opt_param-scheduler",)
+    )
 
 
 @dataclass
@@ -162,9 +214,9 @@ class PrecisionConfig:
     loss_scale: float | None = flag(None, "fixed loss scale (fp16; default: dynamic)")
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = flag(1.0, "an overflow at this scale counts as a bad step")
-    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps")
-    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps")
-    max_bad_steps: int = flag(10, "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps")
+    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps", low=1)
+    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps", low=1)
+    max_bad_steps: int = flag(10, "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps", low=0)
 
     @property
     def params_dtype(self) -> str:
@@ -183,11 +235,20 @@ class DataConfig:
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone")
     data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)")
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
-    tokenizer_type: Literal["SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer"] | None = flag(None, "kind of tokenizer (default: NullTokenizer with --vocab-size)")
+    tokenizer_type: Literal["SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer"] | None = flag(
+        None, "kind of tokenizer (default: SentencePiece with --tokenizer-model, else Null with --vocab-size)"
+    )
     tokenizer_model: str | None = flag(None, "SentencePiece model file")
-    num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads")
+    num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """``split`` as numbers: train, validation, test; missing ones are 0, the sum is not 1."""
+        parts = [float(part) for part in self.split.replace("/", ",").split(",")]
+        train, valid, test = (parts + [0.0, 0.0])[:3]
+        return train, valid, test
 
 
 @dataclass
@@ -197,15 +258,17 @@ class CheckpointConfig:
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)")
     load: str | None = flag(None, "a run, its checkpoints folder, or one step folder; absent is an error")
     auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
-    save_interval: int | None = flag(None, "save every so many steps, and always at the end", unit="steps")
-    ckpt_step: int | None = flag(None, "load this step instead of the newest", unit="steps")
+    save_interval: int | None = flag(None, "save every so many steps, and always at the end", unit="steps", low=1)
+    ckpt_step: int | None = flag(None, "load this step instead of the newest", unit="steps", low=0)
     resume_fallback: bool = flag(False, "if the newest checkpoint is damaged, take the newest sound one before it")
     finetune: bool = flag(False, "load weights only and start at step 0")
     no_load_optim: bool = flag(False, "do not load the optimizer's state")
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
-    keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints")
-    keep_every: int | None = flag(None, "also keep every checkpoint whose step is a multiple of this", unit="steps")
+    keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2)
+    keep_every: int | None = flag(
+        None, "also keep every checkpoint whose step is a multiple of this", unit="steps", aliases=("save-retain-interval",), low=1
+    )
     accept_data_change: bool = flag(False, "resume although data, tokenizer, split, sequence length or seed changed")
 
 
@@ -213,18 +276,20 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is written while training."""
 
-    log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps")
+    log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1)
     no_progress_bar: bool = flag(False, "plain lines even on a terminal")
-    peak_tflops: str | None = flag(None, "peak for MFU: a number in TFLOP/s or a name such as h100-bf16 (default: by the GPU's name; measured on CPU)")
+    peak_tflops: str | None = flag(
+        None, "peak for MFU: a number in TFLOP/s or a name such as h100-bf16 (default: by the GPU's name; measured on CPU)"
+    )
     log_params_norm: bool = flag(False, "add the L2 norm of the parameters to each record")
     log_num_zeros_in_grad: bool = flag(False, "add the number of zeros in the gradients to each record")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events there (needs the extra 'log')")
-    tensorboard_queue_size: int = flag(1000, "events kept in memory before a write")
+    tensorboard_queue_size: int = flag(1000, "events kept in memory before a write", low=1)
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the extra 'log')")
     wandb_exp_name: str | None = flag(None, "name of the W&B run")
     profile: bool = flag(False, "write a torch profiler trace into the run folder")
-    profile_step_start: int = flag(10, "first profiled step", unit="steps")
-    profile_step_end: int = flag(12, "step before which profiling stops", unit="steps")
+    profile_step_start: int = flag(10, "first profiled step", unit="steps", low=0)
+    profile_step_end: int = flag(12, "step before which profiling stops", unit="steps", low=0)
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace")
     enable_fault_injection: bool = flag(False, "honour the variable MEGATRON_SP_FAULT (tests only)")
 
@@ -243,20 +308,77 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    ignored_flags: tuple[str, ...] = field(default=(), compare=False)
+    """Flags of the command line that have no meaning here, with the reason; the training loop lists them once."""
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
         return {
-            f.name: {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(getattr(self, f.name)).items()}
-            for f in dataclasses.fields(self)
+            group: {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(getattr(self, group)).items()}
+            for group in GROUPS
         }
 
+    @classmethod
+    def from_dict(cls, data: Any) -> tuple[Config, list[str]]:
+        """The configuration that ``to_dict`` wrote, perhaps in another version of this package.
+
+        Args:
+            data: the parsed JSON; nothing about it is trusted.
+        Returns:
+            The configuration, neither normalised nor validated, and one warning for every entry that this version does not know. What is
+            absent keeps its default.
+        Raises:
+            ConfigError: an entry has the wrong type.
+        """
+        if not isinstance(data, dict):
+            raise ConfigError(f"a stored configuration must be an object of groups, got {type(data).__name__}")
+        config, warnings = cls(), []
+        for group, entries in data.items():
+            if group not in GROUPS or not isinstance(entries, dict):
+                warnings.append(f"the group '{group}' of the stored configuration is unknown to this version and left out")
+                continue
+            kinds = field_kinds(GROUPS[group])
+            for name, value in entries.items():
+                if name not in kinds:
+                    warnings.append(f"'{group}.{name}' of the stored configuration is unknown to this version and left out")
+                    continue
+                try:
+                    setattr(getattr(config, group), name, kinds[name].coerce(value))
+                except ValueError as error:
+                    raise ConfigError(f"'{group}.{name}' of the stored configuration: {error}") from None
+        return config, warnings
+
+    def normalize(self) -> Config:
+        """Apply what one flag says about another (see ``config_rules.normalize``); idempotent; returns itself."""
+        from megatron_sp import config_rules
+
+        config_rules.normalize(self)
+        return self
+
     def validate(self, world_size: int = 1) -> None:
-        """Check every rule that needs no file and no device.
+        """Check every rule that needs no file and no device; call ``normalize()`` before.
 
         Raises:
-            ConfigError: one message with what is wrong, the values, the rule and the way out.
+            ConfigError: everything that is wrong, each with the values, the rule and the way out.
         """
-        # (rules are filled in below this line)
+        from megatron_sp import config_rules
+
+        errors = config_rules.violations(self, world_size)
+        if len(errors) == 1:
+            raise ConfigError(errors[0])
+        if errors:
+            raise ConfigError(f"{len(errors)} flags do not fit together:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1)))
+
+
+GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "ignored_flags"}  # type: ignore[misc]
+"""The groups of flags: name of the field in ``Config`` and its dataclass."""
+
+
+def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """What differs, as ``{"group.field": (old value, new value)}`` in the order of the fields."""
+    pairs = ((f"{group}.{name}", group, name) for group, cls in GROUPS.items() for name in field_kinds(cls))
+    values = ((key, getattr(getattr(old, group), name), getattr(getattr(new, group), name)) for key, group, name in pairs)
+    return {key: (a, b) for key, a, b in values if a != b}
 
 
 def _required(value: int | None) -> int:

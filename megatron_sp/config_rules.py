@@ -1,0 +1,358 @@
+"""The rules between the fields of a configuration, and what one field says about another.
+
+Nothing here needs torch, a file or a device, so every rank answers an impossible command line at once, before the first
+collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_sp.utils.field_kinds import field_kinds
+
+if TYPE_CHECKING:
+    from megatron_sp.config import Config
+
+_MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
+
+
+def normalize(config: Config) -> None:
+    """Apply the flags that are shorthands, and what a flag implies; what contradicts is left for ``violations``."""
+    model, kernels, data = config.model, config.kernels, config.data
+    if model.num_query_groups is not None:
+        model.group_query_attention = True
+    if kernels.use_flash_attn and kernels.attention_backend == "auto":
+        kernels.attention_backend = "flash"
+    if kernels.recompute_activations and kernels.recompute_granularity is None:
+        kernels.recompute_granularity = "selective"
+    if kernels.recompute_granularity == "full":
+        kernels.recompute_method = kernels.recompute_method or "uniform"
+        if kernels.recompute_method == "uniform" and kernels.recompute_num_layers is None:
+            kernels.recompute_num_layers = 1
+    if config.parallel.tensor_model_parallel_size == 1:
+        config.parallel.sequence_parallel = False
+    if data.tokenizer_type is None:
+        data.tokenizer_type = "SentencePieceTokenizer" if data.tokenizer_model else "NullTokenizer" if model.vocab_size else None
+
+
+def violations(config: Config, world_size: int) -> list[str]:
+    """Every rule that is broken, as messages for the user; single values first, for the other rules build on them."""
+    return list(_ranges(config)) or [
+        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
+        *_learning_rate(config), *_optimizer(config), *_precision(config), *_data(config), *_checkpoint(config), *_logging(config, world_size),
+    ]  # fmt: skip
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    """Smallest values, from the fields themselves."""
+    from megatron_sp.config import GROUPS
+
+    for group, cls in GROUPS.items():
+        for name in field_kinds(cls):
+            low, value = cls.__dataclass_fields__[name].metadata["low"], getattr(getattr(config, group), name)
+            if low is not None and value is not None and value < low:
+                yield f"--{name.replace('_', '-')} ({_show(value)}) must be at least {_show(low)}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    shape = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": model.num_attention_heads}
+    missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
+    if missing and not config.checkpoint.use_checkpoint_args:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
+    if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
+            f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give the width of a head with --kv-channels"
+        )
+    yield from _heads(config)
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(model, name) >= 1:
+            yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
+    if model.norm_epsilon <= 0:
+        yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
+    if model.swiglu and model.squared_relu:
+        yield "--swiglu and --squared-relu exclude each other: give one activation"
+    if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
+        yield (
+            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
+            f" raise --max-position-embeddings to {model.seq_length} or leave it out"
+        )
+
+
+def _heads(config: Config) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.group_query_attention and groups is None and not config.checkpoint.use_checkpoint_args:
+        yield "--group-query-attention needs --num-query-groups N (the number of key/value heads)"
+    if heads and groups and heads % groups:
+        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups}): {_division(heads, groups)}; use {legal}"
+    if model.position_embedding_type != "rope":
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
+    elif model.kv_channels or (model.hidden_size and heads and model.hidden_size % heads == 0):
+        if model.rotary_dim < 2 or model.rotary_dim % 2:
+            yield (
+                f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
+                f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
+            )
+    if model.rotary_base <= 0:
+        yield f"rotary_base ({model.rotary_base}) must be above 0"
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    for name, what in (
+        ("tensor_model_parallel_size", "tensor parallelism"), ("sequence_parallel_size", "Ulysses sequence parallelism"),
+        ("pipeline_model_parallel_size", "pipeline parallelism"), ("context_parallel_size", "ring attention (context parallelism)"),
+    ):  # fmt: skip
+        if getattr(parallel, name) > 1:
+            yield (
+                f"{name} ({getattr(parallel, name)}) must be 1: {what} is not supported yet; leave --{name.replace('_', '-')} out and"
+                " all ranks work data-parallel, each with the whole model"
+            )
+    if parallel.distributed_timeout_minutes <= 0:
+        yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
+    if world_size < 1:
+        yield f"the number of processes ({world_size}) must be at least 1"
+    if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
+        yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    kernels, model = config.kernels, config.model
+    if kernels.use_flash_attn and kernels.attention_backend != "flash":
+        yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
+    if kernels.attention_backend == "flash":
+        if kernels.device == "cpu":
+            yield "--attention-backend flash needs a GPU, but --device cpu was given: use auto or fused"
+        if not (config.precision.bf16 or config.precision.fp16):
+            yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or use --attention-backend auto"
+    granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
+    if kernels.recompute_activations and granularity == "full":
+        yield "--recompute-activations means --recompute-granularity selective, but full was given: drop one"
+    if granularity != "full" and (method or layers):
+        given = "--recompute-method" if method else "--recompute-num-layers"
+        yield f"{given} chooses whole blocks and needs --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
+    if granularity == "full" and method == "block" and layers is None:
+        yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
+    if layers and model.num_layers and layers > model.num_layers:
+        yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    batch = config.batch
+    dp_size = max(1, config.parallel.dp_size(max(1, world_size)))
+    unit = batch.micro_batch_size * dp_size
+    unit_text = f"micro_batch_size * data-parallel size ({batch.micro_batch_size} * {dp_size} = {unit})"
+    size = batch.global_batch_size
+    if size is not None and size % unit:
+        near = f"{size // unit * unit} or {(size // unit + 1) * unit}" if size > unit else str(unit)
+        yield f"global_batch_size ({size}) must be a multiple of {unit_text}: {_division(size, unit)}; use {near}"
+    ramp = batch.rampup_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3:
+        yield f"rampup_batch_size takes three integers, START INCREMENT SAMPLES, got {len(ramp)}: {' '.join(map(str, ramp))}"
+        return
+    start, step, samples = ramp
+    if start < 1 or step < 1 or samples < 1:
+        yield f"rampup_batch_size ({start} {step} {samples}): START, INCREMENT and SAMPLES must be at least 1"
+    elif size is None:
+        yield "rampup_batch_size needs --global-batch-size, the size to grow to"
+    elif start >= size:
+        yield f"rampup_batch_size starts at {start} and must start below global_batch_size ({size})"
+    elif (size - start) % step:
+        yield (
+            f"rampup_batch_size must reach global_batch_size in whole increments: ({size} - {start}) / {step} ="
+            f" {_division(size - start, step, bare=True)}; change START or INCREMENT"
+        )
+    elif start % unit or step % unit:
+        name, value = ("START", start) if start % unit else ("INCREMENT", step)
+        yield f"rampup_batch_size: {name} ({value}) must be a multiple of {unit_text}, as every batch size is: {_division(value, unit)}"
+
+
+def _length(config: Config) -> Iterator[str]:
+    batch = config.batch
+    if batch.skip_train:
+        if not config.checkpoint.load:
+            yield "--skip-train validates a checkpoint and needs --load DIR"
+        if batch.eval_iters == 0:
+            yield "--skip-train with --eval-iters 0 leaves nothing to do: raise --eval-iters"
+    elif batch.train_iters is None and batch.train_samples is None:
+        yield "the length of the run is missing: give --train-iters or --train-samples"
+    if batch.train_iters is not None and batch.train_samples is not None:
+        yield f"give --train-iters ({batch.train_iters}) or --train-samples ({batch.train_samples}), not both"
+    if batch.seed > _MAX_SEED:
+        yield f"seed ({batch.seed}) must be at most {_MAX_SEED} (32 bits)"
+    if batch.exit_duration_in_mins == 0:
+        yield "exit_duration_in_mins (0) must be above 0"
+
+
+def _learning_rate(config: Config) -> Iterator[str]:
+    opt, batch = config.optimizer, config.batch
+    by_samples = batch.train_samples is not None
+    kind, other, total_flag = ("samples", "iters", "--train-samples") if by_samples else ("iters", "samples", "--train-iters")
+    mixed = [f"--{name}-{other}".replace("_", "-") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay") if getattr(opt, f"{name}_{other}")]
+    if mixed and (batch.train_iters is not None or by_samples):
+        yield f"{', '.join(mixed)} cannot go with {total_flag}: the schedule counts what the run counts; use the -{kind} forms"
+        return
+    if opt.lr is None:
+        if not batch.skip_train:
+            yield "--lr is required to train (the peak learning rate, for example 3e-4)"
+        return
+    if opt.min_lr > opt.lr:
+        yield f"min_lr ({opt.min_lr}) must be at most lr ({opt.lr})"
+    if opt.lr_warmup_init > opt.lr:
+        yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most lr ({opt.lr})"
+    total = batch.train_samples if by_samples else batch.train_iters
+    horizon = getattr(opt, f"lr_decay_{kind}") or total
+    if total is not None and horizon is not None:
+        yield from _horizon(opt, kind, horizon)
+
+
+def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
+    """Warm-up and the final decay of WSD against the ``horizon`` of the decay, all in steps or all in samples (``kind``)."""
+    warmup, fraction = getattr(opt, f"lr_warmup_{kind}"), opt.lr_warmup_fraction
+    if fraction is not None:
+        if warmup:
+            yield f"give --lr-warmup-fraction ({fraction}) or --lr-warmup-{kind} ({warmup}), not both"
+        if fraction >= 1:
+            yield f"lr_warmup_fraction ({fraction}) must be in [0, 1): it is a share of the decay horizon"
+        warmup = 0 if fraction >= 1 else math.ceil(fraction * horizon)
+    if warmup and warmup >= horizon and fraction is None:
+        yield (
+            f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the length of the run):"
+            f" shorten the warm-up or raise --lr-decay-{kind}"
+        )
+    if opt.lr_decay_style != "WSD":
+        return
+    decay = getattr(opt, f"lr_wsd_decay_{kind}")
+    if decay is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{kind} N, the length of its final decay"
+    elif warmup < horizon < warmup + decay:
+        yield f"WSD's warm-up and final decay must fit into the horizon: {warmup} + {decay} = {warmup + decay} > {horizon} {kind}"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    opt = config.optimizer
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if getattr(opt, name) >= 1:
+            yield f"{name} ({getattr(opt, name)}) must be in [0, 1)"
+    if opt.adam_eps == 0:
+        yield "adam_eps (0) must be above 0: it keeps Adam's division finite"
+    start, end = opt.start_weight_decay, opt.end_weight_decay
+    if opt.weight_decay_incr_style != "constant" and (start is None or end is None):
+        yield f"--weight-decay-incr-style {opt.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+    if opt.weight_decay_incr_style == "constant" and start != end:
+        yield (
+            f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is constant:"
+            " use linear or cosine, or give --weight-decay alone"
+        )
+    if opt.override_opt_param_scheduler and opt.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: who decides on resume?"
+
+
+def _precision(config: Config) -> Iterator[str]:
+    precision = config.precision
+    given = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other: give one, or none for fp32"
+    if precision.loss_scale is not None and not precision.fp16:
+        yield f"--loss-scale is for --fp16 only ({precision.params_dtype} needs no scaling): drop it"
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        if value is not None and value <= 0:
+            yield f"{name} ({value}) must be above 0"
+    if precision.initial_loss_scale < precision.min_loss_scale:
+        yield f"initial_loss_scale ({precision.initial_loss_scale:g}) must be at least min_loss_scale ({precision.min_loss_scale:g})"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, vocab_size = config.data, config.model.vocab_size
+    own_paths = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_data_path")]
+    sources = [flag for flag, given in (
+        ("--mock-data", data.mock_data), ("--data-path", data.data_path),
+        ("/".join(f"--{name}-data-path" for name in own_paths), own_paths),
+    ) if given]  # fmt: skip
+    if not sources:
+        yield "there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens"
+    if len(sources) > 1:
+        yield f"{' and '.join(sources)} exclude each other: give one source of data"
+    if own_paths and "train" not in own_paths and not config.batch.skip_train:
+        yield f"--{own_paths[0]}-data-path needs --train-data-path too"
+    yield from _split(config)
+    if data.tokenizer_type is None:
+        yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
+    if data.tokenizer_type == "SentencePieceTokenizer" and not data.tokenizer_model:
+        yield "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model FILE"
+    if data.tokenizer_model and data.tokenizer_type not in (None, "SentencePieceTokenizer"):
+        yield f"--tokenizer-model is a SentencePiece file, but --tokenizer-type {data.tokenizer_type} was given: drop one"
+    if data.tokenizer_type == "NullTokenizer" and not vocab_size:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size N"
+
+
+def _split(config: Config) -> Iterator[str]:
+    text = config.data.split
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        yield f"split ('{text}') must be up to three numbers joined by commas, such as 969,30,1"
+        return
+    if len(parts) > 3:
+        yield f"split ('{text}') has {len(parts)} numbers, but there are three parts: train, validation, test"
+    elif not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
+        yield f"split ('{text}') must be numbers of at least 0 whose sum is above 0"
+    elif parts[0] == 0 and config.data.data_path and not config.batch.skip_train:
+        yield f"split ('{text}') leaves nothing to train on: its first number must be above 0"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    ckpt = config.checkpoint
+    source = ckpt.load or ckpt.auto_resume
+    needs = (
+        ("--save-interval", ckpt.save_interval, "--save DIR", ckpt.save),
+        ("--auto-resume", ckpt.auto_resume, "--save DIR", ckpt.save),
+        ("--keep-every", ckpt.keep_every, "--save DIR", ckpt.save),
+        ("--no-save-optim", ckpt.no_save_optim, "--save DIR", ckpt.save),
+        ("--ckpt-step", ckpt.ckpt_step is not None, "--load DIR or --auto-resume", source),
+        ("--resume-fallback", ckpt.resume_fallback, "--load DIR or --auto-resume", source),
+        ("--no-load-optim", ckpt.no_load_optim, "--load DIR or --auto-resume", source),
+        ("--finetune", ckpt.finetune, "--load DIR", ckpt.load),
+        ("--use-checkpoint-args", ckpt.use_checkpoint_args, "--load DIR or --auto-resume", source),
+    )
+    for flag, given, needed, present in needs:
+        if given and not present:
+            yield f"{flag} needs {needed}"
+    if ckpt.auto_resume and ckpt.no_save_optim:
+        yield "--auto-resume cannot go on from checkpoints without optimizer state: drop --no-save-optim"
+
+
+def _logging(config: Config, world_size: int) -> Iterator[str]:
+    log = config.logging
+    if log.wandb_exp_name and not log.wandb_project:
+        yield "--wandb-exp-name needs --wandb-project"
+    if log.profile and log.profile_step_end <= log.profile_step_start:
+        yield f"profile_step_end ({log.profile_step_end}) must be above profile_step_start ({log.profile_step_start})"
+    absent = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
+    if log.profile and absent:
+        yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
+    try:
+        if log.peak_tflops is not None and not 0 < float(log.peak_tflops) < math.inf:
+            yield f"peak_tflops ({log.peak_tflops}) must be above 0"
+    except ValueError:
+        pass  # a name such as h100-bf16; looked up where the table is
+
+
+def _division(value: int, divisor: int, bare: bool = False) -> str:
+    """``a = q * b + r``, the arithmetic behind "must be a multiple"."""
+    return f"{value / divisor:g}" if bare else f"{value} = {value // divisor} * {divisor} + {value % divisor}"
+
+
+def _show(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
