@@ -1,0 +1,122 @@
+"""Who talks to whom: the process groups of one layout, built once and passed around as an object.
+
+Axes from slowest to fastest: dp, sp, tp (pp and cp will go in front of sp). Neighbouring ranks, which share a host, get the
+axis that talks most.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process (torchrun's variables; a plain ``python`` is a world of one)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int  # torchrun's restart count
+
+    @classmethod
+    def from_env(cls) -> Launch:
+        env = os.environ
+        return cls(
+            rank=int(env.get("RANK", 0)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        )
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """All groups of a layout, with this rank's place in each.
+
+    Attributes:
+        mesh: axes (dp, sp, tp).
+        dp, sp, tp: groups along one axis.
+        dp_sp: dp and sp together, over which parameters are replicated.
+        world: everybody.
+        control: a gloo group over everybody, for small messages from the CPU (agreement, checkpoints).
+        device: of this rank's tensors.
+    """
+
+    mesh: DeviceMesh
+    dp: Group
+    sp: Group
+    tp: Group
+    dp_sp: Group
+    world: Group
+    control: Group
+    device: torch.device
+
+    @classmethod
+    def create(cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None) -> ParallelGroups:
+        """Build the groups of an initialised default process group.
+
+        Raises:
+            ValueError: tp_size * sp_size does not divide the world.
+        """
+        world_size = dist.get_world_size()
+        if world_size % (tp_size * sp_size):
+            raise ValueError(f"world_size ({world_size}) must be a multiple of tp_size * sp_size ({tp_size} * {sp_size})")
+        shape = (world_size // (tp_size * sp_size), sp_size, tp_size)
+        ranks = torch.arange(world_size).view(shape)
+        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("dp", "sp", "tp"))
+        control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
+        assert dist.group.WORLD is not None and control is not None
+        dp_sp = mesh["dp", "sp"]._flatten("dp_sp").get_group() if sp_size > 1 else mesh.get_group("dp")
+        return cls(
+            mesh=mesh, dp=mesh.get_group("dp"), sp=mesh.get_group("sp"), tp=mesh.get_group("tp"),
+            dp_sp=dp_sp, world=dist.group.WORLD, control=control, device=device,
+        )  # fmt: skip
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size()
+
+
+def init_process_group(launch: Launch, device: torch.device, backend: str, timeout: timedelta) -> None:
+    """Join the job. A world of one needs no launcher and no port.
+
+    Args:
+        launch: this process's place.
+        device: where tensors live; decides the backend when it is "auto".
+        backend: auto, nccl or gloo.
+        timeout: after which a collective counts as dead.
+    """
+    chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if chosen == "nccl" else None
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(chosen, timeout=timeout, device_id=device_id)
+
+
+def destroy_process_group() -> None:
+    """Leave the job, if it was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,193 @@
+"""GPT: embedding, blocks, final norm and head, as a list of units.
+
+The same class is GPT-2 (learned positions, LayerNorm, GELU, tied head) and Llama (rotary, RMSNorm, SwiGLU, grouped
+queries, untied head); ``ModelConfig`` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.models.init import draw_normal
+from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, unit_boundary
+from megatron_sp.ops.dropout import hash_dropout
+from megatron_sp.ops.embedding import embedding
+from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.lm_head import lm_head_logits, lm_head_loss
+from megatron_sp.ops.rotary import rotary_tables
+from megatron_sp.parallel.recompute import recompute
+from megatron_sp.utils.numbers import round_up
+
+
+class Table(nn.Module):
+    """A table of vectors; rows from ``rows`` on are padding: zero, never trained, never written to disk."""
+
+    def __init__(self, name: str, rows: int, padded_rows: int, width: int, std: float, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sink: GradSink | None = None
+        self.rows = rows
+        weight = torch.zeros(padded_rows, width, dtype=dtype)
+        weight[:rows] = draw_normal((rows, width), std, seed, f"{name}.weight")
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight, sink=self.sink)
+
+
+class Embedding(nn.Module):
+    """Word plus position embedding; [b, s] token ids in, [s, b, h] out."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.vocab_size and config.hidden_size
+        self.hidden_dropout = config.hidden_dropout
+        padded = round_up(config.vocab_size, config.make_vocab_size_divisible_by)
+        std = config.init_method_std
+        self.word_embeddings = Table("embedding.word_embeddings", config.vocab_size, padded, config.hidden_size, std, seed, dtype)
+        self.position_embeddings: Table | None = None
+        if config.position_embedding_type == "learned_absolute":
+            rows = config.max_positions
+            self.position_embeddings = Table("embedding.position_embeddings", rows, rows, config.hidden_size, std, seed, dtype)
+
+    def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        x = self.word_embeddings(tokens.t())  # [s, b, h]
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions)[:, None, :]
+        if ctx.dropout is None:
+            return x
+        return hash_dropout(x, self.hidden_dropout, ctx.dropout.row_keys(-1, SITE_EMBEDDING))
+
+
+class Decoder(nn.Module):
+    """The blocks and the norm behind them."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.num_layers and config.hidden_size
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype) for layer in range(config.num_layers)
+        )
+        self.final_layernorm = Norm(config, config.hidden_size, dtype)
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: shape; ``vocab_size`` must be set.
+        kernels: recomputation and chunking.
+        seed: of the initial weights.
+        dtype: of parameters and activations.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.vocab_size and config.hidden_size
+        self.config, self.kernels = config, kernels
+        self.embedding = Embedding(config, seed, dtype)
+        self.decoder = Decoder(config, seed, dtype)
+        self.output_layer: Table | None = None
+        if config.untie_embeddings_and_output_weights:
+            padded = self.embedding.word_embeddings.weight.shape[0]
+            self.output_layer = Table("output_layer", config.vocab_size, padded, config.hidden_size, config.init_method_std, seed, dtype)
+
+    def units(self) -> list[Unit]:
+        """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
+        head = nn.ModuleDict({"final_layernorm": self.decoder.final_layernorm})
+        if self.output_layer is not None:
+            head["output_layer"] = self.output_layer
+        blocks = [Unit(f"decoder.layers.{i}", layer) for i, layer in enumerate(self.decoder.layers)]
+        return [Unit("embedding", self.embedding), *blocks, Unit("head", head)]
+
+    def vocab_tables(self) -> dict[str, int]:
+        """Parameters whose rows are padded in memory: name -> valid rows (what a checkpoint knows)."""
+        tables = {"embedding.word_embeddings.weight": self.embedding.word_embeddings.rows}
+        if self.output_layer is not None:
+            tables["output_layer.weight"] = self.output_layer.rows
+        return tables
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of a micro-batch.
+
+        Args:
+            tokens, labels: int64 [b, s].
+            loss_mask: [b, s].
+            ctx: mask, kernel, dropout.
+            on_backward_done: told the index of a unit when its weight gradients are complete.
+        Returns:
+            (sum of masked token losses, scalar; loss of every token [s, b], detached).
+        """
+        x = self.hidden(tokens, ctx, on_backward_done)
+        head = self.output_layer or self.embedding.word_embeddings
+        return lm_head_loss(
+            x, head.weight, labels.t(), loss_mask.t(),
+            vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens, sink=head.sink,
+        )  # fmt: skip
+
+    def hidden(self, tokens: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None) -> Tensor:
+        """[b, s] token ids -> [s, b, h] after the final norm."""
+        start = ctx.cache.length if ctx.cache is not None else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens, positions, ctx)
+        ctx = self._prepare(ctx, positions, x.dtype)
+        layers = list(self.decoder.layers)
+        for first, last, again in self._recompute_plan(len(layers)):
+            if again and torch.is_grad_enabled():
+                # a boundary inside a recomputed chunk would fire with its unit; one in front of each chunk is enough
+                x = unit_boundary(x, _several(on_backward_done, range(last, first, -1)), first + 1)
+                x = recompute(_run_layers, layers[first:last], x, ctx)
+            else:
+                for layer in range(first, last):
+                    x = layers[layer](unit_boundary(x, on_backward_done, layer + 1), ctx)
+        x = self.decoder.final_layernorm(unit_boundary(x, on_backward_done, len(layers) + 1))
+        if ctx.cache is not None:
+            ctx.cache.length += tokens.shape[1]
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., vocab_size], for generation."""
+        head = self.output_layer or self.embedding.word_embeddings
+        return lm_head_logits(x, head.weight, head.rows)
+
+    def _prepare(self, ctx: ForwardContext, positions: Tensor, dtype: torch.dtype) -> ForwardContext:
+        """Add what is computed once per forward pass and shared by all layers."""
+        if self.config.position_embedding_type == "rope" and ctx.rotary is None:
+            rotated = int(self.config.head_dim * self.config.rotary_percent)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            ctx = replace(ctx, rotary=rotary_tables(positions, rotated, self.config.rotary_base, wide))
+        return replace(ctx, recompute_core=self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled())
+
+    def _recompute_plan(self, num_layers: int) -> list[tuple[int, int, bool]]:
+        """(first layer, last layer + 1, recompute it?) for consecutive runs of layers."""
+        if self.kernels.recompute_granularity != "full":
+            return [(0, num_layers, False)]
+        number = self.kernels.recompute_num_layers or 1
+        if self.kernels.recompute_method == "block":
+            number = min(number, num_layers)
+            return [(i, i + 1, True) for i in range(number)] + [(number, num_layers, False)]
+        return [(i, min(i + number, num_layers), True) for i in range(0, num_layers, number)]
+
+
+def _run_layers(layers: list[TransformerBlock], x: Tensor, ctx: ForwardContext) -> Tensor:
+    for layer in layers:
+        x = layer(x, ctx)
+    return x
+
+
+def _several(callback: Callable[[int], None] | None, units: range) -> Callable[[int], None] | None:
+    """A boundary callback for a chunk of units that become complete together."""
+    if callback is None:
+        return None
+
+    def done(_: int) -> None:
+        for unit in units:
+            callback(unit)
+
+    return done

@@ -1,0 +1,29 @@
+"""Initial weights that depend on (seed, parameter name) alone: the same in every layout, whatever is built before.
+
+The full tensor is always drawn, in fp32 on the CPU, from a generator keyed by the name; a sharded layout takes its slice
+afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+
+def name_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator for one parameter."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
+    """The full initial tensor of one parameter: N(0, std^2), fp32 on the CPU."""
+    return torch.empty(shape).normal_(0.0, std, generator=name_generator(seed, name))
+
+
+def output_std(std: float, num_layers: int) -> float:
+    """Standard deviation of projections that write into the residual stream (GPT-2's 1/sqrt(2 * layers))."""
+    return std / math.sqrt(2.0 * num_layers)

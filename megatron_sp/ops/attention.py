@@ -1,0 +1,207 @@
+"""Attention on the fused QKV tensor: one facade, three kernels.
+
+``attention`` takes the QKV projection as it comes out of the GEMM, rows in group order, and returns what the output
+projection wants; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
+queries and one key and value each), so grouped queries need neither a copy nor a special case.
+
+Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
+``reference`` (plain matrix products; the only one that implements attention dropout by hash, and so the only one whose
+dropout is the same in every layout).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_sp.ops import availability
+from megatron_sp.ops.dropout import fold32, keep_mask
+
+KernelName = Literal["flash", "sdpa", "reference"]
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Who may see whom, as one small object instead of an s x s tensor.
+
+    Attributes:
+        causal: a query sees keys up to its own position; with fewer queries than keys the *last* query sees all keys.
+        key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and never seen. None: no padding.
+    """
+
+    causal: bool = True
+    key_lengths: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel that has been chosen, and why."""
+
+    name: KernelName
+    reason: str
+
+
+def choose_kernel(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
+    """Resolve --attention-backend.
+
+    Args:
+        backend: auto, flash, fused, unfused or local.
+        device_type: "cpu" or "cuda".
+        dtype: of activations.
+        dropout: attention dropout of training.
+    Raises:
+        RuntimeError: ``flash`` was demanded where flash-attn cannot run.
+    """
+    flash = availability.find("flash_attn")
+    lack = (
+        "it needs a GPU" if device_type != "cuda"
+        else f"it needs bf16 or fp16, not {str(dtype).removeprefix('torch.')}" if dtype not in (torch.bfloat16, torch.float16)
+        else "" if flash.available else flash.reason
+    )  # fmt: skip
+    if backend == "flash":
+        if lack:
+            raise RuntimeError(f"--attention-backend flash cannot be used: {lack}. Use --attention-backend auto.")
+        return AttentionKernel("flash", "asked for")
+    if backend in ("unfused", "local"):
+        return AttentionKernel("reference", "asked for")
+    if backend == "fused":
+        return AttentionKernel("sdpa", "asked for")
+    if device_type == "cpu" and dropout > 0:
+        return AttentionKernel("reference", "attention dropout on CPU: torch's fused kernel falls back to a slower path with it")
+    return AttentionKernel("sdpa", f"flash-attn not used: {lack}") if lack else AttentionKernel("flash", "the fastest found")
+
+
+def attention(
+    qkv: Tensor,
+    queries_per_group: int,
+    head_dim: int,
+    mask: AttentionMask,
+    *,
+    kernel: KernelName = "sdpa",
+    dropout: float = 0.0,
+    dropout_rows: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for every head.
+
+    Args:
+        qkv: [s, b, g * (r + 2) * d], contiguous, rows in group order: r queries, key, value.
+        queries_per_group: r.
+        head_dim: d.
+        mask: who sees whom.
+        kernel: which implementation.
+        dropout: on the probabilities; 0 when not training.
+        dropout_rows: int32 [s, b] row keys, needed by the reference when dropout > 0.
+    Returns:
+        [s, b, g * r * d].
+    """
+    s, b, width = qkv.shape
+    groups = width // ((queries_per_group + 2) * head_dim)
+    q, k, v = split_qkv(qkv, queries_per_group, head_dim)
+    rows = None if dropout_rows is None else _head_row_keys(dropout_rows, groups, queries_per_group)
+    out = core_attention(q, k, v, _fold_mask(mask, groups), kernel=kernel, dropout=dropout, dropout_rows=rows)
+    return out.reshape(s, b, groups * queries_per_group * head_dim)
+
+
+def split_qkv(qkv: Tensor, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the fused tensor: q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once."""
+    return _SplitQKV.apply(qkv, queries_per_group, head_dim)
+
+
+class _SplitQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shape = qkv.shape
+        s, b, width = qkv.shape
+        per_group = (queries_per_group + 2) * head_dim
+        folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
+        return folded[:, :, :queries_per_group], folded[:, :, -2:-1], folded[:, :, -1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        s, m, r, d = grad_q.shape
+        packed = torch.empty(s, m, r + 2, d, dtype=grad_q.dtype, device=grad_q.device)
+        packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
+        return packed.view(ctx.shape), None, None
+
+
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None
+) -> Tensor:
+    """Attention of m independent groups.
+
+    Args:
+        q: [s_q, m, r, d].
+        k, v: [s_k, m, 1, d], one key and value head for r query heads.
+        mask: with key_lengths [m].
+        dropout_rows: int32 [m, r, s_q], for the reference.
+    Returns:
+        [s_q, m, r, d].
+    """
+    if kernel == "flash":
+        return _flash(q, k, v, mask, dropout)
+    if kernel == "sdpa":
+        return _sdpa(q, k, v, mask, dropout)
+    return _reference(q, k, v, mask, dropout, dropout_rows)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    if mask.key_lengths is not None:
+        return _sdpa(q, k, v, mask, dropout)  # flash-attn wants packed sequences for padding
+    flash_attn_func = availability.load("flash_attn").flash_attn_func
+    out = flash_attn_func(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), dropout_p=dropout, causal=mask.causal)
+    return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    s_q, s_k = q.shape[0], k.shape[0]
+    aligned = mask.causal and s_q == s_k and mask.key_lengths is None
+    allowed = None if aligned or (mask.key_lengths is None and not (mask.causal and s_q > 1)) else _allowed(mask, s_q, s_k, q.device)
+    # [s, m, r, d] -> [m, r, s, d]: views, the kernels take strides
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=aligned, enable_gqa=q.shape[1] > 1)
+    return out.permute(2, 0, 1, 3)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, rows: Tensor | None) -> Tensor:
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [m, r|1, s, d]
+    wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])  # [m, r, s_q, s_k]
+    allowed = _allowed(mask, q.shape[2], k.shape[2], q.device)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    probs = torch.softmax(scores, dim=-1)
+    if dropout > 0:
+        if rows is None:
+            raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
+        probs = probs * keep_mask(rows, probs.shape[-1], dropout) * (1.0 / (1.0 - dropout))
+    return torch.matmul(probs.to(v.dtype), v).permute(2, 0, 1, 3)
+
+
+def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> Tensor | None:
+    """bool, broadcastable to [m, r, s_q, s_k]; None when everybody sees everybody."""
+    allowed = None
+    if mask.causal:
+        allowed = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
+    if mask.key_lengths is not None:
+        inside = (torch.arange(s_k, device=device) < mask.key_lengths[:, None])[:, None, None, :]
+        allowed = inside if allowed is None else inside & allowed
+    return allowed
+
+
+def _fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
+    if mask.key_lengths is None:
+        return mask
+    return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups))
+
+
+def _head_row_keys(rows: Tensor, groups: int, queries_per_group: int) -> Tensor:
+    """Row keys of attention dropout, one for each head of each query: int32 [s, b] -> [b*g, r, s]."""
+    s, b = rows.shape
+    heads = torch.arange(groups * queries_per_group, device=rows.device, dtype=torch.int64)
+    mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd
+    return fold32(mixed ^ (mixed >> 29)).permute(1, 2, 0).reshape(b * groups, queries_per_group, s)

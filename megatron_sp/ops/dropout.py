@@ -1,0 +1,112 @@
+"""Dropout without random state: the mask is a hash of what is being dropped.
+
+Whether an element is kept depends on (seed, step, global sample index, layer, site, position, channel) and on nothing
+else. So the mask is the same for every layout of ranks, in recomputation and after a resume; there is no state to save,
+and backward computes the mask again instead of storing it.
+
+The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
+element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and the
+signed result is compared with a threshold, so the best-mixed upper bits decide. int32 is what CPUs and GPUs are fast at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """Names the tokens of one micro-batch for dropout.
+
+    Attributes:
+        token_keys: int64 [s, b], one well-mixed key for each token of this step.
+    """
+
+    token_keys: Tensor
+
+    @classmethod
+    def create(cls, seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
+        """Keys of a micro-batch.
+
+        Args:
+            seed: of the run.
+            step: optimizer step, from 0.
+            sample_ids: int64 [b], the samples' global indices.
+            positions: int64 [s], global positions of this rank's tokens.
+        """
+        keys = _mix64(sample_ids + _mix64_int(_mix64_int(seed) + step))  # [b]
+        return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
+
+    def row_keys(self, layer: int, site: int) -> Tensor:
+        """int32 [s, b], the keys of one dropout site of one layer."""
+        return fold32(_mix64(self.token_keys + _mix64_int((layer << 8) + site + 1)))
+
+
+def hash_dropout(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
+    """Dropout on the last dim, scaled by 1/(1-rate); with ``residual`` the sum of both.
+
+    Args:
+        x: [..., c].
+        rate: share of elements set to zero, in [0, 1).
+        row_keys: int32, the shape of x without its last dim (or one that broadcasts to it).
+        first_channel: global index of x's first channel, where channels are sharded.
+        residual: [..., c], added after dropout.
+    """
+    if rate == 0.0:
+        return x if residual is None else residual + x
+    return _HashDropout.apply(x, rate, row_keys, first_channel, residual)
+
+
+def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
+    """bool [*row_keys.shape, num_channels]: True with probability 1 - rate."""
+    channels = torch.arange(first_channel, first_channel + num_channels, device=row_keys.device, dtype=torch.int64)
+    channel_keys = fold32(_mix64(channels + 1))
+    h = row_keys[..., None] ^ channel_keys
+    h.mul_(0x7FEB352D)
+    h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))  # a logical shift: int32 would carry the sign
+    h.mul_(-2073254261)  # 0x846CA68B as int32, from the same search for low-bias hashes as the first factor
+    return h >= round(rate * 2**32) - 2**31
+
+
+class _HashDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, row_keys: Tensor, first_channel: int, residual: Tensor | None) -> Tensor:
+        ctx.save_for_backward(row_keys)
+        ctx.rate, ctx.first_channel = rate, first_channel
+        mask = keep_mask(row_keys, x.shape[-1], rate, first_channel)
+        if residual is None:
+            return (x * mask).mul_(1.0 / (1.0 - rate))
+        return torch.addcmul(residual, x, mask.to(x.dtype), value=1.0 / (1.0 - rate))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (row_keys,) = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad * keep_mask(row_keys, grad.shape[-1], ctx.rate, ctx.first_channel)).mul_(1.0 / (1.0 - ctx.rate))
+        return grad_x, None, None, None, grad if ctx.needs_input_grad[4] else None
+
+
+def fold32(keys: Tensor) -> Tensor:
+    """int64 -> int32: the upper half."""
+    return (keys >> 32).to(torch.int32)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finalizer on int64 tensors (products wrap)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _mix64_int(x: int) -> int:
+    """The same on a Python integer, so that a layout's scalars cost no kernel; non-negative, below 2^62."""
+    x &= (1 << 64) - 1
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+    return (x ^ (x >> 31)) >> 2

@@ -1,0 +1,59 @@
+"""Where weight gradients go: straight into a flat buffer when there is one, through autograd when there is none.
+
+Every op of ours that owns a weight takes an optional ``GradSink``. With a sink its backward writes the weight's gradient
+into the sink's view and returns None for it, so that a gradient is produced once, at its final place and in its final
+dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket afterwards.
+Without a sink (unit tests, foreign code) the same backward returns an ordinary gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class GradSink(Protocol):
+    """What an op needs to know of the flat gradient buffers (``optim/flat.py`` implements it)."""
+
+    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+        """The buffer view for ``param`` and whether this is the step's first gradient for it (then overwrite, else add).
+
+        None: the parameter is not held by the sink; return its gradient to autograd instead.
+        """
+
+
+def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
+    """Weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
+
+    Args:
+        weight: [out, in].
+        grad_out: [tokens, out].
+        x: [tokens, in].
+    Returns:
+        None if the sink took it, else the gradient [out, in].
+    """
+    claimed = sink.claim(weight) if sink is not None else None
+    if claimed is None:
+        return grad_out.t() @ x
+    view, fresh = claimed
+    if view.dtype == grad_out.dtype:
+        torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)
+    elif view.is_cuda and view.dtype == torch.float32:
+        product = torch.mm(grad_out.t(), x, out_dtype=torch.float32)  # the tensor cores accumulate in fp32: keep those bits
+        view.copy_(product) if fresh else view.add_(product)
+    else:
+        product = grad_out.t() @ x
+        view.copy_(product) if fresh else view.add_(product)
+    return None
+
+
+def put_grad(sink: GradSink | None, param: Tensor, grad: Tensor) -> Tensor | None:
+    """Hand over a gradient that has been computed already (biases, norms); returns it if there is no sink for it."""
+    claimed = sink.claim(param) if sink is not None else None
+    if claimed is None:
+        return grad.to(param.dtype)
+    view, fresh = claimed
+    view.copy_(grad) if fresh else view.add_(grad)
+    return None

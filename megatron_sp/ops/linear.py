@@ -1,0 +1,78 @@
+"""y = activation(x) @ W.T + b (+ residual), with the weight gradient written straight into the gradient sink.
+
+One autograd function serves every linear layer. Two things are folded into it because they save memory traffic: the
+activation in front (its output is recomputed in backward, never stored) and the addition of the residual stream behind
+(the GEMM accumulates on top of it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    sink: GradSink | None = None,
+) -> Tensor:
+    """Linear layer on the last dim.
+
+    Args:
+        x: [..., in] ([..., 2*in] with swiglu in front).
+        weight: [out, in].
+        bias: [out].
+        activation: applied to x first.
+        residual: [..., out], added to the result.
+        sink: receives the gradients of weight and bias; else they go through autograd.
+    Returns:
+        [..., out].
+    """
+    return _Linear.apply(x, weight, bias, residual, activation, sink)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: Activation | None, sink: GradSink | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.activation, ctx.sink = activation, sink
+        a = x if activation is None else activation.forward(x)
+        a2 = a.reshape(-1, a.shape[-1])
+        shape = (*x.shape[:-1], weight.shape[0])
+        if residual is not None:
+            y = torch.addmm(residual.reshape(-1, weight.shape[0]), a2, weight.t())
+            return (y if bias is None else y.add_(bias)).view(shape)
+        return (torch.mm(a2, weight.t()) if bias is None else torch.addmm(bias, a2, weight.t())).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias = ctx.saved_tensors
+        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+        grad2 = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if need_x:
+            grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
+        if need_weight:
+            a = x if ctx.activation is None else ctx.activation.forward(x)
+            grad_weight = put_weight_grad(ctx.sink, weight, grad2, a.reshape(-1, a.shape[-1]))
+        if need_bias:
+            grad_bias = put_grad(ctx.sink, bias, column_sum(grad2))
+        if grad_x is not None and ctx.activation is not None:
+            grad_x = ctx.activation.backward(grad_x, x)
+        return grad_x, grad_weight, grad_bias, grad if need_residual else None, None, None
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """[tokens, c] -> [c], accumulated in fp32 (or wider)."""
+    return x.sum(0, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else None)

@@ -1,0 +1,125 @@
+"""LM head and cross entropy as one op that never holds the logits of a sequence.
+
+Tokens go through in chunks. For each chunk the logits are computed, turned into the loss and at once into the gradients of
+x and W, then forgotten: three GEMMs in all, as many as the unchunked way, and memory for one chunk instead of
+tokens x vocabulary. The gradients are those of the summed loss; backward scales them by whatever arrives there (1/tokens, a
+loss scale), so any later scaling is honoured. Related: Liger's fused linear cross entropy (arXiv:2410.10989), which this
+does without a custom kernel.
+
+The price: one weight-sized buffer in fp32 lives from the forward of the head to its backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.grad_sink import GradSink
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+def default_chunk_tokens(vocab_rows: int) -> int:
+    """Tokens whose fp32 logits take about 64 MiB: large enough for a full-speed GEMM, small enough not to matter."""
+    return max(128, _CHUNK_BYTES // (4 * vocab_rows) // 64 * 64)
+
+
+def lm_head_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    *,
+    vocab_size: int,
+    chunk_tokens: int | None = None,
+    sink: GradSink | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum over tokens of loss_mask * cross_entropy(x @ weight.T, labels).
+
+    Args:
+        x: [s, b, h].
+        weight: [rows, h]; rows from vocab_size on are padding and get no probability.
+        labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
+        loss_mask: [s, b], a weight for each token.
+        vocab_size: valid rows.
+        chunk_tokens: tokens per chunk; None: about 64 MiB of logits.
+        sink: receives the gradient of weight.
+    Returns:
+        (the sum, a scalar in fp32 or wider that carries the gradient; the loss of every token [s, b] before
+        weighting, detached).
+    """
+    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    return _LMHeadLoss.apply(x, weight, labels, loss_mask, vocab_size, chunk, sink)
+
+
+class _LMHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int, chunk: int, sink: GradSink | None
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        x2, labels1, mask1 = x.reshape(-1, x.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
+        token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        grad_x = torch.empty_like(x2) if need_x else None
+        grad_weight = torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        for start in range(0, x2.shape[0], chunk):
+            part = slice(start, start + chunk)
+            log_probs = _log_probs(x2[part], weight, vocab_size, wide)
+            picked = labels1[part].clamp(0, vocab_size - 1)[:, None]
+            token_loss[part] = log_probs.gather(1, picked).neg_()[:, 0]
+            if grad_x is None and grad_weight is None:
+                continue
+            # d loss / d logits = softmax - onehot; the token's weight multiplies the small operands of the two GEMMs
+            grad_logits = log_probs.exp_()
+            grad_logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=wide))
+            grad_logits = grad_logits.to(x.dtype)
+            row_weight = mask1[part, None].to(x.dtype)
+            if grad_x is not None:
+                torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
+            if grad_weight is not None:
+                _accumulate(grad_weight, grad_logits, x2[part] * row_weight, first=start == 0)
+        ctx.save_for_backward(weight, grad_x, grad_weight)
+        ctx.shape, ctx.sink = x.shape, sink
+        token_loss_sb = token_loss.view(labels.shape)
+        ctx.mark_non_differentiable(token_loss_sb)
+        # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
+        return torch.where(mask1 == 0, 0.0, token_loss * mask1).sum(), token_loss_sb
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, grad_x, grad_weight = ctx.saved_tensors
+        out_x = None if grad_x is None else (grad_x * grad_sum.to(grad_x.dtype)).view(ctx.shape)
+        if grad_weight is None:
+            return out_x, None, None, None, None, None, None
+        claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
+        if claimed is None:
+            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None
+        view, fresh = claimed
+        torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
+        return out_x, None, None, None, None, None, None
+
+
+def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
+    """[..., h] -> [..., vocab_size], fp32 or wider: for generation, where few tokens need logits."""
+    return (x @ weight[:vocab_size].t()).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
+
+
+def _log_probs(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype) -> Tensor:
+    if x.is_cuda and x.dtype != wide:
+        logits = torch.mm(x, weight.t(), out_dtype=wide)
+    else:
+        logits = torch.mm(x, weight.t()).to(wide)
+    if vocab_size < weight.shape[0]:
+        logits[:, vocab_size:] = float("-inf")
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _accumulate(total: Tensor, grad_logits: Tensor, x: Tensor, *, first: bool) -> None:
+    if total.dtype == grad_logits.dtype:
+        torch.addmm(total, grad_logits.t(), x, beta=0.0 if first else 1.0, out=total)
+        return
+    product = torch.mm(grad_logits.t(), x, out_dtype=total.dtype) if x.is_cuda else grad_logits.t() @ x
+    total.copy_(product) if first else total.add_(product)

@@ -1,0 +1,167 @@
+"""Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each.
+
+A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. One
+collective, one norm and one fused optimizer kernel then serve a whole unit, and a later shard of it is a slice. Order within a
+unit: parameters with weight decay first, then those without, each aligned to 16 bytes; padding stays zero.
+
+Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master copy is what the optimizer updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import Handle, all_reduce_async
+from megatron_sp.comm.groups import Group
+from megatron_sp.utils.numbers import round_up
+
+_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its unit's buffers."""
+
+    name: str
+    param: nn.Parameter
+    start: int
+    decayed: bool
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.param.numel()].view(self.param.shape)
+
+
+def is_decayed(param: Tensor) -> bool:
+    """Weight decay is for matrices; biases and norm weights go without."""
+    return param.ndim >= 2
+
+
+class FlatUnit:
+    """The buffers of one unit.
+
+    Attributes:
+        params: [n], the model's dtype; the model's parameters are views of it.
+        grads: [n], fp32 (fp64 for an fp64 model).
+        master: [n], what the optimizer updates: ``params`` itself, or an fp32 copy of 16-bit parameters.
+        num_decayed: elements before this index are decayed.
+    """
+
+    def __init__(self, name: str, named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.name = name
+        trainable = [(n, p) for n, p in named_params if p.requires_grad]
+        ordered = [(n, p) for n, p in trainable if is_decayed(p)] + [(n, p) for n, p in trainable if not is_decayed(p)]
+        assert ordered, f"unit {name} has no trainable parameter"
+        dtype, device = ordered[0][1].dtype, ordered[0][1].device
+        align = _ALIGN_BYTES // dtype.itemsize
+        self.slots: list[Slot] = []
+        self.num_decayed = end = 0
+        for param_name, param in ordered:
+            assert param.dtype == dtype, f"{param_name} is {param.dtype}, the unit {dtype}"
+            self.slots.append(Slot(param_name, param, end, is_decayed(param)))
+            end += round_up(param.numel(), align)
+            if is_decayed(param):
+                self.num_decayed = end
+        self.params = torch.zeros(end, dtype=dtype, device=device)
+        for slot in self.slots:
+            view = slot.view(self.params)
+            view.copy_(slot.param.detach())
+            slot.param.data = view
+        self.is_16_bit = dtype in (torch.bfloat16, torch.float16)
+        wide = torch.float32 if self.is_16_bit else dtype
+        self.grads = torch.zeros(end, dtype=wide, device=device)
+        self.master = self.params.to(wide) if self.is_16_bit else self.params
+
+    def refresh_params(self) -> None:
+        """Round the master weights into the model's parameters."""
+        if self.is_16_bit:
+            self.params.copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """Take the model's parameters as the master weights (after loading a checkpoint without optimizer state)."""
+        if self.is_16_bit:
+            self.master.copy_(self.params)
+
+
+class FlatGradients:
+    """The gradient sink of a model: routes weight gradients into flat buffers and sums them over the ranks.
+
+    ``start_step`` opens a step; ops ``claim`` views; when the last micro-batch's backward leaves a unit, ``unit_done`` starts
+    the unit's all_reduce under the rest of backward; ``finish_step`` waits for all of them. Gradients are summed over ``group``,
+    never averaged: the loss was divided by the global token count already.
+    """
+
+    def __init__(self, units: list[FlatUnit], group: Group, *, overlap: bool = True) -> None:
+        self.units, self.group, self.overlap = units, group, overlap
+        self._views = {id(slot.param): slot.view(unit.grads) for unit in units for slot in unit.slots}
+        self._written: set[int] = set()
+        self._handles: dict[int, Handle] = {}
+        self._last_micro_batch = False
+
+    def start_step(self) -> None:
+        """Forget the previous step's gradients; the first write to each buffer overwrites it."""
+        assert not self._handles, "finish_step() was not called"
+        self._written.clear()
+        self._last_micro_batch = False
+        for unit in self.units:
+            for slot in unit.slots:
+                slot.param.grad = None
+
+    def last_micro_batch(self) -> None:
+        """The next backward is the step's last: units may be reduced as they complete."""
+        self._last_micro_batch = True
+
+    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+        view = self._views.get(id(param))
+        if view is None:
+            return None
+        fresh = id(param) not in self._written
+        self._written.add(id(param))
+        return view, fresh
+
+    def unit_done(self, index: int) -> None:
+        """All gradients of unit ``index`` of this micro-batch are there."""
+        if self._last_micro_batch and self.overlap:
+            self._reduce(index)
+
+    def finish_step(self) -> None:
+        """Reduce what has not been reduced yet and wait for everything."""
+        for index in range(len(self.units)):
+            if index not in self._handles:
+                self._reduce(index)
+        for handle in self._handles.values():
+            handle.wait()
+        self._handles.clear()
+
+    def _reduce(self, index: int) -> None:
+        unit = self.units[index]
+        for slot in unit.slots:
+            self._collect(slot)
+        self._handles[index] = all_reduce_async(unit.grads, self.group)
+
+    def _collect(self, slot: Slot) -> None:
+        """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient in this step."""
+        view, key = self._views[id(slot.param)], id(slot.param)
+        if slot.param.grad is not None:
+            view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
+            slot.param.grad = None
+        elif key not in self._written:
+            view.zero_()
+        self._written.add(key)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """Sum of squares as an fp64 scalar tensor; partial sums of 64 Ki elements keep fp32 input exact to about 1e-7."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    block = 65536
+    whole = x.numel() // block * block
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    if whole:
+        total += torch.linalg.vector_norm(x[:whole].view(-1, block), dim=1).double().square_().sum()
+    if whole < x.numel():
+        total += torch.linalg.vector_norm(x[whole:]).double().square_()
+    return total

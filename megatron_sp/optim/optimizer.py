@@ -1,0 +1,133 @@
+"""AdamW and SGD on flat buffers, with clipping, unscaling and skipping decided once for all ranks.
+
+The update is torch's fused kernel, called through its functional form on two slices of each unit (decayed, not decayed), so
+that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss scale;
+there is no other scaling anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron_sp.config import OptimizerConfig
+from megatron_sp.optim.flat import FlatUnit, squared_norm
+
+
+@dataclass
+class UnitState:
+    """Optimizer state of one unit, each [n] like its master weights; ``exp_avg_sq`` is absent for SGD."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor | None
+
+
+class FlatOptimizer:
+    """Updates the master weights of flat units.
+
+    Args:
+        units: the buffers.
+        config: hyperparameters; learning rate and weight decay come with each step.
+    """
+
+    def __init__(self, units: list[FlatUnit], config: OptimizerConfig) -> None:
+        self.units, self.config = units, config
+        self.num_updates = 0  # successful steps: Adam's bias correction
+        self.states = [
+            UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
+        ]
+
+    def grad_norm(self) -> Tensor:
+        """L2 norm of all (reduced, still scaled) gradients, an fp64 scalar tensor; the same bits on every rank."""
+        return torch.stack([squared_norm(u.grads) for u in self.units]).sum().sqrt()
+
+    def step(self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0) -> None:
+        """Clip, unscale, update.
+
+        Args:
+            lr: learning rate of this step.
+            weight_decay: of this step.
+            grad_norm: of the unscaled gradients; finite.
+            grad_scale: what the loss was multiplied by.
+        """
+        multiplier = 1.0 / grad_scale
+        clip = self.config.clip_grad
+        if clip > 0 and grad_norm > clip:
+            multiplier *= clip / (grad_norm + 1e-6)
+        self.num_updates += 1
+        for unit, state in zip(self.units, self.states, strict=True):
+            if multiplier != 1.0:
+                unit.grads.mul_(multiplier)
+            for part, decay in self._parts(unit, weight_decay):
+                self._update(unit, state, part, lr, decay)
+            unit.refresh_params()
+
+    def _parts(self, unit: FlatUnit, weight_decay: float) -> Iterator[tuple[slice, float]]:
+        for part, decay in ((slice(0, unit.num_decayed), weight_decay), (slice(unit.num_decayed, unit.grads.numel()), 0.0)):
+            if part.start < part.stop:
+                yield part, decay
+
+    def _update(self, unit: FlatUnit, state: UnitState, part: slice, lr: float, weight_decay: float) -> None:
+        config = self.config
+        params, grads, exp_avg = [unit.master[part]], [unit.grads[part]], [state.exp_avg[part]]
+        with torch.no_grad():
+            if state.exp_avg_sq is None:
+                sgd(
+                    params, grads, list(exp_avg), fused=True, weight_decay=weight_decay, momentum=config.sgd_momentum, lr=lr,
+                    dampening=0.0, nesterov=False, maximize=False, has_sparse_grad=False,
+                )  # fmt: skip
+                return
+            # the kernel adds 1 to its step count itself
+            steps = [torch.full((), self.num_updates - 1.0, dtype=torch.float32, device=unit.master.device)]
+            adamw(
+                params, grads, exp_avg, [state.exp_avg_sq[part]], [], steps, fused=True, amsgrad=False, lr=lr,
+                beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=weight_decay, eps=config.adam_eps, maximize=False,
+            )  # fmt: skip
+
+
+class LossScaler:
+    """Loss scale of fp16 training: fixed, or halved after ``hysteresis`` overflows and doubled after a window of good steps.
+
+    Outside fp16 the scale is 1 and never changes. Source: Micikevicius et al., arXiv:1710.03740.
+    """
+
+    def __init__(self, *, enabled: bool, fixed: float | None, initial: float, minimum: float, window: int, hysteresis: int) -> None:
+        self.dynamic = enabled and fixed is None
+        self.scale = 1.0 if not enabled else fixed if fixed is not None else initial
+        self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
+        self.good_steps, self.hysteresis_left = 0, hysteresis
+
+    def update(self, overflow: bool) -> bool:
+        """Record a step; returns whether an overflow is an ordinary one, that is, the scale could still go down."""
+        if not self.dynamic:
+            return False
+        if not overflow:
+            self.good_steps += 1
+            if self.good_steps % self.window == 0:
+                self.scale *= 2.0
+                self.hysteresis_left = self.hysteresis
+            return True
+        ordinary = self.scale > self.minimum
+        self.good_steps = 0
+        self.hysteresis_left -= 1
+        if self.hysteresis_left <= 0:
+            self.scale = max(self.scale / 2.0, self.minimum)
+        return ordinary
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        if self.dynamic:
+            self.scale = float(state["scale"])
+            self.good_steps, self.hysteresis_left = int(state["good_steps"]), int(state["hysteresis_left"])
+
+
+def is_finite(*values: float) -> bool:
+    return all(math.isfinite(v) for v in values)

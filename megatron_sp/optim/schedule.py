@@ -1,0 +1,103 @@
+"""Learning rate and weight decay as pure functions of how far the run is.
+
+Progress is counted in samples whichever unit the flags use (steps are multiplied by the global batch size), so that a batch
+ramp-up or another number of ranks does not bend the curve. Shapes and names are Megatron's (optimizer_param_scheduler.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_sp.config import BatchConfig, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A resolved schedule; lengths are in samples.
+
+    Attributes:
+        peak, floor, start: learning rate at the end of warm-up, at the end of decay, at the start of warm-up.
+        warmup, horizon: samples of warm-up and of warm-up plus decay.
+        style, wsd_style, wsd_length: shape of the decay.
+        decay_start, decay_end, decay_style: ramp of the weight decay over the horizon of the run.
+        length: samples of the run.
+    """
+
+    peak: float
+    floor: float
+    start: float
+    warmup: int
+    horizon: int
+    style: str
+    wsd_style: str
+    wsd_length: int
+    decay_start: float
+    decay_end: float
+    decay_style: str
+    length: int
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, global_batch_size: int) -> Schedule:
+        """Resolve the flags; ``global_batch_size`` is the full one, after ramp-up."""
+
+        def samples(iters: int | None, in_samples: int | None) -> int | None:
+            return in_samples if in_samples else iters * global_batch_size if iters else None
+
+        length = samples(batch.train_iters, batch.train_samples) or 1
+        horizon = samples(config.lr_decay_iters, config.lr_decay_samples) or length
+        if config.lr_warmup_fraction is not None:
+            warmup = round(config.lr_warmup_fraction * horizon)
+        else:
+            warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
+        decay = config.weight_decay
+        return cls(
+            peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,
+            style=config.lr_decay_style, wsd_style=config.lr_wsd_decay_style,
+            wsd_length=samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0,
+            decay_start=decay if config.start_weight_decay is None else config.start_weight_decay,
+            decay_end=decay if config.end_weight_decay is None else config.end_weight_decay,
+            decay_style=config.weight_decay_incr_style, length=length,
+        )  # fmt: skip
+
+    def lr(self, samples: int) -> float:
+        """Learning rate of the step that ends at ``samples`` consumed samples."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.start + (self.peak - self.start) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.horizon:
+            return self.floor
+        if self.style == "inverse-square-root":
+            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        if self.style == "WSD":
+            return self.floor + self._wsd_share(samples) * (self.peak - self.floor)
+        done = (samples - self.warmup) / max(self.horizon - self.warmup, 1)
+        share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+        return self.floor + share * (self.peak - self.floor)
+
+    def _wsd_share(self, samples: int) -> float:
+        begin = self.horizon - self.wsd_length
+        if samples <= begin or self.wsd_length == 0:
+            return 1.0
+        done = (samples - begin) / self.wsd_length
+        if self.wsd_style == "linear":
+            return 1.0 - done
+        if self.wsd_style == "cosine":
+            return 0.5 * (math.cos(math.pi * done) + 1.0)
+        if self.wsd_style == "minus_sqrt":
+            return 1.0 - math.sqrt(done)
+        return 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the step that ends at ``samples`` consumed samples."""
+        if self.decay_style == "constant":
+            return self.decay_end
+        done = min(samples / self.length, 1.0)
+        share = done if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
+        return self.decay_start + share * (self.decay_end - self.decay_start)
+
+    def state(self) -> dict[str, Any]:
+        """As stored in a checkpoint."""
+        return asdict(self)

@@ -1,0 +1,14 @@
+"""Integer arithmetic that names what it means."""
+
+from __future__ import annotations
+
+
+def divide(a: int, b: int) -> int:
+    """a / b, which must be whole."""
+    assert a % b == 0, f"{a} is not a multiple of {b}"
+    return a // b
+
+
+def round_up(a: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below a."""
+    return (a + multiple - 1) // multiple * multiple
