@@ -367,7 +367,9 @@ class Config:
         if len(errors) == 1:
             raise ConfigError(errors[0])
         if errors:
-            raise ConfigError(f"{len(errors)} flags do not fit together:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1)))
+            raise ConfigError(
+                f"{len(errors)} things are wrong with the configuration:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1))
+            )
 
 
 GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "ignored_flags"}  # type: ignore[misc]

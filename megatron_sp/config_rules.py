@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_sp.utils.field_kinds import field_kinds
 
 if TYPE_CHECKING:
-    from megatron_sp.config import Config
+    from megatron_sp.config import Config, ModelConfig
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
+_FLASH_HEAD_DIM = 256
 
 
 def normalize(config: Config) -> None:
@@ -40,8 +41,8 @@ def normalize(config: Config) -> None:
 def violations(config: Config, world_size: int) -> list[str]:
     """Every rule that is broken, as messages for the user; single values first, for the other rules build on them."""
     return list(_ranges(config)) or [
-        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
-        *_learning_rate(config), *_optimizer(config), *_precision(config), *_data(config), *_checkpoint(config), *_logging(config, world_size),
+        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config), *_learning_rate(config),
+        *_optimizer(config), *_precision(config), *_data(config), *_checkpoint(config), *_logging(config, world_size),
     ]  # fmt: skip
 
 
@@ -51,9 +52,13 @@ def _ranges(config: Config) -> Iterator[str]:
 
     for group, cls in GROUPS.items():
         for name in field_kinds(cls):
-            low, value = cls.__dataclass_fields__[name].metadata["low"], getattr(getattr(config, group), name)
+            low, value = _low(cls, name), getattr(getattr(config, group), name)
             if low is not None and value is not None and value < low:
                 yield f"--{name.replace('_', '-')} ({_show(value)}) must be at least {_show(low)}"
+
+
+def _low(cls: Any, name: str) -> float | None:
+    return cls.__dataclass_fields__[name].metadata["low"]
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -66,7 +71,7 @@ def _model(config: Config) -> Iterator[str]:
     if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
         yield (
             f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
-            f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give the width of a head with --kv-channels"
+            f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
         )
     yield from _heads(config)
     for name in ("attention_dropout", "hidden_dropout"):
@@ -89,20 +94,26 @@ def _heads(config: Config) -> Iterator[str]:
     if model.group_query_attention and groups is None and not config.checkpoint.use_checkpoint_args:
         yield "--group-query-attention needs --num-query-groups N (the number of key/value heads)"
     if heads and groups and heads % groups:
-        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        yield f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups}): {_division(heads, groups)}; use {legal}"
+        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0]
+        rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
+        yield f"{rule}: {_division(heads, groups)}; use {', '.join(legal)}"
     if model.position_embedding_type != "rope":
         return
     if not 0 < model.rotary_percent <= 1:
         yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
-    elif model.kv_channels or (model.hidden_size and heads and model.hidden_size % heads == 0):
-        if model.rotary_dim < 2 or model.rotary_dim % 2:
-            yield (
-                f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
-                f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
-            )
+    elif _head_dim_known(model) and (model.rotary_dim < 2 or model.rotary_dim % 2):
+        yield (
+            f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
+            f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
+        )
     if model.rotary_base <= 0:
         yield f"rotary_base ({model.rotary_base}) must be above 0"
+
+
+def _head_dim_known(model: ModelConfig) -> bool:
+    return bool(
+        model.kv_channels or (model.hidden_size and model.num_attention_heads and not model.hidden_size % model.num_attention_heads)
+    )
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:
@@ -132,7 +143,9 @@ def _kernels(config: Config) -> Iterator[str]:
         if kernels.device == "cpu":
             yield "--attention-backend flash needs a GPU, but --device cpu was given: use auto or fused"
         if not (config.precision.bf16 or config.precision.fp16):
-            yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or use --attention-backend auto"
+            yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or drop the flash flag"
+        if _head_dim_known(model) and model.head_dim > _FLASH_HEAD_DIM:
+            yield f"flash-attn takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
     granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
     if kernels.recompute_activations and granularity == "full":
         yield "--recompute-activations means --recompute-granularity selective, but full was given: drop one"
