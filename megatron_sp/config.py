@@ -363,13 +363,7 @@ class Config:
         """
         from megatron_sp import config_rules
 
-        errors = config_rules.violations(self, world_size)
-        if len(errors) == 1:
-            raise ConfigError(errors[0])
-        if errors:
-            raise ConfigError(
-                f"{len(errors)} things are wrong with the configuration:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1))
-            )
+        raise_all(config_rules.violations(self, world_size))
 
 
 GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "ignored_flags"}  # type: ignore[misc]
@@ -381,6 +375,14 @@ def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     pairs = ((f"{group}.{name}", group, name) for group, cls in GROUPS.items() for name in field_kinds(cls))
     values = ((key, getattr(getattr(old, group), name), getattr(getattr(new, group), name)) for key, group, name in pairs)
     return {key: (a, b) for key, a, b in values if a != b}
+
+
+def raise_all(errors: list[str]) -> None:
+    """Raise one ConfigError that lists all of ``errors``; none is no error."""
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    if errors:
+        raise ConfigError(f"{len(errors)} things are wrong:\n" + "\n".join(f"  {i}. {e}" for i, e in enumerate(errors, 1)))
 
 
 def _required(value: int | None) -> int:

@@ -41,8 +41,9 @@ def normalize(config: Config) -> None:
 def violations(config: Config, world_size: int) -> list[str]:
     """Every rule that is broken, as messages for the user; single values first, for the other rules build on them."""
     return list(_ranges(config)) or [
-        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config), *_learning_rate(config),
-        *_optimizer(config), *_precision(config), *_data(config), *_checkpoint(config), *_logging(config, world_size),
+        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
+        *_learning_rate(config), *_optimizer(config), *_precision(config), *_data(config), *_checkpoint(config),
+        *_logging(config, world_size),
     ]  # fmt: skip
 
 

@@ -1,0 +1,348 @@
+"""From a command line, and perhaps a YAML file, to a checked ``Config``.
+
+The fields of ``config.py`` are the flags. Both dialects of Megatron are read: other spellings are rewritten, flags without
+meaning here are collected in ``Config.ignored_flags``, flags that would change the result and are not there are refused
+(``ignored_flags.py``). A name is never completed from its beginning and never guessed: a mistyped flag ends the program
+with exit code 2 and the nearest names. Later wins: defaults, then the file, then the command line from left to right.
+
+Nothing here imports torch or numpy; a wrong flag is answered in a tenth of a second, before any rank talks to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from megatron_sp.config import GROUPS, Config, raise_all
+from megatron_sp.training import ignored_flags as dialect
+from megatron_sp.training.config_file import Setting, canonical, read_config_file
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_sp.utils.field_kinds import FieldKind, field_kinds
+
+_SPECIAL = ("config", "print-config", "help", "profile-steps", *dialect.TOKEN_FLAGS)
+_ANY = -1  # number of values: as many as follow
+
+
+class Target(NamedTuple):
+    """The field that a spelling sets."""
+
+    group: str
+    name: str
+    kind: FieldKind
+    negated: bool = False
+
+
+@dataclass
+class CommandLine:
+    """What stands on a command line, before names and values are looked at."""
+
+    settings: list[Setting] = field(default_factory=list)
+    config_file: str | None = None
+    print_config: bool = False
+    help: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def parse_config(
+    argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None
+) -> Config:
+    """The configuration of this run, for an entry point: prints and exits by itself, like argparse.
+
+    Args:
+        argv: the words after the program's name (default: this process's).
+        prog: the program's name in messages (default: this process's).
+        description: what --help says first.
+        world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
+    Returns:
+        A normalised and validated configuration; ``ignored_flags`` lists what was accepted without a meaning.
+    Raises:
+        SystemExit: 0 after --help or --print-config, 2 after a message about a wrong flag. Only rank 0 prints.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    prog = prog or os.path.basename(sys.argv[0])
+    talks = os.environ.get("RANK", "0") == "0"
+    try:
+        line = scan(argv)
+        if line.help:
+            if talks:
+                from megatron_sp.training.flag_help import print_help
+
+                print_help(prog, description)
+            raise SystemExit(EXIT_OK)
+        config = _configure(line, world_size)
+    except ConfigError as error:
+        if talks:
+            print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
+    if line.print_config:
+        if talks:
+            print(config_as_yaml(config), end="")
+        raise SystemExit(EXIT_OK)
+    return config
+
+
+def config_from_args(argv: Sequence[str], *, world_size: int | None = None) -> Config:
+    """As ``parse_config``, for programs: raises ConfigError instead of exiting, and knows neither --help nor --print-config."""
+    return _configure(scan(argv), world_size)
+
+
+def config_as_yaml(config: Config) -> str:
+    """Text that --config reads back to an equal configuration."""
+    import yaml
+
+    notes = "".join(f"# ignored: {note}\n" for note in config.ignored_flags)
+    return notes + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _configure(line: CommandLine, world_size: int | None) -> Config:
+    settings = (read_config_file(line.config_file) if line.config_file else []) + line.settings
+    config = _apply(settings, line.problems)
+    config.normalize().validate(world_size or _launched_processes())
+    return config
+
+
+def _launched_processes() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """Every spelling that sets a field, aliases and the negations of switches included."""
+    table: dict[str, Target] = {}
+    for group, cls in GROUPS.items():
+        kinds = field_kinds(cls)
+        for item in dataclasses.fields(cls):
+            kind = kinds[item.name]
+            for spelling in (item.name, *item.metadata["aliases"]):
+                name = canonical(spelling)
+                names = [(name, False), (_negation(name), True)] if kind.base == "bool" else [(name, False)]
+                for each, negated in names:
+                    if table.setdefault(each, Target(group, item.name, kind, negated))[:2] != (group, item.name):
+                        raise AssertionError(f"--{each} is the spelling of two fields")
+    return table
+
+
+def _negation(name: str) -> str:
+    return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+
+
+def _refusal(name: str) -> str | None:
+    """Why the flag is refused, if it is one that Megatron knows."""
+    return dialect.REFUSED.get(name) or next((why for start, why in dialect.REFUSED_PREFIXES.items() if name.startswith(start)), None)
+
+
+def all_spellings() -> Iterable[str]:
+    """Every name that gets an answer other than "unknown", our own first."""
+    tables = (targets(), _SPECIAL, dialect.REWRITTEN, dialect.IGNORED_SWITCHES, dialect.IGNORED_VALUES, dialect.REFUSED)
+    return [name for table in tables for name in table]
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that ``name`` may have been meant as: those it begins, then those that look alike."""
+    names = list(names)
+    begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
+    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    scores = [difflib.SequenceMatcher(None, name, other).ratio() for other in alike]
+    close = [other for other, score in zip(alike, scores, strict=True) if score > max(scores) - 0.12]
+    own = [other for other in dict.fromkeys(begun + close) if other in targets()]
+    return (own or list(dict.fromkeys(begun + close)))[:3]
+
+
+# ------------------------------------------------------------------------------------------------------- scanning
+
+
+def scan(argv: Sequence[str]) -> CommandLine:
+    """Cut a command line into flags and their words; what belongs to no flag is kept as a problem."""
+    line, rest = CommandLine(), list(argv)
+    previous = ""
+    while rest:
+        word = rest.pop(0)
+        if word == "-h":
+            word = "--help"
+        if not word.startswith("--") or word == "--":
+            line.problems.append(_stray(word, previous))
+            continue
+        spelling, equals, value = word.partition("=")
+        name, previous = canonical(spelling), spelling
+        words = (value,) if equals else tuple(rest[: _num_words(name, rest)])
+        del rest[: 0 if equals else len(words)]
+        _note(line, Setting(name, words, spelling))
+    return line
+
+
+def _stray(word: str, previous: str) -> str:
+    if not previous or word.startswith("-"):
+        return f"unexpected '{word}': a flag begins with --"
+    takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
+    return f"unexpected '{word}': {previous} takes {takes}"
+
+
+def _note(line: CommandLine, setting: Setting) -> None:
+    if setting.name == "help":
+        line.help = True
+    elif setting.name == "print-config":
+        line.print_config = True
+    elif setting.name == "config":
+        line.config_file = setting.words[0] if setting.words and setting.words[0] else None
+        if line.config_file is None:
+            line.problems.append("--config: expected the path of a YAML file, got nothing")
+    else:
+        line.settings.append(setting)
+
+
+def _num_words(name: str, rest: list[str]) -> int:
+    """How many of the words that follow a flag belong to it."""
+    following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
+    if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
+        return 1
+    wanted = _arity(name)
+    return following if wanted == _ANY else min(wanted, following)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+
+
+def _arity(name: str) -> int:
+    if name in targets():
+        kind = targets()[name].kind
+        return 0 if kind.base == "bool" else _ANY if kind.many else 1
+    if name in dialect.REWRITTEN:
+        return int(dialect.REWRITTEN[name].takes_value)
+    if name in dialect.IGNORED_VALUES:
+        return _ANY if name in dialect.IGNORED_LISTS else 1
+    if name in dialect.IGNORED_SWITCHES or name in ("help", "print-config"):
+        return 0
+    return 1 if name in _SPECIAL else _ANY  # a refused or unknown flag takes its words with it, so they are not reported as well
+
+
+# ------------------------------------------------------------------------------------------------------- applying
+
+
+def _apply(settings: list[Setting], problems: list[str]) -> Config:
+    """The configuration that ``settings`` describe; a ConfigError lists everything that cannot be read."""
+    config = Config()
+    problems = list(problems)
+    weak: list[Setting] = []
+    tokens: dict[str, int] = {}
+    ignored: dict[str, str] = {}
+    given: set[tuple[str, str]] = set()
+
+    def assign(setting: Setting) -> None:
+        target = targets()[setting.name]
+        given.add((target.group, target.name))
+        setattr(getattr(config, target.group), target.name, _value(setting, target))
+
+    for setting in settings:
+        name, words, where = setting
+        try:
+            if name in targets():
+                assign(setting)
+            elif name in dialect.REWRITTEN:
+                rewrite = dialect.REWRITTEN[name]
+                if rewrite.takes_value or _is_on(words):
+                    pieces = [Setting(flag, words if value is None else (value,), where) for flag, value in rewrite.to]
+                    for piece in pieces:
+                        weak.append(piece) if rewrite.weak else assign(piece)
+            elif name in dialect.TOKEN_FLAGS:
+                tokens[name] = FieldKind("int").parse(words)
+            elif name == "profile-steps":
+                for piece in _profile_steps(setting):
+                    assign(piece)
+            elif (reason := _ignored_because(name, words)) is not None:
+                ignored[where] = reason
+            elif not (_refusal(name) and _is_off(words)):
+                problems.append(_unusable(name, words, where))
+        except ValueError as error:
+            problems.append(f"{where}: {error}{_known_elsewhere(setting)}")
+    for setting in weak:
+        if targets()[setting.name][:2] not in given:
+            assign(setting)
+    problems += _count_tokens(config, tokens) if not problems else []
+    raise_all(problems)
+    config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
+    return config
+
+
+def _value(setting: Setting, target: Target) -> Any:
+    words = setting.words
+    if target.name == "profile" and words and words[0] in ("pt", "pt-full"):
+        words = ()
+    if target.kind.base == "bool":
+        return _is_on(words) != target.negated
+    spellings = dialect.VALUE_SPELLINGS.get(setting.name, {})
+    return target.kind.parse([spellings.get(word, word) for word in words])
+
+
+def _is_on(words: tuple[str, ...]) -> bool:
+    """Whether a switch is on: alone it is; in a file it says true or false."""
+    return not words or FieldKind("bool").parse(words)
+
+
+def _is_off(words: tuple[str, ...]) -> bool:
+    return bool(words) and words[0].lower() in ("false", "no", "off")
+
+
+def _profile_steps(setting: Setting) -> list[Setting]:
+    """Megatron-DeepSpeed's "first,last" as our two flags."""
+    steps = FieldKind("str").parse(setting.words).split(",")
+    if len(steps) != 2:
+        raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
+    return [Setting(flag, (step,), setting.where) for flag, step in zip(("profile-step-start", "profile-step-end"), steps, strict=True)]
+
+
+def _ignored_because(name: str, words: tuple[str, ...]) -> str | None:
+    if words and all(word in dialect.HARMLESS_VALUES.get(name, ()) for word in words):
+        return "asks for what happens anyway"
+    return dialect.IGNORED_SWITCHES.get(name) or dialect.IGNORED_VALUES.get(name)
+
+
+def _unusable(name: str, words: tuple[str, ...], where: str) -> str:
+    reason = _refusal(name)
+    if reason:
+        return f"{where}{' ' + ' '.join(words) if 0 < len(words) < 4 else ''} is not supported: {reason}"
+    if name in _SPECIAL:
+        return f"{where} belongs on the command line"
+    dashes = "--" if where.startswith("--") else ""
+    near = [dashes + other for other in nearest(name, all_spellings())]
+    choice = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near)
+    return f"{where} is unknown" + (f": did you mean {choice}?" if near else "; --help lists all flags")
+
+
+def _known_elsewhere(setting: Setting) -> str:
+    known = dialect.MEGATRON_CHOICES.get(setting.name, ())
+    return " (a value of Megatron's that is not supported yet)" if setting.words and setting.words[0] in known else ""
+
+
+def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
+    """Turn lengths in tokens into the unit that the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
+    if not tokens:
+        return []
+    batch, size = config.batch, config.model.seq_length
+    if not size or size < 1:
+        return [f"--{next(iter(tokens))} needs --seq-length, to be turned into samples"]
+    kind = "samples" if batch.train_iters is None else "iters"
+    if kind == "iters":
+        if batch.global_batch_size is None or batch.rampup_batch_size:
+            return [f"--{next(iter(tokens))} with --train-iters needs a constant --global-batch-size, to be turned into steps"]
+        size *= batch.global_batch_size
+    for name, value in tokens.items():
+        if value < 0:
+            return [f"--{name} ({value}) must be at least 0"]
+        count = -(-value // size)
+        if name == "train-tokens":
+            limit = getattr(batch, f"train_{kind}")
+            setattr(batch, f"train_{kind}", count if limit is None else min(limit, count))
+        else:
+            setattr(config.optimizer, f"{name.removesuffix('-tokens').replace('-', '_')}_{kind}", count)
+    return []

@@ -1,0 +1,103 @@
+"""Flags from a YAML file: the same names, the same values, the same checks as on the command line.
+
+The file is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is text that
+gets refused; words keep the spelling of the file (``1e-4`` is a number here, though YAML 1.1 calls it a string), and every
+message can name its line. Keys are flag names with ``-`` or ``_``, flat or under the name of their group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_sp.config import GROUPS
+from megatron_sp.utils.errors import ConfigError
+
+MAX_FILE_BYTES = 256 * 1024  # a whole configuration is 5 KB; a blend of a thousand data sets fits too
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = ("str", "int", "float", "bool", "null", "timestamp")
+
+
+class Setting(NamedTuple):
+    """One flag as it was written somewhere."""
+
+    name: str  # hyphens, no dashes in front
+    words: tuple[str, ...]  # its value; empty for a switch on the command line
+    where: str  # for messages: "--lr", or "run.yaml line 3: lr"
+
+
+def canonical(spelling: str) -> str:
+    """The name of a flag without dashes in front, and hyphens throughout."""
+    return spelling.removeprefix("--").replace("_", "-")
+
+
+def read_config_file(path: str) -> list[Setting]:
+    """The settings of a YAML file, in its order; empty values (``null``, ``[]``) leave the default.
+
+    Raises:
+        ConfigError: the file is absent, too large, not YAML, or holds anything but flags with words or lists of words.
+    """
+    name = os.path.basename(path)
+    try:
+        root = yaml.compose(_read(path), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ConfigError(f"--config {path}{f' line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', '')}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: nested too deeply; flags are flat or under the name of their group") from None
+    return list(_settings(root, name, inside="")) if root is not None else []
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"--config {path}: larger than {MAX_FILE_BYTES} bytes; this is not a file of flags")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not UTF-8 text") from None
+
+
+def _settings(node: Any, name: str, inside: str) -> Iterator[Setting]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{_line(name, node)}: expected lines of 'flag: value'{f' under {inside}' if inside else ''}")
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or not _plain(key):
+            raise ConfigError(f"{_line(name, key)}: expected the name of a flag")
+        flag = canonical(key.value)
+        if flag in seen:
+            raise ConfigError(f"{_line(name, key)}: {key.value} stands there twice")
+        seen.add(flag)
+        if isinstance(value, yaml.MappingNode) and not inside:
+            if key.value not in GROUPS:
+                raise ConfigError(f"{_line(name, key)}: {key.value} is no group of flags; the groups are {', '.join(GROUPS)}")
+            yield from _settings(value, name, inside=key.value)
+        else:
+            words = tuple(_words(value, name, key.value))
+            if words:
+                yield Setting(flag, words, f"{_line(name, key)}: {key.value}")
+
+
+def _words(node: Any, name: str, key: str) -> Iterator[str]:
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    for item in items:
+        if not isinstance(item, yaml.ScalarNode) or not _plain(item):
+            raise ConfigError(f"{_line(name, item)}: the value of {key} must be a word, a number, true, false, or a list of these")
+        if item.tag != _TAG + "null":
+            yield item.value
+
+
+def _plain(node: Any) -> bool:
+    return node.tag.removeprefix(_TAG) in _SCALARS
+
+
+def _line(name: str, node: Any) -> str:
+    return f"{name} line {node.start_mark.line + 1}"

@@ -1,0 +1,234 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields of our configuration, and what each one gets.
+
+Three answers: *rewritten* (another spelling of one of our fields), *ignored* (nothing to choose here; listed once when
+training starts, with the reason), *refused* (it would change the result and is not there; the message says what works).
+A flag in none of the tables, and not a field, is a typing error. Sources: the argument parsers and launch scripts of both
+projects. Names are written without dashes in front and with hyphens, as ``arguments.canonical`` leaves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One flag as settings of other flags.
+
+    Attributes:
+        to: (flag, value) pairs; the value None stands for the flag's own words.
+        weak: only where that flag is not given itself.
+    """
+
+    to: tuple[tuple[str, str | None], ...]
+    weak: bool = False
+
+    @property
+    def takes_value(self) -> bool:
+        return any(value is None for _, value in self.to)
+
+
+REWRITTEN: dict[str, Rewrite] = {
+    "use-rotary-position-embeddings": Rewrite((("position-embedding-type", "rope"),)),
+    "no-position-embedding": Rewrite((("position-embedding-type", "none"),), weak=True),
+    "openai-gelu": Rewrite((("gelu-approximate", "tanh"),)),
+    # Megatron's fused kernel is the tanh approximation; without the fusion it calls the exact GELU.
+    "no-bias-gelu-fusion": Rewrite((("gelu-approximate", "none"),), weak=True),
+    "checkpoint-activations": Rewrite((("recompute-granularity", "full"),)),
+    "activations-checkpoint-method": Rewrite((("recompute-granularity", "full"), ("recompute-method", None))),
+    "activations-checkpoint-num-layers": Rewrite((("recompute-num-layers", None),)),
+    "checkpoint-num-layers": Rewrite((("recompute-num-layers", None),)),
+    "use-flash-attn-v1": Rewrite((("attention-backend", "flash"),)),
+    "use-flash-attn-triton": Rewrite((("attention-backend", "flash"),)),
+    "use-flash-attn-builder": Rewrite((("attention-backend", "flash"),)),
+    "encoder-seq-length": Rewrite((("seq-length", None),)),
+    "encoder-num-layers": Rewrite((("num-layers", None),)),
+    "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
+    "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
+}
+
+VALUE_SPELLINGS: dict[str, dict[str, str]] = {
+    "tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
+}
+"""Values that other projects spell differently, by flag."""
+
+MEGATRON_CHOICES: dict[str, tuple[str, ...]] = {
+    "tokenizer-type": (
+        "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "Llama2Tokenizer", "HuggingFaceTokenizer", "TikTokenizer",
+        "PretrainedFromHF", "HFTokenizer",
+    ),
+    "position-embedding-type": ("yarn", "relative", "mrope", "alibi"),
+    "optimizer": ("muon", "dist_muon", "lion", "onebitadam"),
+    "dataloader-type": ("external",),
+}  # fmt: skip
+"""Values that Megatron knows and this package does not yet."""
+
+TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
+"""Megatron-DeepSpeed's lengths in tokens; ``arguments`` turns them into samples or steps."""
+
+_FUSED = "which kernels run is decided by what the machine has"
+_LOGGED = "always written to metrics.jsonl, and to TensorBoard when that is on"
+_FORMAT = "checkpoints have one format here: sharded, verified, independent of the layout"
+_ENGINE = "there is one engine here, and it reads flags only"
+_COMMUNICATION = "communication has its own flags here"
+_MEMORY = "memory is managed differently here"
+_DATA = "data is read with checked reads, and masks are never stored"
+_GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
+
+_IGNORED_LISTS = ("high-priority-stream-groups", "hierarchical-context-parallel-sizes", "cuda-graph-scope")
+
+_IGNORED_SWITCHES = {
+    _FUSED: """
+        no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+        cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
+        te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
+        ds-fused-adam tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
+        disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag disable-tp-comm-split-rs""",
+    "the softmax and the loss are always computed in fp32": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
+    "scores are scaled once; scaling by layer and back changes nothing": "apply-query-key-layer-scaling no-query-key-layer-scaling",
+    "gradients are always accumulated and summed in fp32 (or wider)": "accumulate-allreduce-grads-in-fp32",
+    "the loss is always divided by the step's global number of tokens": "calculate-per-token-loss",
+    "initial weights never depend on device or layout": "use-cpu-initialization no-initialization",
+    "no random state exists, so none is stored or loaded": "no-load-rng no-save-rng",
+    "a missing checkpoint is always an error": "exit-on-missing-checkpoint",
+    "saving is synchronous for now; the files are the same": "async-save use-persistent-ckpt-worker",
+    _FORMAT: """
+        use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save auto-detect-ckpt-format
+        ckpt-assume-constant-structure""",
+    _LOGGED: """
+        log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
+        log-batch-size-to-tensorboard log-world-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard
+        log-optimizer-states-to-tensorboard no-log-learning-rate-to-tensorboard no-log-learnig-rate-to-tensorboard
+        no-log-loss-scale-to-tensorboard log-progress log-energy log-straggler disable-straggler-on-startup enable-one-logger
+        no-barrier-with-level-1-timing""",
+    "the profiler is torch's": "use-pytorch-profiler record-memory-history profile-backward",
+    _GARBAGE: "manual-gc no-manual-gc-eval",
+    _ENGINE: """
+        deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel""",
+    _COMMUNICATION: """
+        overlap-param-gather overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
+        no-async-tensor-model-parallel-allreduce no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce delay-param-gather
+        no-align-param-gather no-scatter-gather-tensors-in-pipeline no-contiguous-buffers-in-local-ddp use-contiguous-buffers-in-ddp
+        use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
+    _MEMORY: """
+        distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding partition-activations
+        contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory""",
+    _DATA: """
+        no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
+    "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
+    "--auto-resume does that on any cluster": "adlr-autoresume",
+}
+
+_IGNORED_VALUES = {
+    _FUSED: "transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps tp-comm-overlap-cfg",
+    "there is one data-parallel implementation": "DDP-impl",
+    _DATA: "data-impl num-dataset-builder-threads",
+    _FORMAT: """
+        ckpt-format dist-ckpt-format dist-ckpt-strictness dist-ckpt-workers non-persistent-save-interval non-persistent-ckpt-type
+        non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir""",
+    _LOGGED: """
+        timing-log-level timing-log-option tensorboard-log-interval log-memory-interval logging-level straggler-minmax-count
+        straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity log-path""",
+    "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
+    _GARBAGE: "manual-gc-interval",
+    _ENGINE: "deepspeed-config deepscale-config remote-device",
+    "torchrun tells the rank": "local-rank",
+    "exit code 75 means saved, whatever the signal": "exit-signal",
+    _COMMUNICATION: """
+        cp-comm-type hierarchical-context-parallel-sizes ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
+        high-priority-stream-groups tp-comm-bootstrap-backend""",
+    _MEMORY: "empty-unused-memory-level tile-factor",
+    "every loss and gradient is checked, and a bad step is skipped": "rerun-mode error-injection-rate error-injection-type",
+    "replicas are checked by the tests, not while training, for now": "check-weight-hash-across-dp-replicas-interval",
+    "ranks agree on stopping in every step without it": "train-sync-interval",
+    "--auto-resume does that on any cluster": "adlr-autoresume-interval",
+    "for inference only": "inference-batch-times-seqlen-threshold max-tokens-to-oom",
+}
+
+
+def _by_name(table: dict[str, str]) -> dict[str, str]:
+    return {name: reason for reason, names in table.items() for name in names.split()}
+
+
+IGNORED_SWITCHES: dict[str, str] = _by_name(_IGNORED_SWITCHES)
+"""Ignored flags without a value: name -> reason."""
+IGNORED_VALUES: dict[str, str] = _by_name(_IGNORED_VALUES)
+"""Ignored flags that take a value: name -> reason."""
+IGNORED_LISTS = frozenset(_IGNORED_LISTS)
+"""Those of them that take several values."""
+
+_REFUSED = {
+    "documents in one sample attend to each other today; leave it out": """
+        reset-position-ids reset-attention-mask dataloader-inter-document-masking""",
+    "the formats today are fp32, --bf16, --fp16 and --fp64": """
+        fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len fp8-amax-compute-algo
+        no-fp8-wgrad fp4-format""",
+    "residuals, master weights, gradients and Adam's moments have fixed formats": """
+        fp32-residual-connection grad-reduce-in-bf16 use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype
+        exp-avg-sq-dtype embedding-weights-in-fp32""",
+    "all MLPs are dense today; leave out the flags for experts": """
+        num-experts expert-interval expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size
+        create-moe-param-group disable-moe-token-dropping topk mlp-type ds-inference""",
+    "every rank keeps all weights and the whole optimizer state today (plain data parallel); leave it out": """
+        use-distributed-optimizer zero-stage use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
+        cpu-optimizer cpu-torch-adam optimizer-cpu-offload optimizer-offload-fraction num-distributed-optimizer-instances""",
+    "all layers are on every rank today (no pipeline); leave it out": """
+        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout
+        pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
+        account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
+        encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
+    "GPT is the model today; BERT, T5 and fine-tuning tasks are not there yet": """
+        mask-prob short-seq-prob bert-no-binary-head bert-load pretrained-checkpoint task epochs train-data valid-data
+        decoder-num-layers decoder-seq-length retriever-seq-length""",
+    "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
+        vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
+    "rotary positions today are plain (--rotary-base, --rotary-percent)": """
+        use-rope-scaling rope-scaling-factor rotary-interleaved rotary-scaling-factor rotary-seq-len-interpolation-factor no-rope-freq
+        mrope-section use-alibi-position-embeddings relative-attention-num-buckets relative-attention-max-distance""",
+    "attention today is causal over the whole sequence, one head like the other": """
+        window-size window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+        softmax-type ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size force-ds-sequence-parallel mtp-num-layers
+        mtp-loss-scaling-factor attention-head-type""",
+    "blocks today are pre-norm, all of one shape, with GELU, SwiGLU or squared ReLU": """
+        apply-residual-connection-post-layernorm quick-geglu glu-activation embed-layernorm onnx-safe is-hybrid-model
+        hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio spec heterogeneous-layers-config-path""",
+    "initial weights today are normal (--init-method-std)": """
+        init-method-xavier-uniform data-parallel-random-init embedding-init-method-std""",
+    "the optimizers today are AdamW and SGD, with one learning rate for all": """
+        decoupled-lr decoupled-min-lr no-decoupled-weight-decay no-weight-decay-cond-type""",
+    "the batch size today is constant or grows by --rampup-batch-size": "step-batch-size-schedule decrease-batch-size-if-needed",
+    "curricula, compression, distillation and data-efficiency methods are not there": """
+        curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning random-ltd compression-training
+        train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path mos kd-alpha-ce kd-beta-ce
+        kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
+    "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
+        data-args-path per-split-data-args-path titles-data-path full-validation multiple-validation-sets sample-rate
+        train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path""",
+    "checkpoints of other programs are not read yet; --load takes ours": """
+        load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
+    "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
+        reset-iteration no-load-lr-state""",
+    "write the flags, without dashes, into a file for --config FILE": "yaml-cfg",
+}
+REFUSED: dict[str, str] = _by_name(_REFUSED)
+"""Flags that would change the result and are not there: name -> what works today."""
+REFUSED_PREFIXES: dict[str, str] = {
+    "moe-": REFUSED["num-experts"],
+    "fp8-": REFUSED["fp8-format"],
+    "zero-": REFUSED["zero-stage"],
+    "curriculum-": REFUSED["curriculum-learning"],
+    "random-ltd-": REFUSED["random-ltd"],
+    "muon-": REFUSED["decoupled-lr"],
+    "mamba-": REFUSED["spec"],
+    "retro-": REFUSED["spec"],
+    "fim-": REFUSED["sample-rate"],
+}
+"""Beginnings of refused families."""
+
+HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
+    "zero-stage": ("0",), "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
+    "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",), "rotary-seq-len-interpolation-factor": ("1",),
+    "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
+    "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
+}  # fmt: skip
+"""Refused flags that are ignored with these values, because they then ask for what happens anyway."""
