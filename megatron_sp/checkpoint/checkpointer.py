@@ -1,0 +1,287 @@
+"""Saving, finding, checking and loading checkpoints: the one class that the rest of the program uses.
+
+The guarantees are in docs/checkpoints.md: a step folder is complete or it is not there, the newest one that verifies
+wins, nothing damaged is loaded silently, and any layout reads what any other wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.checkpoint import commit, find, load, manifest, saving, verify
+from megatron_sp.checkpoint.differences import differences, table
+from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest
+from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.checkpoint.plan import Description, SavePlan, describe, make_plan
+from megatron_sp.checkpoint.together import Together
+from megatron_sp.utils.errors import CheckpointError, DiskError
+from megatron_sp.utils.faults import FaultPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SaveReport:
+    """What became of a save; the same on every rank except ``seconds``."""
+
+    step: int
+    saved: bool
+    path: Path | None  # the step folder, when saved
+    reason: str = ""  # why not saved, or why nothing needed to be written
+    num_bytes: int = 0  # written by all ranks
+    seconds: float = 0.0  # for which training stood still
+    removed: list[str] = field(default_factory=list)  # step folders that were pruned
+
+
+class Checkpointer:
+    """Checkpoints of one run. Methods marked collective must be called by every rank of ``group``.
+
+    Args:
+        run_dir: checkpoints are saved in ``run_dir/checkpoints``; None: only for reading.
+        rank, world_size: of this process, in ``group``.
+        group: a process group that moves CPU tensors (gloo); None in a single process.
+        faults: kill points of tests.
+        keep_last: complete checkpoints to keep, at least 2.
+        keep_every: also keep every checkpoint whose step is a multiple of this.
+        max_file_bytes: files are cut at about this size.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        group: Any = None,
+        faults: FaultPlan | None = None,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        max_file_bytes: int = 1 << 30,
+    ) -> None:
+        if keep_last < 2 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep_last ({keep_last}) must be at least 2 and keep_every ({keep_every}) at least 1, or None")
+        self._run_dir = run_dir
+        self._ranks = Together(rank, world_size, group)
+        self._faults = faults or FaultPlan.none()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._max_file_bytes = max_file_bytes
+        self._planned: tuple[Description, SavePlan] | None = None
+        self._last_saved: Path | None = None
+        self._verified: dict[Path, Manifest] = {}  # step folders this process has read in full
+
+    # Saving
+
+    def prepare(self) -> list[str]:
+        """Make the folder and clear up after saves that were cut short. Collective; call it holding the run's lock.
+
+        Returns:
+            What was removed or put back, as sentences; rank 0 has logged them.
+        Raises:
+            DiskError: the folder cannot be made or written.
+        """
+        folder = self._folder()
+
+        def work() -> list[str]:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                notes = commit.sweep(folder)
+            except OSError as error:
+                raise DiskError(f"cannot save into {folder}: {saving.explain(error, folder)}; give another --save") from None
+            commit.log_notes(notes)
+            return notes
+
+        return list(self._ranks.first(work))
+
+    def save(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> SaveReport:
+        """Write a checkpoint of this step, whole or not at all. Collective.
+
+        A step this object has just saved is not written again. Folders of this step or later ones that another continuation of
+        the run left are set aside.
+
+        Args:
+            step: optimizer steps done.
+            tensors: this rank's pieces of every tensor.
+            state: everything else, as JSON values; rank 0's is stored, with ``format_version`` and ``step`` added.
+        Returns:
+            A report; ``saved=False`` with the reason when the disk refused (no space, no permission, an error): older checkpoints are
+            as they were, training can go on, and the next save may work. Rank 0 has logged a warning.
+        Raises:
+            ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON: mistakes of the caller.
+        """
+        started = time.monotonic()
+        self._faults.at("save.begin", step)
+        report = self._save(step, tensors, state, self._plan(tensors))
+        report.seconds = time.monotonic() - started
+        if not report.saved and self._ranks.rank == 0:
+            logger.warning("step %d was NOT saved: %s. Training goes on; older checkpoints are untouched.", step, report.reason)
+        return report
+
+    def _save(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any], plan: SavePlan) -> SaveReport:
+        final, rank = self._folder() / commit.step_name(step), self._ranks.rank
+
+        def fault(point: str) -> None:
+            self._faults.at(point, step)
+
+        def prune() -> list[str]:
+            return saving.prune_quietly(final.parent, self._keep_last, self._keep_every, lambda: fault("save.prune"))
+
+        def opening() -> dict[str, str]:
+            encode_state(step, state)  # a mistake in it shows before anything is written
+            if final == self._last_saved and verify.is_complete(final):
+                return {"done": f"{final} holds this step already"}
+            return saving.open_staging(final.parent, step, sum(plan.rank_bytes), prune)
+
+        def finish() -> dict[str, Any]:
+            outcome = saving.commit_staging(staging, step, encode_state(step, state), plan, results, fault)
+            return outcome if "failed" in outcome else {**outcome, "removed": prune()}
+
+        opened = self._ranks.first(opening)
+        if "staging" not in opened:
+            done = opened.get("done")
+            return SaveReport(step, bool(done), final if done else None, done or opened["failed"])
+        staging = Path(opened["staging"])
+        results = self._ranks.each(
+            lambda: saving.write_own_files(staging, rank, plan.items_of(rank, tensors), self._max_file_bytes, lambda: fault("save.shard"))
+        )
+        for point in ("save.manifest", "save.rename", "save.prune") if rank else ():
+            fault(point)  # the other ranks have nothing to do here, but they can die here
+        outcome = self._ranks.first(finish)
+        if "failed" in outcome:
+            return SaveReport(step, False, None, outcome["failed"])
+        self._last_saved = final
+        return SaveReport(step, True, final, num_bytes=outcome["num_bytes"], removed=outcome["removed"])
+
+    def _plan(self, tensors: dict[str, GlobalTensor]) -> SavePlan:
+        """The division of work; exchanged anew only when some rank's rectangles have changed."""
+        mine: Description = {}
+
+        def is_known() -> bool:
+            nonlocal mine
+            mine = describe(tensors)
+            return self._planned is not None and self._planned[0] == mine
+
+        if not all(self._ranks.each(is_known)) or self._planned is None:
+            self._planned = (mine, make_plan(self._ranks.each(lambda: mine)))
+        return self._planned[1]
+
+    def _folder(self) -> Path:
+        if self._run_dir is None:
+            raise RuntimeError("this Checkpointer was made without a run_dir: it can only read")
+        return Path(self._run_dir) / "checkpoints"
+
+    # Finding and checking
+
+    def has_checkpoint(self, path: str | Path) -> bool:
+        """Whether there is any step folder, sound or not, for ``find`` to look at. Collective."""
+        path = Path(path)
+        return bool(self._ranks.first(lambda: find.is_step_folder(path) or bool(commit.list_steps(find.checkpoints_folder(path)))))
+
+    def find(self, path: str | Path, ckpt_step: int | None = None, fallback: bool = False) -> Path:
+        """The newest checkpoint under ``path``, verified byte for byte. Collective.
+
+        Args:
+            path: a run folder, a checkpoints folder, or one step folder.
+            ckpt_step: take this step instead of the newest.
+            fallback: if it is damaged, warn and take the newest sound one before it.
+        Raises:
+            CheckpointError: there is none, or it is damaged (and so is everything before it, with ``fallback``).
+        """
+        folders, warnings = self._ranks.first(lambda: _as_json(find.candidates(Path(path), ckpt_step)))
+        self._tell(warnings)
+        problems = []
+        for folder in map(Path, folders):
+            try:
+                self.verify(folder)
+                return folder
+            except CheckpointError as error:
+                if not fallback:
+                    raise CheckpointError(f"{error}\n{find.way_out(folder)}") from None
+                problems.append(str(error))
+                self._tell([f"{error}\ntrying the one before it (--resume-fallback)"])
+        raise CheckpointError("\n".join([f"no sound checkpoint under {path}: {len(folders)} tried, all damaged", *problems]))
+
+    def verify(self, step_dir: str | Path) -> None:
+        """Read a checkpoint in full against its manifest, the ranks sharing the work. Collective.
+
+        Raises:
+            CheckpointError: names each file that is missing, cut, or has other contents, with what was expected and found.
+        """
+        step_dir = Path(step_dir)
+
+        def presence() -> list[str]:
+            listed = read_manifest(step_dir)
+            verify.require_none(step_dir, verify.missing_or_cut(step_dir, listed))
+            return verify.extra_files(step_dir, listed)
+
+        def contents() -> list[str]:
+            self._verified[step_dir] = listed = read_manifest(step_dir)
+            return verify.changed(step_dir, listed, self._share([*load.data_files(listed), STATE_NAME]))
+
+        self._verified.pop(step_dir, None)
+        if extra := self._ranks.first(presence):
+            self._tell([f"{step_dir} holds files that its manifest does not list, ignored: {', '.join(extra[:10])}"])
+        try:
+            verify.require_none(step_dir, [problem for of_rank in self._ranks.each(contents) for problem in of_rank])
+        except BaseException:
+            self._verified.pop(step_dir, None)
+            raise
+
+    def _share(self, names: list[str]) -> list[str]:
+        """This rank's part of a list that is the same on all."""
+        return names[self._ranks.rank :: self._ranks.world_size]
+
+    def _tell(self, notes: list[str]) -> None:
+        if self._ranks.rank == 0:
+            commit.log_notes(notes)
+
+    # Reading
+
+    def read_state(self, step_dir: str | Path) -> dict[str, Any]:
+        """The contents of state.json, checked against the manifest. On any rank alone. Raises CheckpointError."""
+        return manifest.read_state(Path(step_dir))
+
+    def tensor_shapes(self, step_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Global shape and dtype of every stored tensor. On any rank alone. Raises CheckpointError."""
+        return read_manifest(Path(step_dir)).shapes()
+
+    def load(self, step_dir: str | Path, tensors: dict[str, GlobalTensor], *, partial: bool = False, cast: bool = False) -> None:
+        """Fill these pieces in place. Collective.
+
+        Args:
+            step_dir: as ``find`` returned it; verified first if this process has not done so yet.
+            tensors: the pieces this rank wants; ranks may want different tensors and rectangles.
+            partial: leave tensors in the checkpoint that no rank wants unread; otherwise they are an error.
+            cast: convert stored tensors to the wanted dtype; otherwise another dtype is an error.
+        Raises:
+            CheckpointError: a table of what is missing, unexpected or of another shape; or what is damaged.
+            ValueError: pieces outside their own tensor.
+        """
+        step_dir = Path(step_dir)
+        if not all(self._ranks.each(lambda: step_dir in self._verified)):
+            self.verify(step_dir)
+        listed = self._verified[step_dir]
+        unasked = self._ranks.each(lambda: sorted(set(listed.tensors) - set(tensors)))
+        unwanted = set.intersection(*map(set, unasked))  # by every rank
+
+        def check_fit() -> None:
+            for name, tensor in tensors.items():
+                tensor.check(name)
+            if rows := differences(listed, tensors, set() if partial else unwanted, cast):
+                raise CheckpointError(table(step_dir, rows))
+
+        self._ranks.each(check_fit)
+        rows = self._ranks.each(lambda: load.read_headers(step_dir, self._share(load.data_files(listed))))
+        index = load.make_index(step_dir, listed, (row for of_rank in rows for row in of_rank))
+        self._ranks.each(lambda: load.check_tiling(step_dir, listed, index, self._share(sorted(set(listed.tensors) - unwanted))))
+        self._ranks.each(lambda: load.fill(step_dir, index, tensors))
+
+
+def _as_json(found: find.Candidates) -> list[Any]:
+    return [[os.fspath(folder) for folder in found.folders], found.warnings]

@@ -1,0 +1,178 @@
+"""How a step folder appears, all or nothing, and how old ones go.
+
+    step-000100.part-UUID/   all ranks write and fsync their files; rank 0 adds state.json and MANIFEST.json, fsyncs the folder
+    step-000100/             the same folder after one rename; the parent is fsynced; then ``latest`` is replaced
+    (older steps)            only then pruned: renamed to .part-UUID first, so a half-deleted folder is never taken for a checkpoint
+
+A step folder is never written into again. When a step is saved that the folder already has, from another line of the run's history (it
+was resumed from an older step) or damaged, the old folder is set aside as ``step-000100.replaced-UUID``; steps beyond it become
+``.abandoned-UUID``, else the next resume would take them for the newest. Neither is deleted, unless its tensors are the same.
+Everything here runs on rank 0 alone and raises OSError as it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest
+from megatron_sp.checkpoint.strict_json import read_small_file
+from megatron_sp.checkpoint.verify import is_complete
+from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.files import atomic_write_text, fsync_dir, write_synced
+
+logger = logging.getLogger(__name__)
+
+LATEST_NAME = "latest"
+_STEP = re.compile(r"step-([0-9]{6,18})")
+_PART = re.compile(r"step-[0-9]{6,18}\.part-[0-9a-f]+")
+_REPLACED = re.compile(r"(step-[0-9]{6,18})\.replaced-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step: step-000100."""
+    return f"step-{step:06d}"
+
+
+def step_number(name: str) -> int | None:
+    """The step a folder name stands for, or None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def list_steps(folder: Path) -> dict[int, Path]:
+    """The step folders in a checkpoints folder, oldest first; links are not followed. Empty if there is no such folder."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {}
+    for entry in entries:
+        step = step_number(entry.name)
+        if step is not None and entry.is_dir(follow_symlinks=False):
+            found[step] = folder / entry.name
+    return dict(sorted(found.items()))
+
+
+def read_latest(folder: Path) -> tuple[int | None, str | None]:
+    """What ``latest`` says: (step, None), or (None, why it says nothing). It is a hint only; no file at all is (None, None)."""
+    path = folder / LATEST_NAME
+    if not path.exists() and not path.is_symlink():
+        return None, None
+    try:
+        text = read_small_file(path, 100).decode("ascii", "backslashreplace")
+    except CheckpointError as error:
+        return None, str(error)
+    step = step_number(text[:-1]) if text.endswith("\n") else None
+    if step is None:
+        return None, f"{path} says {text[:40]!r}, which is no step folder's name"
+    if not (folder / step_name(step)).is_dir():
+        return None, f"{path} names {step_name(step)}, which is not there"
+    return step, None
+
+
+def staging_dir(folder: Path, step: int) -> Path:
+    """Make an empty folder for a step in the making."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f"{step_name(step)}.part-{uuid.uuid4().hex[:12]}"
+    staging.mkdir()
+    return staging
+
+
+def seal(staging: Path, state: bytes, manifest: Manifest) -> None:
+    """Add state.json and MANIFEST.json to a staging folder and put everything on the disk."""
+    write_synced(staging / STATE_NAME, state)
+    write_synced(staging / MANIFEST_NAME, manifest.encode())
+    fsync_dir(staging)
+
+
+def publish(staging: Path, manifest: Manifest) -> list[str]:
+    """Make a sealed staging folder the step's folder and the one that ``latest`` names.
+
+    Returns:
+        What happened to folders in its way, as sentences for the log.
+    """
+    folder, final = staging.parent, staging.parent / step_name(manifest.step)
+    notes, same = [], None
+    for step, path in reversed(list_steps(folder).items()):
+        if step >= manifest.step:
+            aside = path.with_name(f"{path.name}.{'replaced' if path == final else 'abandoned'}-{uuid.uuid4().hex[:8]}")
+            if path == final and _same_tensors(path, manifest):
+                same = aside
+            else:
+                notes.append(f"{path.name} was left from another continuation of this run: now {aside.name}, delete it if you like")
+            path.rename(aside)
+    staging.rename(final)
+    fsync_dir(folder)
+    try:
+        atomic_write_text(folder / LATEST_NAME, f"{final.name}\n")
+        if same is not None:
+            shutil.rmtree(same)
+    except OSError as error:
+        notes.append(f"after {final.name} was saved: {error}")
+    return notes
+
+
+def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
+    """Whether a step folder is complete and lists the same tensor files, byte for byte."""
+    if not is_complete(step_dir):
+        return False
+    old = read_manifest(step_dir).files
+    return {**old, STATE_NAME: None} == {**manifest.files, STATE_NAME: None}
+
+
+def prune(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
+    """Delete old steps: all but the ``keep_last`` newest complete ones, multiples of ``keep_every``, and anything newer than those.
+
+    Returns:
+        The names of the deleted folders.
+    """
+    steps = list_steps(folder)
+    complete = [step for step, path in steps.items() if is_complete(path)]
+    if len(complete) <= keep_last:
+        return []
+    oldest_kept = complete[-keep_last]
+    removed = []
+    for step, path in steps.items():
+        if step < oldest_kept and not (keep_every and step % keep_every == 0):
+            before_each()
+            dying = path.with_name(f"{path.name}.part-{uuid.uuid4().hex[:12]}")
+            path.rename(dying)
+            shutil.rmtree(dying)
+            removed.append(path.name)
+    return removed
+
+
+def sweep(folder: Path) -> list[str]:
+    """Clear up after a save or a deletion that was cut short. Only while no one else saves into this folder.
+
+    Returns:
+        What was done, as sentences for the log.
+    """
+    notes = []
+    newest = max(list_steps(folder), default=-1)
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name) if folder.is_dir() else []:
+        path = folder / entry.name
+        replaced = _REPLACED.fullmatch(entry.name)
+        if _PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(path)
+            notes.append(f"removed {path}, left over from a save that did not finish")
+        elif replaced and (step_number(replaced[1]) or 0) > newest:
+            path.rename(folder / replaced[1])
+            notes.append(f"put {path.name} back as {replaced[1]}: the save that replaced it did not finish")
+        elif entry.name.startswith(f".{LATEST_NAME}.") and entry.name.endswith(".tmp"):
+            path.unlink()
+    if notes:
+        fsync_dir(folder)
+    return notes
+
+
+def log_notes(notes: Collection[str]) -> None:
+    """Tell them, from rank 0."""
+    for note in notes:
+        logger.warning("%s", note)

@@ -1,0 +1,97 @@
+"""From what --load names (a run, its checkpoints folder, one step folder) to the step folders in question, newest first."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.checkpoint.commit import list_steps, read_latest, step_name, step_number
+from megatron_sp.checkpoint.manifest import MANIFEST_NAME
+from megatron_sp.utils.errors import CheckpointError
+
+
+class Candidates(NamedTuple):
+    """Step folders worth trying, newest first, and what to warn about."""
+
+    folders: list[Path]
+    warnings: list[str]
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """The folder with the steps: ``path/checkpoints`` if there is one, else ``path`` itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether the path itself is one checkpoint (by its name or its manifest) and not a folder of them."""
+    return path.is_dir() and (step_number(path.name) is not None or (path / MANIFEST_NAME).exists())
+
+
+def candidates(path: Path, ckpt_step: int | None) -> Candidates:
+    """Which step folders ``path`` stands for.
+
+    Args:
+        path: a run folder, a checkpoints folder, or one step folder.
+        ckpt_step: only this step and, for a fallback, those before it.
+    Raises:
+        CheckpointError: there are none; says what was looked for, what is there, and the nearest names.
+    """
+    if not path.is_dir():
+        raise CheckpointError(_absent(path))
+    if is_step_folder(path):
+        if ckpt_step is not None and step_number(path.name) not in (None, ckpt_step):
+            raise CheckpointError(f"{path} is one step's folder, --ckpt-step {ckpt_step} asks for another: give the run's folder")
+        return Candidates([path], [])
+    folder = checkpoints_folder(path)
+    steps = list_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{path} has no checkpoint: looked for {folder}/step-*/{MANIFEST_NAME}; there is: {listing(folder)}")
+    hint, problem = read_latest(folder)
+    warnings = [f"{problem}: ignored, the folders themselves decide"] if problem else []
+    if ckpt_step is not None:
+        if ckpt_step not in steps:
+            raise CheckpointError(f"{folder} has no {step_name(ckpt_step)} (--ckpt-step {ckpt_step}); it has the steps {step_list(steps)}")
+        steps = {step: p for step, p in steps.items() if step <= ckpt_step}
+    elif hint is not None and hint != max(steps):
+        newest = step_name(max(steps))
+        warnings.append(f"{folder / 'latest'} names {step_name(hint)}, but the newest folder is {newest}: the folders decide")
+    return Candidates([steps[step] for step in sorted(steps, reverse=True)], warnings)
+
+
+def step_list(steps: dict[int, Path]) -> str:
+    """The steps that exist, shortened in the middle."""
+    numbers = [str(step) for step in sorted(steps)]
+    return ", ".join(numbers if len(numbers) <= 12 else [*numbers[:4], "...", *numbers[-7:]]) or "none"
+
+
+def way_out(step_dir: Path) -> str:
+    """What can be done about a damaged step folder."""
+    others = {step: path for step, path in list_steps(step_dir.parent).items() if path != step_dir}
+    if not others:
+        return "There is no other checkpoint beside it."
+    return f"Give --resume-fallback to go on from the newest sound one before it, or --ckpt-step N to choose one of {step_list(others)}."
+
+
+def listing(folder: Path) -> str:
+    """A few names out of a folder, for messages."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        return f"nothing readable ({error.strerror})"
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+
+
+def _absent(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file: a checkpoint is a folder (a run, its checkpoints folder, or one step-NNNNNN folder in it)"
+    parent, missing = path.absolute().parent, path.name
+    while not parent.is_dir() and parent != parent.parent:
+        parent, missing = parent.parent, parent.name
+    try:
+        near = difflib.get_close_matches(missing, os.listdir(parent), n=3, cutoff=0.5)
+    except OSError:
+        near = []
+    hint = f"nearest: {', '.join(near)}" if near else f"there is: {listing(parent)}"
+    return f"there is no {path}: looked for a run, its checkpoints folder or a step folder; in {parent}, {hint}"

@@ -1,0 +1,177 @@
+"""One writer per run: the file LOCK in the run folder.
+
+It is created with O_EXCL and says who holds it (host, pid, start of the process); its modification time is a heartbeat. Whoever finds
+it decides: on the same machine the process table tells whether the holder lives (pid and start time, so a reused pid does not
+count); from another machine only the heartbeat does, and its age is measured against the file system's own clock, since the
+clocks of two hosts may differ. A dead holder's lock is taken over and that is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.utils.errors import LockError
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "LOCK"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 120.0
+
+
+class RunLock:
+    """Holds the lock of a run from construction to ``close()``; for rank 0 alone.
+
+    Raises:
+        LockError: another process holds it; names its host and pid.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, run_dir: str | Path, heartbeat_s: float = HEARTBEAT_SECONDS, stale_s: float = STALE_SECONDS) -> None:
+        self.path = Path(run_dir) / LOCK_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._me = {**_this_process(), "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": uuid.uuid4().hex}
+        self._stale_s = stale_s
+        while not self._create():
+            self._clear_if_dead()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run-lock-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the lock back, if it is still ours. May be called twice."""
+        self._closed.set()
+        self._thread.join()
+        if self.is_ours():
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+
+    def is_ours(self) -> bool:
+        """Whether the file still says that we hold it."""
+        return _read(self.path).get("token") == self._me["token"]
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self) -> bool:
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with open(fd, "w") as file:
+            json.dump(self._me, file)
+            file.flush()
+            os.fsync(fd)
+        return True
+
+    def _clear_if_dead(self) -> None:
+        """Remove the lock of a dead holder, or raise LockError for a living one."""
+        holder, age = _read(self.path), self._age()
+        if age is None:
+            return  # given back meanwhile
+        who = f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
+        alive = _is_alive(holder)
+        if alive or (alive is None and age < self._stale_s):
+            raise LockError(
+                f"{self.path.parent} is in use by {who}, last sign of life {age:.0f} s ago. Two jobs must not write into one run:"
+                f" end that one, use another --save, or, if it is surely gone, delete {self.path}"
+                + ("" if alive else f" (it is taken over by itself after {self._stale_s:.0f} s without a sign of life)")
+            )
+        self._remove(holder)
+        logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
+
+    def _remove(self, holder: dict[str, Any]) -> None:
+        """Take the judged file out of the way; if someone else has replaced it meanwhile, leave theirs in place."""
+        aside = self.path.with_name(f"{LOCK_NAME}.stale-{uuid.uuid4().hex[:8]}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return
+        if _read(aside) != holder:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self.path)
+        aside.unlink()
+
+    def _age(self) -> float | None:
+        """Seconds since the last heartbeat by the file system's clock; None when there is no lock any more."""
+        probe = self.path.with_name(f"{LOCK_NAME}.probe-{uuid.uuid4().hex[:8]}")
+        try:
+            probe.touch()
+            return max(0.0, probe.stat().st_mtime - self.path.stat().st_mtime)
+        except FileNotFoundError:
+            return None
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self, every_s: float) -> None:
+        while not self._closed.wait(every_s):
+            try:
+                if not self.is_ours():
+                    logger.error("%s is no longer ours: another process took over this run; stop one of the two", self.path)
+                    return
+                os.utime(self.path)
+            except OSError as error:
+                logger.warning("the heartbeat of %s failed: %s", self.path, error)
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "process_start": _start_time(pid)}
+
+
+def _machine() -> str:
+    """Boot and pid namespace: equal only where pids mean the same processes. Empty where /proc does not tell."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """When the process started, in clock ticks since boot (proc(5), stat, field 22); empty where unknown."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_alive(holder: dict[str, Any]) -> bool | None:
+    """Whether the holder lives, as far as this machine can tell; None: it is on another one."""
+    here = _this_process()
+    pid = holder.get("pid")
+    if holder.get("host") != here["host"] or holder.get("machine") != here["machine"] or not isinstance(pid, int) or pid <= 0:
+        return None
+    if here["machine"]:
+        started = _start_time(pid)
+        return started != "" and started == holder.get("process_start")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The lock's contents; empty when it is absent or not (yet) readable."""
+    try:
+        with open(path, "rb") as file:
+            value = json.loads(file.read(10_000))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,234 @@
+"""One safetensors file of a checkpoint: streamed out and hashed on the way, and read back by byte ranges.
+
+The layout is that of torch.distributed.checkpoint's sharded Hugging Face storage, which any safetensors reader opens: 8 bytes of
+header length, a JSON header, then the tensors one after the other. Where a rectangle lies in its global tensor is in the
+header's ``__metadata__`` under DCP_SHARDING_INFO (``saved_offsets``; ``global_shape`` is our addition). The format has one entry
+per name and file, so two rectangles of one tensor must go to two files: ``cut_into_files``.
+
+Written here and not through that package because it builds each file in memory twice over before the first byte is
+written; here a tensor goes from its own memory to the file, and its hash is computed in a second thread meanwhile.
+The header is checked before anything is believed: a hostile file costs a message, not memory.
+Source: huggingface/safetensors README (format); torch/distributed/checkpoint/hf_storage.py and filesystem.py (metadata).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint.pieces import Piece, Rect
+from megatron_sp.checkpoint.strict_json import is_counts, open_regular, parse_object
+from megatron_sp.utils.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MAX_HEADER_BYTES = 1 << 24
+MAX_TENSORS_PER_FILE = 10_000  # keeps our own headers far below what the reader accepts
+_BLOCK_BYTES = 8 << 20  # written and hashed at a time
+
+
+class NamedPiece(NamedTuple):
+    """A piece on its way into a file."""
+
+    name: str
+    shape: tuple[int, ...]  # of the global tensor
+    piece: Piece
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.tensor.numel() * self.piece.tensor.element_size()
+
+
+class StoredPiece(NamedTuple):
+    """A rectangle found in a file."""
+
+    name: str
+    dtype: str  # safetensors' name, e.g. BF16
+    rect: Rect
+    file: str
+    begin: int  # byte at which its contents start in the file; row-major
+
+
+class FileRecord(NamedTuple):
+    """What the manifest says about a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[NamedPiece]]:
+    """Deal the pieces of a rank out to files: no name twice in a file, about ``max_bytes`` each, the first that fits.
+
+    A single piece larger than ``max_bytes`` gets a file of its own.
+    """
+    files: list[list[NamedPiece]] = []
+    names: list[set[str]] = []
+    room: list[int] = []
+    for item in items:
+        for index in range(len(files)):
+            if item.name not in names[index] and item.num_bytes <= room[index] and len(names[index]) < MAX_TENSORS_PER_FILE:
+                break
+        else:
+            index = len(files)
+            files.append([])
+            names.append(set())
+            room.append(max_bytes)
+        files[index].append(item)
+        names[index].add(item.name)
+        room[index] -= item.num_bytes
+    return files
+
+
+def write_file(path: Path, items: Sequence[NamedPiece], before_sync: Callable[[], None] = lambda: None) -> FileRecord:
+    """Write one new file and put it on the disk.
+
+    Args:
+        path: must not exist.
+        items: pieces with different names, on any device, contiguous or not.
+        before_sync: called when everything is written and nothing is on the disk for certain.
+    Returns:
+        Its size and SHA-256, taken from the bytes as they were written.
+    Raises:
+        OSError: no space, for example; what was written so far stays.
+    """
+    items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
+    digest = hashlib.sha256()
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        blocks = _blocks(items)
+        size = 0
+        for block in blocks:
+            hashed = hasher.submit(digest.update, block)  # both calls release the interpreter lock
+            written = 0
+            while written < len(block):
+                written += file.write(block[written:])
+            hashed.result()
+            size += len(block)
+        before_sync()
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def _blocks(items: Sequence[NamedPiece]) -> Iterable[memoryview]:
+    yield memoryview(_header(items))
+    for item in items:
+        data = _bytes_of(item.piece.tensor.detach().cpu().contiguous())
+        for start in range(0, len(data), _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _header(items: Sequence[NamedPiece]) -> bytes:
+    info = {item.name: {"saved_offsets": list(item.piece.offsets), "global_shape": list(item.shape)} for item in items}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}}
+    end = 0
+    for item in items:
+        begin, end = end, end + item.num_bytes
+        tensor = item.piece.tensor
+        entries[item.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> list[StoredPiece]:
+    """Every rectangle in a file, after checking the header against the file's size and itself.
+
+    Raises:
+        CheckpointError: a header that is too long, no JSON, or whose tensors overlap, leave holes or reach past the end.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} is no safetensors file: it has {size:,} bytes and says that its header has {length:,}")
+        header = parse_object(file.read(length), f"the header of {path}")
+    metadata = header.pop("__metadata__", {})
+    info_text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
+    info = parse_object(info_text.encode("utf-8"), f"DCP_SHARDING_INFO of {path}") if isinstance(info_text, str) else {}
+    pieces = [_stored_piece(path, name, entry, info.get(name), 8 + length) for name, entry in header.items()]
+    _check_no_holes(path, pieces, 8 + length, size)
+    return pieces
+
+
+def _stored_piece(path: Path, name: str, entry: Any, info: Any, data_start: int) -> StoredPiece:
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    offsets = info.get("saved_offsets") if isinstance(info, dict) else None
+    if not (isinstance(dtype, str) and dtype in DTYPES and is_counts(shape) and is_counts(span) and len(span) == 2):
+        raise CheckpointError(f"{path}: the header's entry for {name[:200]!r} has no known dtype, shape and data_offsets")
+    if not (is_counts(offsets) and len(offsets) == len(shape)):
+        raise CheckpointError(f"{path}: the header does not say where {name[:200]!r} lies in its tensor (saved_offsets)")
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if span[1] - span[0] != expected:
+        raise CheckpointError(f"{path}: {name[:200]!r} is {dtype} {shape}, {expected:,} bytes, but data_offsets {span} say otherwise")
+    return StoredPiece(name, dtype, Rect(tuple(offsets), tuple(shape)), path.name, data_start + span[0])
+
+
+def _check_no_holes(path: Path, pieces: list[StoredPiece], data_start: int, size: int) -> None:
+    position = data_start
+    for piece in sorted(pieces, key=lambda p: (p.begin, p.rect.numel)):
+        if piece.begin != position:
+            problem = "overlaps another tensor" if piece.begin < position else "leaves a hole before it"
+            raise CheckpointError(f"{path}: {piece.name[:200]!r} starts at byte {piece.begin:,}, expected {position:,}: it {problem}")
+        position += piece.rect.numel * DTYPES[piece.dtype].itemsize
+    if position != size:
+        raise CheckpointError(f"{path} has {size:,} bytes, its header describes {position:,}")
+
+
+def read_rows(file: Any, piece: StoredPiece, first: int, count: int) -> Tensor:
+    """Rows ``first`` to ``first + count`` (along dim 0) of a stored rectangle as a new CPU tensor, in one contiguous read.
+
+    Raises:
+        CheckpointError: the file ends before them.
+    """
+    row = math.prod(piece.rect.sizes[1:])
+    tensor = torch.empty((count, *piece.rect.sizes[1:]) if piece.rect.sizes else (), dtype=DTYPES[piece.dtype])
+    read_into(file, tensor, piece.begin + first * row * tensor.element_size())
+    return tensor
+
+
+def read_into(file: Any, tensor: Tensor, position: int) -> None:
+    """Fill a contiguous CPU tensor from these bytes of an open file (opened without buffering)."""
+    data = _bytes_of(tensor)
+    file.seek(position)
+    done = 0
+    while done < len(data):
+        count = file.readinto(data[done:])
+        if not count:
+            raise CheckpointError(f"{file.name} ended at byte {position + done:,} while it was read: is another process changing it?")
+        done += count
+
+
+def io_threads() -> int:
+    """Files to read or write at once: the cores this process may use, shared with the other ranks of its host, at most four."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's contents, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Reading JSON and small files that may be damaged or hostile, within bounds of size, depth and number of values.
+
+Python's parser holds some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: the number of commas and
+opening brackets is counted first, without parsing. Brackets inside strings count too, which only makes the bound stricter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from megatron_sp.utils.errors import CheckpointError
+
+MAX_VALUES = 1_000_000
+MAX_DEPTH = 32
+
+
+def open_regular(path: Path) -> int:
+    """A read-only file descriptor of a regular file; never follows a link, never blocks on a pipe.
+
+    Raises:
+        CheckpointError: it is missing, a link, or not a plain file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link: a checkpoint consists of plain files, copy the file there") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} is not a plain file")
+    return fd
+
+
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """The whole file, unless it is larger than ``max_bytes`` (CheckpointError) or not a plain file."""
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size:,} bytes: more than the {max_bytes:,} that such a file can have")
+        try:
+            return file.read(max_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_object(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        data: its bytes; the caller has bounded their number.
+        where: what is being read, for messages.
+    Raises:
+        CheckpointError: not JSON, not an object, a name given twice, nested too deeply, or with too many values.
+    """
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > max_values:
+        raise CheckpointError(f"{where} has more than {max_values:,} values: refused")
+    try:
+        result = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested too deeply: refused") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(result, dict):
+        raise CheckpointError(f"{where} must be a JSON object, not {type(result).__name__}")
+    if _deeper_than(result, MAX_DEPTH):
+        raise CheckpointError(f"{where} is nested deeper than {MAX_DEPTH} levels: refused")
+    return result
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:100]!r} is given twice")
+    return result
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    return levels == 0 or any(_deeper_than(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a JSON value is a non-negative integer that fits 64 bits (true and false are not)."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def is_counts(value: Any) -> TypeGuard[list[int]]:
+    """Whether a JSON value is a list of such integers."""
+    return isinstance(value, list) and all(is_count(v) for v in value)
