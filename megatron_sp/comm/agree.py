@@ -6,19 +6,16 @@ rank knows whether all succeeded; if not, all raise the same error, that of the 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from megatron_sp.comm.collectives import all_reduce, broadcast
 from megatron_sp.comm.groups import Group
-from megatron_sp.utils import errors
+from megatron_sp.comm.objects import gather_json
+from megatron_sp.utils.errors import ReportedError
 
-_LIMIT = 8192  # bytes of a message that travel
 
-
-class RemoteError(errors.ReportedError):
+class RemoteError(ReportedError):
     """Another rank's failure, with its message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -28,29 +25,28 @@ class RemoteError(errors.ReportedError):
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Run a block on all ranks of ``group`` (a CPU-capable one); if it fails on any, it fails on all.
+    """Run a block on all ranks of ``group`` (a CPU-capable one); if it fails on any, it fails on all. Collective.
 
     Raises:
-        ReportedError: this rank's own, where it failed here; else a ``RemoteError`` that carries the message of the lowest rank that failed.
+        ReportedError: this rank's own where it is the lowest that failed, else a ``RemoteError`` with that rank's message.
+        Exception: one that is not a ReportedError keeps its type and traceback on its own rank.
     """
-    failure: errors.ReportedError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except errors.ReportedError as error:
+    except Exception as error:  # told to the others first, raised again below
         failure = error
-    size, rank = group.size(), group.rank()
-    first = torch.tensor([rank if failure is not None else size])
-    all_reduce(first, group, "min")
-    culprit = int(first)
-    if culprit == size:
+    reports = gather_json(None if failure is None else _describe(failure), group)
+    failed = [rank for rank, report in enumerate(reports) if report is not None]
+    if not failed:
         return
-    payload = torch.zeros(_LIMIT + 2, dtype=torch.int64)
-    if rank == culprit and failure is not None:
-        text = str(failure).encode()[:_LIMIT]
-        payload[0], payload[1] = failure.exit_code, len(text)
-        payload[2 : 2 + len(text)] = torch.tensor(list(text), dtype=torch.int64)
-    broadcast(payload, group, culprit)
-    if failure is not None and rank == culprit:
+    if failure is not None and (failed[0] == group.rank() or not isinstance(failure, ReportedError)):
         raise failure
-    text = bytes(payload[2 : 2 + int(payload[1])].tolist()).decode(errors="replace")
-    raise RemoteError(text, int(payload[0]))
+    message, exit_code = reports[failed[0]]
+    raise RemoteError(message, exit_code)
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    if isinstance(error, ReportedError):
+        return str(error), error.exit_code
+    return "".join(traceback.format_exception(error)), 1

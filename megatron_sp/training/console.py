@@ -1,0 +1,78 @@
+"""What a person sees: lines from rank 0, and a progress bar with the time left when there is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Console:
+    """Prints on rank 0 only.
+
+    Args:
+        rank: this process's rank; others stay silent.
+        progress_bar: draw a bar if standard output is a terminal.
+    """
+
+    def __init__(self, rank: int, progress_bar: bool = True) -> None:
+        self._speaks = rank == 0
+        self._bar: Any = None
+        self._task: Any = None
+        self._wants_bar = progress_bar and self._speaks and sys.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        if not self._speaks:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def start_progress(self, total: int, done: int) -> None:
+        """Begin a run of ``total`` steps of which ``done`` are behind us."""
+        if not self._wants_bar:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._bar = Progress(*columns, redirect_stdout=False, redirect_stderr=False)
+        self._task = self._bar.add_task("train", total=total, completed=done, status="")
+        self._bar.start()
+
+    def progress(self, done: int, status: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, status=status)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def format_duration(seconds: float) -> str:
+    """``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB`` and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """``5.1 M``, ``124.4 M``, ``1.3 B``: parameters, tokens."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,245 @@
+"""A whole run, readable from top to bottom.
+
+``pretrain(config, task)`` is what an entry script calls. It joins the process group, opens the run folder, has everything built
+(``training/run.py``), then repeats: take a step, log, validate, save, see whether to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_sp.checkpoint.lock import RunLock
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import Launch
+from megatron_sp.comm.peers import Peers, is_peer_failure
+from megatron_sp.config import Config
+from megatron_sp.data.loader import BatchLoader
+from megatron_sp.training.report import dump_bad_step
+from megatron_sp.training.run import Run, Task
+from megatron_sp.training.setup import RunStatus, join, open_run_dir, run_main
+from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.step import StepResult, evaluate_batches
+from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
+from megatron_sp.utils.faults import FaultPlan
+
+
+def pretrain(config: Config, task: Task) -> None:
+    """Train as ``config`` says and exit the process (see ``utils/errors.py`` for the codes)."""
+    launch = Launch.from_env()
+    run_main(lambda status: _pretrain(config, task, launch, status), launch)
+
+
+def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> int:
+    faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
+    signals = StopSignals()
+    if not config.batch.no_exit_signal_handler:
+        signals.install()
+    groups = join(config, launch)
+    peers = Peers.create(groups.control)
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(".")
+        with all_ranks_agree(groups.control):
+            if launch.rank == 0 or config.checkpoint.save:
+                run_dir = open_run_dir(config, task.name)
+        with all_ranks_agree(groups.control):
+            if launch.rank == 0:
+                stack.enter_context(contextlib.closing(RunLock(run_dir)))
+                status.open(run_dir)
+        if launch.rank != 0 and config.checkpoint.save:
+            status.open(run_dir)
+        run = Run(config, task, launch, groups, run_dir, signals, faults, status)
+        stack.callback(run.close)
+        try:
+            run.prepare()
+            return train(run)
+        except ReportedError:
+            raise
+        except Exception as error:
+            if is_peer_failure(error):
+                raise PeerError(peers.explain(error)) from error
+            raise
+
+
+def train(run: Run) -> int:
+    """Take the steps that are left, validate, test; returns the exit code."""
+    config, progress = run.config, run.state.progress
+    code = EXIT_OK
+    if not config.batch.skip_train and progress.step < run.train_iters:
+        assert run.train_loader is not None
+        run.console.start_progress(run.train_iters, progress.step)
+        reason = _steps(run)
+        _save(run)
+        kept = "" if run.saved_step == progress.step else "; nothing was saved"
+        run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{kept}")
+        if reason == "signal":
+            code = EXIT_PREEMPTED
+    if code == EXIT_OK:
+        finished = progress.step >= run.train_iters
+        if finished or config.batch.skip_train:
+            _evaluate(run, "valid", run.valid_loader, progress.step)
+            _evaluate(run, "test", run.test_loader, progress.step)
+    if run.save_failed:
+        run.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
+        run.console.line(
+            "error: the last checkpoint could not be written (see the warnings above): free some space and start again with --auto-resume"
+        )
+        return EXIT_DISK
+    run.status.write("preempted" if code == EXIT_PREEMPTED else "done", code, step=progress.step)
+    return code
+
+
+def _steps(run: Run) -> str:
+    """The loop itself; returns why it ended."""
+    batch, progress = run.config.batch, run.state.progress
+    with _profiler(run) as profiler:
+        while progress.step < run.train_iters:
+            result = _one_step(run)
+            profiler()
+            interval = run.config.checkpoint.save_interval
+            if interval and progress.step % interval == 0 and progress.step < run.train_iters:
+                _save(run)
+            if batch.eval_interval and progress.step % batch.eval_interval == 0 and progress.step < run.train_iters:
+                _evaluate(run, "valid", run.valid_loader, progress.step)
+            if result.stop_requested:
+                return "signal" if _any_signal(run) else "duration"
+            if batch.exit_interval and progress.step % batch.exit_interval == 0:
+                return "interval"
+    return "done"
+
+
+def _one_step(run: Run) -> StepResult:
+    assert run.train_loader is not None
+    progress, plan = run.state.progress, run.plan
+    size, count = plan.global_batch_size(progress.consumed_samples), plan.num_microbatches(progress.consumed_samples)
+    step, end = progress.step + 1, progress.consumed_samples + size
+    run.watchdog.beat(f"step {step}")
+    micro_batches = [
+        {k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()}
+        for micro in run.train_loader.step(progress.consumed_samples, count)
+    ]
+    lr, weight_decay = run.schedule.lr(end), run.schedule.weight_decay(end)
+    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
+    result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count)
+    progress.step, progress.consumed_samples = step, end
+    progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
+    _count_bad_steps(run, result)
+    run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, units=run.units, size=size)
+    return result
+
+
+def _count_bad_steps(run: Run, result: StepResult) -> None:
+    progress, limit = run.state.progress, run.config.precision.max_bad_steps
+    if result.updated:
+        progress.bad_steps = 0
+        return
+    progress.skipped_steps += 1
+    if result.overflow:
+        return
+    progress.bad_steps += 1
+    report = dump_bad_step(run.run_dir, run.launch.rank, progress, result, run.units)
+    run.console.line(
+        f"warning: step {progress.step} is not finite (loss {result.losses[0]}, grad norm {result.grad_norm}): skipped, the weights are"
+        f" unchanged; {progress.bad_steps} in a row; samples and norms in {report}"
+    )
+    if progress.bad_steps > limit:
+        raise NumericsError(
+            f"{progress.bad_steps} non-finite steps in a row (--max-bad-steps {limit}): stopped at step {progress.step}. The weights are those"
+            f" of the last finite step. Sample ids and the norm of every layer's gradient are in {report}. Lower --lr, look at these"
+            " samples, or resume an earlier checkpoint with --ckpt-step."
+        )
+
+
+def _wants_stop(run: Run) -> bool:
+    limit = run.config.batch.exit_duration_in_mins
+    return run.signals.requested or (limit is not None and time.monotonic() - run.started > 60 * limit)
+
+
+def _any_signal(run: Run) -> bool:
+    """Whether the agreed stop comes from a signal on any rank (else from --exit-duration-in-mins)."""
+    flag = torch.tensor([float(run.signals.requested)])
+    return bool(all_reduce(flag, run.groups.control, "max") > 0)
+
+
+def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> None:
+    """Mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one."""
+    batch = run.config.batch
+    if loader is None or batch.eval_iters == 0:
+        return
+    run.model.eval()
+    passes_before = 0 if kind == "test" or not batch.eval_interval else (step - 1) // batch.eval_interval
+    start, full = passes_before * batch.eval_iters * run.plan.full, run.plan.full
+    began = time.monotonic()
+    total = torch.zeros(2 * len(run.task.loss.names), dtype=torch.float64, device=run.groups.device)
+    for index in range(batch.eval_iters):
+        run.watchdog.beat(f"{kind} batch {index}")
+        micro_batches = [
+            {k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()}
+            for micro in loader.step(start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
+        ]
+        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name)
+    values = all_reduce(total, run.groups.dp_sp).tolist()
+    run.model.train()
+    num_terms = len(run.task.loss.names)
+    losses = [s / max(c, 1.0) for s, c in zip(values[:num_terms], values[num_terms:], strict=True)]
+    perplexity = math.exp(min(losses[0], 700.0))
+    run.console.line(
+        f"{kind} at step {step}: "
+        + ", ".join(f"{n} {v:.4f}" for n, v in zip(run.task.loss.names, losses, strict=True))
+        + f", perplexity {perplexity:.2f}"
+    )
+    run.metrics.write(kind, step=step, loss=losses[0], loss_hex=losses[0].hex(), perplexity=perplexity, seconds=time.monotonic() - began)
+    run.reporter.pause_ended()
+
+
+def _save(run: Run) -> None:
+    """Save, unless this step is saved already; trouble with the disk is a warning now and exit code 6 at the end."""
+    progress = run.state.progress
+    if run.config.checkpoint.save is None or run.saved_step == progress.step:
+        return
+    run.watchdog.beat(f"saving step {progress.step}")
+    tensors = run.state.weights()
+    if not run.config.checkpoint.no_save_optim:
+        tensors.update(run.state.optimizer_tensors())
+    world = {"world_size": run.groups.world_size, "dp": run.groups.dp_size, "sp": run.groups.sp.size(), "tp": run.groups.tp.size()}
+    state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, world)
+    began = time.monotonic()
+    report = run.checkpointer.save(progress.step, tensors, state)
+    seconds = time.monotonic() - began
+    run.save_failed = not report.saved
+    if report.saved:
+        run.saved_step = progress.step
+        run.console.line(f"saved step {progress.step} in {seconds:.1f} s")
+        run.status.write("running", step=progress.step, saved_step=progress.step)
+    else:
+        run.console.line(f"warning: step {progress.step} was not saved: {report.reason}; training goes on")
+    run.metrics.write("save", step=progress.step, seconds=seconds, saved=report.saved)
+    run.reporter.pause_ended()
+
+
+@contextlib.contextmanager
+def _profiler(run: Run) -> Iterator[Callable[[], None]]:
+    """torch's profiler over the steps of --profile-step-start/-end; yields what is to be called after each step."""
+    logging, rank = run.config.logging, run.launch.rank
+    if not logging.profile or rank not in logging.profile_ranks:
+        yield lambda: None
+        return
+    start = max(logging.profile_step_start - run.state.progress.step, 0)
+    plan = torch.profiler.schedule(wait=start, warmup=0, active=max(logging.profile_step_end - logging.profile_step_start, 1), repeat=1)
+    path = run.run_dir / f"profile-rank{rank}.json"
+    with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:
+        yield profiler.step
+
+
+_STOP_REASONS = {
+    "done": "the run is complete",
+    "signal": "a signal asked for it; the same command with --auto-resume goes on from the last checkpoint",
+    "duration": "--exit-duration-in-mins",
+    "interval": "--exit-interval",
+}

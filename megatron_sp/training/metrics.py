@@ -1,0 +1,92 @@
+"""Records of a run: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
+
+Nothing in here may stop training: a full or read-only disk costs one warning and the records written meanwhile.
+
+Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed), ``train`` (a logged step), ``valid``,
+``test`` and ``save``. Floats that a resumed run must reproduce are also stored as hexadecimal (``loss_hex``), where no digit is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.config import LoggingConfig
+from megatron_sp.ops import availability
+
+
+class MetricsLog:
+    """Writes records; on ranks other than 0 it does nothing.
+
+    Args:
+        run_dir: where ``metrics.jsonl`` is; records are appended.
+        config: which trackers to feed.
+        rank: this process's rank.
+        resolved: the whole configuration, shown by trackers.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggingConfig, rank: int, resolved: dict[str, Any]) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._sinks: list[Callable[[dict[str, Any]], None]] = []
+        self._closers: list[Callable[[], None]] = []
+        self._warned: set[str] = set()
+        if rank != 0:
+            return
+        self._sinks.append(self._append)
+        if config.tensorboard_dir:
+            self._guard("TensorBoard", lambda: self._add_tensorboard(config))
+        if config.wandb_project:
+            self._guard("W&B", lambda: self._add_wandb(config, run_dir, resolved))
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Add a record; the time is added here."""
+        record = {"kind": kind, "time": time.time(), **values}
+        for sink in self._sinks:
+            self._guard("metrics.jsonl" if sink == self._append else "a tracker", lambda sink=sink: sink(record))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for closer in self._closers:
+            self._guard("a tracker", closer)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        line = json.dumps({k: _plain(v) for k, v in record.items()}) + "\n"
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _add_tensorboard(self, config: LoggingConfig) -> None:
+        writer = availability.load("tensorboard").SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+
+        def sink(record: dict[str, Any]) -> None:
+            for key, value in record.items():
+                if isinstance(value, (int, float)) and key not in ("step", "time") and math.isfinite(value):
+                    writer.add_scalar(f"{record['kind']}/{key}", value, record.get("step", 0))
+
+        self._sinks.append(sink)
+        self._closers.append(writer.close)
+
+    def _add_wandb(self, config: LoggingConfig, run_dir: Path, resolved: dict[str, Any]) -> None:
+        run = availability.load("wandb").init(project=config.wandb_project, name=config.wandb_exp_name, dir=str(run_dir), config=resolved)
+        self._sinks.append(
+            lambda record: run.log(
+                {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}, step=record.get("step")
+            )
+        )
+        self._closers.append(run.finish)
+
+    def _guard(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker does wrong, training goes on
+            if what not in self._warned:
+                self._warned.add(what)
+                print(f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity; as strings they survive every reader."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

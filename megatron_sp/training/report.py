@@ -1,0 +1,119 @@
+"""What is said about each step: one line per interval, one record in metrics.jsonl, a dump for a step that went wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import Config
+from megatron_sp.optim.flat import FlatUnit, squared_norm
+from megatron_sp.training.console import Console, format_bytes, format_duration
+from megatron_sp.training.flops import peak_tflops, step_flops_per_token
+from megatron_sp.training.metrics import MetricsLog
+from megatron_sp.training.setup import dtype_of
+from megatron_sp.training.state import Progress
+from megatron_sp.training.step import StepResult, sample_digest
+
+
+class StepReporter:
+    """Turns step results into lines and records; rates are over the steps since the last line, pauses left out."""
+
+    def __init__(
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, num_params: int
+    ) -> None:
+        self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
+        self._train_iters, self._num_params = train_iters, num_params
+        self._flops_causal, self._flops_full = step_flops_per_token(config.model)
+        self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
+        self._step_began = time.monotonic()
+        self._seconds = 0.0
+        self._tokens = 0
+        self._steps = 0
+
+    def pause_ended(self) -> None:
+        """A save or a validation has ended: its time is not the next step's."""
+        self._step_began = time.monotonic()
+
+    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, units: list[FlatUnit], size: int) -> None:
+        """Report a step that has just ended."""
+        now = time.monotonic()
+        self._seconds += now - self._step_began
+        self._step_began = now
+        self._tokens += size * (self._config.model.seq_length or 0)
+        self._steps += 1
+        rate = self._tokens / self._seconds if self._seconds else 0.0
+        seconds_left = (self._train_iters - progress.step) * self._seconds / self._steps
+        self._console.progress(progress.step, f"loss {result.losses[0]:.4f}  {rate:,.0f} tokens/s")
+        if progress.step % self._config.logging.log_interval and progress.step != self._train_iters:
+            return
+        record = self._record(progress, result, rate, lr, loss_scale, units, size)
+        self._metrics.write("train", **record)
+        self._console.line(self._line(record, seconds_left))
+        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+
+    def _record(
+        self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, units: list[FlatUnit], size: int
+    ) -> dict[str, Any]:
+        per_device = rate / self._groups.world_size
+        causal, full = per_device * self._flops_causal / 1e12, per_device * self._flops_full / 1e12
+        record: dict[str, Any] = {
+            "step": progress.step, "consumed_samples": progress.consumed_samples, "consumed_tokens": progress.consumed_tokens,
+            "loss": result.losses[0], "loss_hex": result.losses[0].hex(),
+            "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(),
+            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens, "samples_sha": sample_digest(result.sample_ids),
+            "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps, "tokens_per_s": rate,
+            "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
+            "memory_bytes": memory_bytes(self._groups.device),
+        }  # fmt: skip
+        if self._config.logging.log_params_norm:
+            record["params_norm"] = math.sqrt(sum(float(squared_norm(u.master)) for u in units))
+        if self._config.logging.log_num_zeros_in_grad:
+            record["num_zeros_in_grad"] = sum(int((slot.view(u.grads) == 0).sum()) for u in units for slot in u.slots)
+        return record
+
+    def _line(self, r: dict[str, Any], seconds_left: float) -> str:
+        mfu = f" (MFU {100 * r['mfu']:.1f} % of {self._peak_name})" if r["mfu"] is not None else ""
+        extra = f" | skipped {r['skipped_steps']}" if r["skipped_steps"] else ""
+        extra += f" | scale {r['loss_scale']:g}" if self._config.precision.fp16 else ""
+        return (
+            f"step {r['step']}/{self._train_iters} | loss {r['loss']:.4f} | lr {r['lr']:.3e} | grad norm {r['grad_norm']:.3f}"
+            f" | {r['tokens_per_s']:,.0f} tokens/s | {_tflops(r['tflops_causal'])} TFLOP/s causal, {_tflops(r['tflops_full'])} full{mfu}"
+            f" | {format_bytes(r['memory_bytes'])}{extra} | {format_duration(seconds_left)} left"
+        )
+
+
+def _tflops(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held: allocated on its GPU, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResult, units: list[FlatUnit]) -> Path:
+    """Write what is known about a non-finite step: its samples, and each layer's gradient norm (rank 0 writes; gradients are reduced)."""
+    path = run_dir / f"nonfinite-step-{progress.step:06d}.json"
+    if rank != 0:
+        return path
+    norms = {slot.name: str(math.sqrt(float(squared_norm(slot.view(unit.grads).reshape(-1))))) for unit in units for slot in unit.slots}
+    record = {
+        "step": progress.step, "loss": [str(v) for v in result.losses], "grad_norm": str(result.grad_norm),
+        "sample_ids": result.sample_ids, "layer_grad_norms": norms,
+    }  # fmt: skip
+    try:
+        path.write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
+    return path

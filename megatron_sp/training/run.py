@@ -1,0 +1,273 @@
+"""The objects of a run, built in the order in which mistakes are cheapest to find, and the checkpoint they start from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.config import Config
+from megatron_sp.data.build import Datasets
+from megatron_sp.data.loader import BatchLoader
+from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.models.transformer import Unit, attach_sink
+from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.optim.flat import FlatGradients, FlatUnit
+from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+from megatron_sp.optim.schedule import Schedule
+from megatron_sp.training.console import Console, format_count
+from megatron_sp.training.metrics import MetricsLog
+from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.report import StepReporter
+from megatron_sp.training.setup import RunStatus, dtype_of
+from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.state import TrainingState, adopt_checkpoint_args, check_structure
+from megatron_sp.training.step import Loss, TrainStep
+from megatron_sp.training.watchdog import Watchdog
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.faults import FaultPlan
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an entry script brings.
+
+    Attributes:
+        name: of the run folder when --save is absent.
+        build_tokenizer: from the configuration; its vocabulary sizes the model.
+        build_datasets: (config, tokenizer, (train, valid, test) samples) -> data sets.
+        build_model: the model on the CPU, with ``units()``.
+        loss: its loss terms.
+    """
+
+    name: str
+    build_tokenizer: Callable[[Config], Tokenizer]
+    build_datasets: Callable[[Config, Tokenizer, tuple[int, int, int]], Datasets]
+    build_model: Callable[[Config], nn.Module]
+    loss: Loss
+
+
+class Run:
+    """The objects of a run and the loop over its steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        launch: Launch,
+        groups: ParallelGroups,
+        run_dir: Path,
+        signals: StopSignals,
+        faults: FaultPlan,
+        status: RunStatus,
+    ) -> None:
+        self.config, self.task, self.launch, self.groups = config, task, launch, groups
+        self.run_dir, self.signals, self.faults, self.status = run_dir, signals, faults, status
+        self.console = Console(launch.rank, progress_bar=not config.logging.no_progress_bar)
+        self.started = time.monotonic()
+        timeout_s = timedelta(minutes=config.parallel.distributed_timeout_minutes).total_seconds()
+        self.watchdog = Watchdog(1.5 * timeout_s, run_dir / f"stacks-rank{launch.rank}.txt", launch.rank)
+        self.loaders: list[BatchLoader] = []
+        self.save_failed = False
+        self.saved_step = -1
+
+    def prepare(self) -> None:
+        """Build everything and load the checkpoint, in the order in which mistakes are cheapest to find."""
+        config = self.config
+        for note in config.ignored_flags:
+            self.console.line(f"ignored: {note}")
+        self.checkpointer = Checkpointer(
+            self.run_dir, rank=self.launch.rank, world_size=self.launch.world_size, group=self.groups.control,
+            faults=self.faults, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every,
+        )  # fmt: skip
+        if config.checkpoint.save is not None:
+            self.checkpointer.prepare()
+        source = self._find_checkpoint()
+        stored = self.checkpointer.read_state(source) if source is not None else None
+        if stored is not None and config.checkpoint.use_checkpoint_args:
+            adopt_checkpoint_args(stored, config)
+            config.normalize().validate(self.launch.world_size)
+        with all_ranks_agree(self.groups.control):
+            self.tokenizer = self.task.build_tokenizer(config)
+            _settle_vocab_size(config, self.tokenizer)
+            if stored is not None:
+                self._differences = check_structure(stored, config)
+        self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
+        self.train_iters = config.batch.train_iters or self.plan.steps_for(config.batch.train_samples or 0)
+        self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.full)
+        self._build_data()
+        self._build_model()
+        if source is not None and stored is not None:
+            self._load(source, stored)
+        self._build_step()
+        self._announce()
+
+    def _find_checkpoint(self) -> Path | None:
+        """The step folder to load; None for a fresh start, which is only ever meant, never a fallback.
+
+        A run that goes on (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load.
+        """
+        checkpoint, run_dir = self.config.checkpoint, self.run_dir
+        has_own = checkpoint.save is not None and self.checkpointer.has_checkpoint(run_dir)
+        self.goes_on = has_own and (checkpoint.auto_resume or self.launch.attempt > 0)
+        if self.goes_on:
+            return self.checkpointer.find(run_dir, checkpoint.ckpt_step, checkpoint.resume_fallback)
+        if has_own and (checkpoint.load is None or run_dir.resolve() not in (Path(checkpoint.load) / "_").resolve().parents):
+            raise CheckpointError(
+                f"{run_dir} already holds checkpoints, and this would write another run beside them:"
+                f" add --auto-resume (or --load {run_dir}) to go on from them, or choose another --save"
+            )
+        if checkpoint.load is None:
+            return None
+        return self.checkpointer.find(checkpoint.load, checkpoint.ckpt_step, checkpoint.resume_fallback)
+
+    def _build_data(self) -> None:
+        batch, full = self.config.batch, self.plan.full
+        train = self.plan.samples_after(self.train_iters)
+        interval = batch.eval_interval or max(self.train_iters, 1)
+        passes = self.train_iters // interval + 1
+        samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
+        with all_ranks_agree(self.groups.control):
+            self.datasets = self.task.build_datasets(self.config, self.tokenizer, samples)
+        self.train_loader = self._loader(self.datasets.train, self.config.data.num_workers)
+        self.valid_loader = self._loader(self.datasets.valid, 0)
+        self.test_loader = self._loader(self.datasets.test, 0)
+
+    def _loader(self, dataset: Any, num_workers: int) -> BatchLoader | None:
+        if dataset is None:
+            return None
+        loader = BatchLoader(
+            dataset, micro_batch_size=self.config.batch.micro_batch_size, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size,
+            order=self.config.data.dataloader_type, seed=self.config.batch.seed, num_workers=num_workers,
+            pin_memory=self.groups.device.type == "cuda",
+        )  # fmt: skip
+        self.loaders.append(loader)
+        return loader
+
+    def _build_model(self) -> None:
+        config, device, precision = self.config, self.groups.device, self.config.precision
+        self.model = self.task.build_model(config).to(device)
+        self.units = [FlatUnit(unit.name, _named_parameters(self.model, unit)) for unit in self.model.units()]  # type: ignore[operator]
+        self.gradients = FlatGradients(self.units, self.groups.dp_sp, overlap=config.parallel.overlap_grad_reduce)
+        attach_sink(self.model, self.gradients)
+        self.optimizer = FlatOptimizer(self.units, config.optimizer)
+        self.scaler = LossScaler(
+            enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
+            window=precision.loss_scale_window, hysteresis=precision.hysteresis,
+        )  # fmt: skip
+        self.state = TrainingState(self.model, self.units, self.optimizer, self.scaler)
+
+    def _load(self, source: Path, stored: dict[str, Any]) -> None:
+        checkpoint = self.config.checkpoint
+        finetune = checkpoint.finetune and not self.goes_on
+        weights_only = finetune or (checkpoint.no_load_optim and not self.goes_on)
+        with all_ranks_agree(self.groups.control):
+            if not weights_only and not stored.get("has_optimizer"):
+                raise CheckpointError(
+                    f"{source} has no optimizer state (it was saved with --no-save-optim): add --no-load-optim to go on with a fresh"
+                    " optimizer, or --finetune to start anew from its weights"
+                )
+            if not finetune:
+                self._check_schedule(stored)
+                self._check_data(stored)
+        wanted = {**self.state.weights(), **({} if weights_only else self.state.optimizer_tensors())}
+        self.checkpointer.load(source, wanted, partial=weights_only, cast=True)
+        if weights_only:
+            self.state.after_weights()
+        if not finetune:
+            self.state.load_json(stored, weights_only=weights_only)
+        verb = "finetuning from" if finetune else "resumed from"
+        self.console.line(f"{verb} {source} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
+        for line in self._differences:
+            self.console.line(f"  changed since: {line}")
+
+    def _check_schedule(self, stored: dict[str, Any]) -> None:
+        optimizer, old, new = self.config.optimizer, stored.get("schedule"), self.schedule.state()
+        if optimizer.use_checkpoint_opt_param_scheduler and isinstance(old, dict):
+            try:
+                self.schedule = Schedule(**old)
+            except TypeError:
+                raise CheckpointError(
+                    "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"
+                ) from None
+        elif old != new and not optimizer.override_opt_param_scheduler:
+            old = old if isinstance(old, dict) else {}
+            rows = "\n".join(f"  {k}: {old.get(k)} in the checkpoint, {v} here" for k, v in new.items() if old.get(k) != v)
+            raise ConfigError(
+                f"the learning-rate schedule is not the checkpoint's (lengths in samples):\n{rows}\n"
+                "add --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to keep the old"
+            )
+
+    def _check_data(self, stored: dict[str, Any]) -> None:
+        old, new = stored.get("data_fingerprint"), self.datasets.fingerprint
+        if old != new and not self.config.checkpoint.accept_data_change:
+            raise CheckpointError(
+                f"the training data is not what the checkpoint was trained on (fingerprint {old}, now {new}): data files, split, sequence"
+                " length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out; restore them, or add"
+                " --accept-data-change"
+            )
+
+    def _build_step(self) -> None:
+        model = self.config.model
+        with all_ranks_agree(self.groups.control):
+            try:
+                self.kernel = choose_kernel(
+                    self.config.kernels.attention_backend, self.groups.device.type, dtype_of(self.config), model.attention_dropout
+                )
+            except RuntimeError as error:
+                raise ConfigError(str(error)) from None
+        self.train_step = TrainStep(
+            self.model, self.task.loss, self.gradients, self.optimizer, self.scaler, self.groups,
+            seed=self.config.batch.seed, drops=max(model.attention_dropout, model.hidden_dropout) > 0, kernel=self.kernel.name,
+            faults=self.faults,
+        )  # fmt: skip
+
+    def _announce(self) -> None:
+        groups, config, progress = self.groups, self.config, self.state.progress
+        self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
+        num_params = sum(p.numel() for p in self.model.parameters())
+        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, num_params)
+        self.console.line(
+            f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
+            f" (dp {groups.dp_size}), attention: {self.kernel.name} ({self.kernel.reason}), global batch {self.plan.full} x"
+            f" {config.model.seq_length} tokens, steps {progress.step} to {self.train_iters}, run folder {self.run_dir}"
+        )
+        self.metrics.write(
+            "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=self.launch.attempt,
+            world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - self.started,
+        )  # fmt: skip
+        self.status.write("running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size)
+
+    def close(self) -> None:
+        """Stop threads and files; safe to call at any time."""
+        self.console.close()
+        for loader in self.loaders:
+            loader.close()
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+        self.watchdog.close()
+        self.signals.restore()
+
+
+def _settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
+    if config.model.vocab_size is None:
+        config.model.vocab_size = tokenizer.vocab_size
+    elif config.model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"vocab_size ({config.model.vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}):"
+            " leave --vocab-size out to take the tokenizer's"
+        )
+
+
+def _named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """A unit's parameters under their names in the whole model."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    return [(names[id(p)], p) for p in unit.module.parameters()]

@@ -1,0 +1,153 @@
+"""From a validated configuration to a process that is ready to train: device, threads, process group, run folder.
+
+``run_main`` is the outermost frame of every entry point. It turns a ``ReportedError`` into one message and an exit code, and
+whatever happened into ``run_status.json``, because torchrun reports every failure as 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.config import Config
+from megatron_sp.utils.errors import ConfigError, PeerError, ReportedError
+from megatron_sp.utils.files import atomic_write_json
+
+
+class RunStatus:
+    """``run_status.json`` of a run: what a script reads after torchrun has ended.
+
+    Written by rank 0, and by a surviving rank when rank 0 is the one that died.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.fields: dict[str, Any] = {}
+
+    def open(self, run_dir: Path) -> None:
+        self.path = run_dir / "run_status.json"
+
+    def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
+        """Replace the file; trouble with the disk is not worth stopping for."""
+        self.fields.update(fields)
+        if self.path is None:
+            return
+        record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
+        try:
+            atomic_write_json(self.path, record)
+        except OSError as error:
+            print(f"warning: {self.path} cannot be written: {error}", file=sys.stderr)
+
+
+def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
+    """Run ``body`` and exit the process with its code; never returns.
+
+    Args:
+        body: does the work, returns the exit code; it opens the status once the run folder is known.
+        launch: this process's place.
+    """
+    status = RunStatus()
+    try:
+        code = body(status)
+    except ReportedError as error:
+        code = error.exit_code
+        # what all ranks found out together is said once; a lost peer is said by whoever noticed
+        if launch.rank == 0 or isinstance(error, PeerError):
+            prefix = f"[rank {launch.rank}] " if isinstance(error, PeerError) else ""
+            print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+            status.write("failed", code, str(error))
+    except Exception as error:
+        code = 1
+        traceback.print_exc()
+        status.write("failed", code, f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        destroy_process_group()
+        sys.exit(0)
+    os._exit(code)  # a broken process group would hold an orderly exit up
+
+
+def choose_device(config: Config, launch: Launch) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: a GPU was demanded and there is none, or more ranks than GPUs run on this host.
+    """
+    choice = config.kernels.device
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() and config.parallel.distributed_backend != "gloo" else "cpu"
+    if choice == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
+            f" start at most that many processes (--nproc-per-node), or use --device cpu"
+        )
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def set_threads(config: Config, launch: Launch) -> int:
+    """Give this process its share of the host's cores; torchrun's default of one thread each wastes the rest."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.kernels.num_threads or max(1, cores // launch.local_world_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def join(config: Config, launch: Launch) -> ParallelGroups:
+    """Choose the device, join the process group and build the layout."""
+    device = choose_device(config, launch)
+    set_threads(config, launch)
+    if config.kernels.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    init_process_group(launch, device, config.parallel.distributed_backend, timeout)
+    parallel = config.parallel
+    return ParallelGroups.create(
+        device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout
+    )
+
+
+def open_run_dir(config: Config, name: str) -> Path:
+    """The run folder: --save, or a fresh one named after the program and the time. Created if absent.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    path = Path(config.checkpoint.save or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run folder {path} cannot be created: {error.strerror}; choose another --save") from None
+    return path
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """torch's dtype of parameters and activations."""
+    dtype = getattr(torch, config.precision.params_dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The parsed ``run_status.json`` ({} when there is none)."""
+    try:
+        record = json.loads((run_dir / "run_status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,153 @@
+"""What a checkpoint of a run holds, and how it comes back.
+
+Tensors are handed to the checkpoint by their global name and shape: parameters under their own names, the optimizer's as
+``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Rows that pad the vocabulary exist in memory only. Everything else is JSON. There is no
+random state (``docs/design/001-frame.md``): seed and step say it all.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp import __version__
+from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
+from megatron_sp.config import Config, diff
+from megatron_sp.optim.flat import FlatUnit
+from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+from megatron_sp.utils.errors import CheckpointError
+
+# fields whose change makes the stored weights those of another model
+_STRUCTURE = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
+    "rotary_percent", "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "swiglu", "squared_relu", "gelu_approximate",
+    "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "vocab_size",
+)  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """How far the run is."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    bad_steps: int = 0  # non-finite steps in a row
+    skipped_steps: int = 0  # all non-finite steps so far
+
+    def to_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class TrainingState:
+    """Everything a resume needs, as tensors and as JSON."""
+
+    def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
+        self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
+        self.progress = Progress()
+        tables = getattr(model, "vocab_tables", None)
+        self._rows: dict[str, int] = tables() if tables is not None else {}
+
+    def weights(self) -> dict[str, GlobalTensor]:
+        """Every parameter, trainable or frozen, once."""
+        return {name: self._whole(name, p.detach()) for name, p in self.model.named_parameters()}
+
+    def optimizer_tensors(self) -> dict[str, GlobalTensor]:
+        """The optimizer's state, and fp32 master weights where parameters have 16 bits."""
+        return {name: self._whole(name.split(".", 2)[2], tensor) for name, tensor in self._optimizer_views()}
+
+    def _optimizer_views(self) -> Iterator[tuple[str, Tensor]]:
+        if self.optimizer is None:
+            return
+        for unit, state in zip(self.units, self.optimizer.states, strict=True):
+            for slot in unit.slots:
+                if unit.is_16_bit:
+                    yield f"optimizer.master.{slot.name}", slot.view(unit.master)
+                yield f"optimizer.exp_avg.{slot.name}", slot.view(state.exp_avg)
+                if state.exp_avg_sq is not None:
+                    yield f"optimizer.exp_avg_sq.{slot.name}", slot.view(state.exp_avg_sq)
+
+    def _whole(self, name: str, tensor: Tensor) -> GlobalTensor:
+        """A tensor that every rank holds whole, without its padding rows."""
+        valid = tensor[: self._rows[name]] if name in self._rows else tensor
+        return GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
+
+    def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, int]) -> dict[str, Any]:
+        """The part of a checkpoint that is not tensors."""
+        return {
+            **self.progress.to_dict(),
+            "num_updates": self.optimizer.num_updates if self.optimizer is not None else 0,
+            "has_optimizer": self.optimizer is not None and not config.checkpoint.no_save_optim,
+            "loss_scaler": self.scaler.state(),
+            "schedule": schedule,
+            "data_fingerprint": fingerprint,
+            "layout": world,
+            "config": config.to_dict(),
+            "versions": {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        }
+
+    def load_json(self, state: dict[str, Any], *, weights_only: bool) -> None:
+        """Take over progress and the scaler (not with --finetune)."""
+        for key in vars(self.progress):
+            value = state.get(key, 0)
+            if not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"state.json: {key} must be a whole number, found {value!r}")
+            setattr(self.progress, key, value)
+        if self.optimizer is not None and not weights_only:
+            self.optimizer.num_updates = int(state["num_updates"])
+            self.scaler.load_state(state["loss_scaler"])
+
+    def after_weights(self) -> None:
+        """Call after weights were loaded without their master copies."""
+        for unit in self.units:
+            unit.refresh_master()
+
+
+def check_structure(stored: dict[str, Any], config: Config) -> list[str]:
+    """Compare the stored configuration with this one.
+
+    Returns:
+        Lines about harmless differences, for the log.
+    Raises:
+        CheckpointError: the model has another shape; a table of the differences.
+    """
+    old, _ = Config.from_dict(stored.get("config"))
+    if old.model.vocab_size is None:
+        old.model.vocab_size = config.model.vocab_size
+    rows = []
+    for name in _STRUCTURE:
+        before, now = _value(old.model, name), _value(config.model, name)
+        if before != now:
+            rows.append(f"  {name}: {before} in the checkpoint, {now} here")
+    before, now = old.model.max_positions, config.model.max_positions
+    if before != now and config.model.position_embedding_type == "learned_absolute":
+        rows.append(f"  max_position_embeddings: {before} in the checkpoint, {now} here")
+    if rows:
+        raise CheckpointError(
+            "the checkpoint is of another model:\n"
+            + "\n".join(rows)
+            + "\ngive the checkpoint's values, or --use-checkpoint-args to take them from it"
+        )
+    silent = ("checkpoint.", "logging.", "data.num_workers")
+    return [f"{key}: {a} -> {b}" for key, (a, b) in diff(old, config).items() if not key.startswith(silent) and a != b]
+
+
+def _value(model: Any, name: str) -> Any:
+    try:
+        return getattr(model, name)
+    except ValueError:  # an incomplete stored shape
+        return None
+
+
+def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> None:
+    """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours."""
+    old, _ = Config.from_dict(stored.get("config"))
+    keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}
+    for name in vars(config.model):
+        if name not in keep or (name == "seq_length" and config.model.seq_length is None):
+            setattr(config.model, name, getattr(old.model, name))

@@ -1,0 +1,196 @@
+"""One optimizer step: all micro-batches in, one update out, the same decision on every rank.
+
+    counts of loss tokens  --all_reduce-->  (under the first forward)
+    for each micro-batch:  forward, loss sums / global counts, backward (gradients go into the flat buffers)
+    each unit's gradients  --all_reduce(sum)-->  (under the rest of the last backward)
+    grad norm, finite?  ->  clip and unscale in one multiplication, AdamW
+
+Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over micro-batches and
+over ranks, and a rank without a single loss token is no special case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import Handle, all_reduce_async
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.models.transformer import ForwardContext
+from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.optim.flat import FlatGradients
+from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
+from megatron_sp.utils.faults import FaultPlan
+
+MicroBatch = dict[str, Tensor]
+
+
+class LossFunction(Protocol):
+    """The sums of the loss terms of one micro-batch, before division: one scalar tensor for each term."""
+
+    def __call__(
+        self, model: nn.Module, batch: MicroBatch, context: ForwardContext, on_backward_done: Callable[[int], None] | None
+    ) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a task is trained on.
+
+    Attributes:
+        names: of the terms, for the log; the first one is "the loss" of the run.
+        counts: from a micro-batch, what each term's sum is divided by (known before any forward).
+        sums: the sums themselves.
+    """
+
+    names: tuple[str, ...]
+    counts: Callable[[MicroBatch], list[Tensor]]
+    sums: LossFunction
+
+
+@dataclass
+class StepResult:
+    """What a step did; the same values on every rank.
+
+    Attributes:
+        losses: each term, per loss token, over all ranks.
+        grad_norm: of the unscaled gradients, before clipping.
+        updated: whether the weights were changed.
+        overflow: an ordinary fp16 overflow (the loss scale goes down; not an error).
+        stop_requested: some rank got a signal, or ran out of time.
+        num_loss_tokens: what the first term was divided by.
+    """
+
+    losses: list[float]
+    grad_norm: float
+    updated: bool
+    overflow: bool
+    stop_requested: bool
+    num_loss_tokens: float
+    sample_ids: list[int] = field(default_factory=list)
+
+
+def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName) -> ForwardContext:
+    """The forward context of a causal micro-batch; ``drops`` says whether dropout is on."""
+    keys = None
+    if drops:
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
+    return ForwardContext(mask=AttentionMask(causal=True), kernel=kernel, dropout=keys)
+
+
+class TrainStep:
+    """Holds what a step works on; ``run`` performs one.
+
+    Args:
+        model: whose gradients go into ``gradients``.
+        loss: terms of the task.
+        gradients, optimizer, scaler: see optim/.
+        groups: the layout.
+        seed: of dropout.
+        drops: whether any dropout rate is above 0.
+        kernel: attention kernel.
+        faults: faults on purpose.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
+        groups: ParallelGroups, *, seed: int, drops: bool, kernel: KernelName, faults: FaultPlan,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.gradients, self.optimizer, self.scaler = model, loss, gradients, optimizer, scaler
+        self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
+
+    def run(self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
+        """Perform step number ``step`` (from 1).
+
+        Args:
+            micro_batches: this rank's, in order; at least one.
+            step: number of the step; a key of dropout.
+            lr, weight_decay: of this step.
+            stop: this rank wants to stop after the step.
+        """
+        totals = self._start_totals(micro_batches, stop)
+        self.gradients.start_step()
+        sums = self._forward_backward(micro_batches, step, totals)
+        sums_handle = all_reduce_async(sums, self.groups.dp_sp)
+        if self.faults.poisons("grad", step):
+            self.gradients.units[0].grads[0] = float("nan")
+        self.gradients.finish_step()
+        norm = self.optimizer.grad_norm() / self.scaler.scale
+        # the only point of the step where the host waits for the device
+        values = torch.cat([sums_handle.wait(), self._totals, norm.to(sums.device).reshape(1)]).tolist()
+        num_terms = len(self.loss.names)
+        losses = [s / max(c, 1.0) for s, c in zip(values[:num_terms], values[num_terms : 2 * num_terms], strict=True)]
+        grad_norm = values[-1]
+        return self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
+
+    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool) -> Handle:
+        """Start summing [count of each term, number of ranks that want to stop] over the ranks."""
+        counts = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
+        device = counts[0].device
+        self._totals = torch.cat([torch.stack(counts).sum(0), torch.full((1,), float(stop), dtype=torch.float64, device=device)])
+        return all_reduce_async(self._totals, self.groups.dp_sp)
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Handle) -> Tensor:
+        """Run every micro-batch; returns this rank's sums of the loss terms, fp64 [terms]."""
+        sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=self._totals.device)
+        inverse: Tensor | None = None
+        for index, batch in enumerate(micro_batches):
+            context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel)
+            terms = self.loss.sums(self.model, batch, context, self.gradients.unit_done)
+            if self.faults.poisons("loss", step):
+                terms = [term * float("nan") for term in terms]
+            self.faults.at("step.forward", step)
+            if inverse is None:
+                inverse = 1.0 / totals.wait()[:-1].clamp(min=1.0)
+            sums += torch.stack([term.detach().double() for term in terms])
+            loss = sum((term * inverse[i].to(term.dtype) for i, term in enumerate(terms[1:], 1)), terms[0] * inverse[0].to(terms[0].dtype))
+            if index == len(micro_batches) - 1:
+                self.gradients.last_micro_batch()
+            (loss * self.scaler.scale).backward()
+            self.faults.at("step.backward", step)
+        return sums
+
+    def _update(
+        self,
+        step: int,
+        losses: list[float],
+        grad_norm: float,
+        lr: float,
+        weight_decay: float,
+        *,
+        stop_requested: bool,
+        num_loss_tokens: float,
+    ) -> StepResult:
+        finite_loss, finite_grad = is_finite(*losses), is_finite(grad_norm)
+        scale = self.scaler.scale
+        ordinary = self.scaler.update(overflow=not finite_grad) and finite_loss
+        updated = finite_loss and finite_grad
+        self.faults.at("optim.step", step)
+        if updated:
+            self.optimizer.step(lr, weight_decay, grad_norm, scale)
+        return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
+
+
+@torch.no_grad()
+def evaluate_batches(model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName) -> Tensor:
+    """This rank's [sums..., counts...] of the loss terms over micro-batches, fp64; no dropout, no gradients."""
+    total: Tensor | None = None
+    for batch in micro_batches:
+        context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel)
+        terms = [t.double() for t in loss.sums(model, batch, context, None)]
+        both = torch.stack(terms + [c.double() for c in loss.counts(batch)])
+        total = both if total is None else total + both
+    assert total is not None
+    return total
+
+
+def sample_digest(sample_ids: list[int]) -> str:
+    """A short hash of the global sample indices of a step, in order: two runs saw the same data iff it agrees."""
+    return hashlib.sha256(",".join(map(str, sample_ids)).encode()).hexdigest()[:16]

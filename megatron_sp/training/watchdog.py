@@ -1,0 +1,60 @@
+"""A rank that makes no progress for too long says where it stands and ends, instead of holding the whole job for hours.
+
+The collectives' own timeout ends the ranks that wait; this ends, with a stack dump, the one they wait for.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from megatron_sp.utils.errors import EXIT_PEER
+
+
+class Watchdog:
+    """Ends the process with exit code 7 when ``beat`` was not called for ``timeout_s`` seconds.
+
+    Args:
+        timeout_s: longest silence; the first beat may take ``startup_s`` longer.
+        report: file that receives the stacks of all threads.
+        rank: for the message.
+    """
+
+    def __init__(self, timeout_s: float, report: Path, rank: int, startup_s: float = 600.0) -> None:
+        self._timeout_s, self._report, self._rank = timeout_s, report, rank
+        self._deadline = time.monotonic() + timeout_s + startup_s
+        self._what = "start-up"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self, what: str) -> None:
+        """Progress was made; ``what`` comes next."""
+        self._what = what
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self._timeout_s / 4)):
+            if time.monotonic() > self._deadline:
+                self._end()
+
+    def _end(self) -> None:
+        message = f"rank {self._rank}: no progress in '{self._what}' for {self._timeout_s:.0f} s"
+        try:
+            with open(self._report, "w") as file:
+                file.write(message + "\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            message += f": the stacks of this rank are in {self._report}"
+        except OSError:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os.write(2, (message + ". Raise --distributed-timeout-minutes if a step may take that long.\n").encode())
+        os._exit(EXIT_PEER)

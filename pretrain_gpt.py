@@ -1,0 +1,63 @@
+"""Pretrain a GPT model: ``torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 ...`` (or plain ``python`` for one process)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_sp.training.arguments import parse_config
+
+if __name__ == "__main__":
+    CONFIG = parse_config(description="Pretrain a GPT model.")  # before torch is imported: --help and mistakes are answered at once
+
+from megatron_sp.data.build import Datasets, build_datasets
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.transformer import ForwardContext
+from megatron_sp.training.loop import Task, pretrain
+from megatron_sp.training.setup import dtype_of
+from megatron_sp.training.step import Loss, MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megatron_sp.config import Config
+
+
+def tokenizer_provider(config: Config) -> Tokenizer:
+    return build_tokenizer(config.data, config.model.vocab_size)
+
+
+def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    assert config.model.seq_length
+    return build_datasets(
+        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size, num_samples=num_samples,
+    )  # fmt: skip
+
+
+def model_provider(config: Config) -> nn.Module:
+    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config))
+
+
+def loss_counts(batch: MicroBatch) -> list[Tensor]:
+    """What the sum of token losses is divided by: the tokens that count."""
+    return [batch["loss_mask"].sum()]
+
+
+def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, on_backward_done: Callable[[int], None] | None) -> list[Tensor]:
+    """The sum of token losses of a micro-batch."""
+    loss_sum, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, on_backward_done)
+    return [loss_sum]
+
+
+GPT = Task(
+    name="pretrain_gpt",
+    build_tokenizer=tokenizer_provider,
+    build_datasets=dataset_provider,
+    build_model=model_provider,
+    loss=Loss(names=("lm loss",), counts=loss_counts, sums=loss_sums),
+)
+
+if __name__ == "__main__":
+    pretrain(CONFIG, GPT)
