@@ -1,0 +1,26 @@
+# style: reformat; checks: everything but the tests; test: checks and tests; test-gpu: those that need a GPU; docs: generated pages
+PYTHON := .venv/bin/python
+.PHONY: env style checks test test-gpu docs
+
+env:
+	bash scripts/setup_env.sh dev
+
+style: env
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+checks: env
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m codespell_lib
+	$(PYTHON) -m pytest -q tests/unit/test_import_layers.py tests/unit/test_security.py
+
+test:
+	bash scripts/test.sh
+
+test-gpu: env
+	$(PYTHON) -m pytest -q -m gpu
+
+docs: env
+	$(PYTHON) tools/make_flag_docs.py

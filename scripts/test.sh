@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All checks and all tests; arguments go to pytest: scripts/test.sh -k config
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup_env.sh dev
+python=.venv/bin/python
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start processes of their own
+step() { printf '== %s\n' "$1"; shift; "$@"; }
+
+step "ruff check" "$python" -m ruff check .
+step "ruff format" "$python" -m ruff format --check --quiet . || { echo "run: make style"; exit 1; }
+step "mypy" "$python" -m mypy
+step "codespell" "$python" -m codespell_lib
+step "pytest" "$python" -m pytest -q --durations=10 "$@"

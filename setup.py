@@ -1,0 +1,63 @@
+"""Packaging: what megatron_sp needs, and what it can use. The tools' settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The version from the sources, without importing them."""
+    found = re.search(r'^__version__ = "([^"]+)"', (HERE / "megatron_sp" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    if not found:
+        raise RuntimeError("megatron_sp/__init__.py has no line that sets __version__")
+    return found.group(1)
+
+
+def long_description() -> str:
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+EXTRAS = {
+    "hf": ["transformers>=5.3", "tokenizers>=0.22"],  # exchange of weights and tokenizers with Hugging Face; remote code is never run
+    "log": ["tensorboard>=2.16", "wandb>=0.17"],
+    "plot": ["matplotlib>=3.8"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "codespell>=2.3", "types-PyYAML"],
+    "bench": ["transformers>=5.3", "matplotlib>=3.8"],
+    # Compiled against the installed torch: pip install --no-build-isolation 'megatron-sp[flash]'. Never needed.
+    "flash": ["flash-attn>=2.6; sys_platform == 'linux'"],
+}
+
+setup(
+    name="megatron-sp",
+    version=version(),
+    description="Megatron-style pretraining of GPT and BERT in plain PyTorch, with the parallel layers written out by hand",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.10",  # earlier ones run code from a crafted weights_only file (CVE-2026-24747)
+        "numpy>=1.26",
+        "einops>=0.8",
+        "sentencepiece>=0.2.1",  # CVE-2026-1260
+        "safetensors>=0.5",
+        "tyro>=0.9.14",
+        "rich>=13.7",
+        "pyyaml>=6.0",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-sp = megatron_sp.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Operating System :: POSIX",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
