@@ -1,0 +1,56 @@
+"""What the tests of single ops share: gradients by name, and a gradient sink that shows every element nobody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+
+
+def leaves(frozen: tuple[str, ...] = (), **tensors: Tensor) -> Inputs:
+    """Copies that require gradients (with the strides of the originals), except those named in ``frozen``."""
+    made = {}
+    for name, tensor in tensors.items():
+        made[name] = tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(name not in frozen)
+    return made
+
+
+def gradients(fn: Callable[[Inputs], Tensor], inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor | None]:
+    """``{"out": fn(inputs), name: gradient or None, ...}`` from one backward pass with ``grad_out``."""
+    for tensor in inputs.values():
+        tensor.grad = None
+    out = fn(inputs)
+    out.backward(grad_out)
+    return {"out": out.detach(), **{name: tensor.grad for name, tensor in inputs.items()}}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+class PoisonedSink:
+    """Holds one buffer for each parameter, filled with NaN: a first write that adds instead of overwriting stays NaN.
+
+    Args:
+        params: held by the sink; others are left to autograd.
+        dtype: of the buffers; None: that of each parameter.
+    """
+
+    def __init__(self, *params: Tensor, dtype: torch.dtype | None = None) -> None:
+        self.views = {id(p): torch.full(p.shape, float("nan"), dtype=dtype or p.dtype) for p in params}
+        self.claims: list[bool] = []
+        self._written: set[int] = set()
+
+    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+        if id(param) not in self.views:
+            return None
+        fresh = id(param) not in self._written
+        self._written.add(id(param))
+        self.claims.append(fresh)
+        return self.views[id(param)], fresh
+
+    def of(self, param: Tensor) -> Tensor:
+        return self.views[id(param)]

@@ -1,0 +1,124 @@
+"""GPT once more, independent of the package's: plain formulas, one process, unfused, gradients by autograd alone.
+
+It reads like a textbook on purpose: [b, s, h] throughout, attention one head at a time, logits and softmax of the whole sequence. The tests hold
+``megatron_sp`` to it. Only conventions are shared, not maths: names and shapes of the weights, and which elements dropout keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.models.transformer import SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_EMBEDDING, SITE_MLP_OUTPUT
+from megatron_sp.ops.attention import head_row_keys
+from megatron_sp.ops.dropout import DropoutKeys, keep_mask
+
+Weights = Mapping[str, Tensor]
+
+
+def activation(name: str, u: Tensor) -> Tensor:
+    """gelu_tanh, gelu, swiglu ([gate | up]) or squared_relu."""
+    if name == "swiglu":
+        gate, up = u[..., : u.shape[-1] // 2], u[..., u.shape[-1] // 2 :]
+        return gate / (1 + torch.exp(-gate)) * up
+    if name == "squared_relu":
+        return torch.where(u > 0, u, 0.0) ** 2
+    if name == "gelu":
+        return 0.5 * u * (1 + torch.erf(u / math.sqrt(2)))
+    return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
+    """LayerNorm with a bias, RMSNorm without."""
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
+    normed = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    scaled = normed * (1 + weight if zero_centered else weight)
+    return scaled if bias is None else scaled + bias
+
+
+def rotate(x: Tensor, positions: Tensor, rotated: int, base: float) -> Tensor:
+    """Rotary embedding of one head, x [..., s, d]: channels (i, i + rotated/2) are a plane that turns by position * base^(-2i/rotated)."""
+    half = rotated // 2
+    angles = positions.double()[:, None] * torch.tensor([base ** (-2 * i / rotated) for i in range(half)], dtype=torch.float64)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b, rest = x[..., :half], x[..., half:rotated], x[..., rotated:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, rate: float = 0.0) -> Tensor:
+    """Causal attention of one head: q, k, v [b, s, d]; ``keep`` [b, s, s] is the dropout mask."""
+    s = q.shape[1]
+    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    hidden = torch.arange(s)[None, :] > torch.arange(s)[:, None]
+    probs = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+    return (probs if keep is None else probs * keep / (1 - rate)) @ v
+
+
+def gpt_loss(
+    config: ModelConfig, weights: Weights, tokens: Tensor, labels: Tensor, loss_mask: Tensor, dropout: DropoutKeys | None = None
+) -> tuple[Tensor, Tensor]:
+    """(sum of loss_mask * cross entropy, loss of every token [b, s]); tokens, labels, loss_mask: [b, s]."""
+    c, w = config, weights
+    assert c.num_layers and c.vocab_size
+    positions = torch.arange(tokens.shape[1])
+
+    def drop(x: Tensor, layer: int, site: int) -> Tensor:
+        if dropout is None or c.hidden_dropout == 0:
+            return x
+        keep = keep_mask(dropout.row_keys(layer, site), x.shape[-1], c.hidden_dropout)  # [s, b, h]
+        return x * keep.transpose(0, 1) / (1 - c.hidden_dropout)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return norm(x, w[f"{name}.weight"], w.get(f"{name}.bias"), c.norm_epsilon, c.apply_layernorm_1p)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        y = torch.einsum("bsi,oi->bso", x, w[f"{name}.weight"])
+        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+    x = w["embedding.word_embeddings.weight"][tokens]
+    if c.position_embedding_type == "learned_absolute":
+        x = x + w["embedding.position_embeddings.weight"][positions]
+    x = drop(x, -1, SITE_EMBEDDING)
+    kind = "swiglu" if c.swiglu else "squared_relu" if c.squared_relu else "gelu_tanh" if c.gelu_approximate == "tanh" else "gelu"
+    for layer in range(c.num_layers):
+        name = f"decoder.layers.{layer}"
+        qkv = project(normed(x, f"{name}.input_layernorm"), f"{name}.self_attention.linear_qkv")
+        out = _heads(c, qkv, positions, lambda t, which, name=name: normed(t, f"{name}.self_attention.{which}_layernorm"), layer, dropout)
+        x = x + drop(project(out, f"{name}.self_attention.linear_proj"), layer, SITE_ATTENTION_OUTPUT)
+        u = project(normed(x, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1")
+        x = x + drop(project(activation(kind, u), f"{name}.mlp.linear_fc2"), layer, SITE_MLP_OUTPUT)
+    x = normed(x, "decoder.final_layernorm")
+    table = w.get("output_layer.weight", w["embedding.word_embeddings.weight"])[: c.vocab_size]
+    logits = torch.einsum("bsh,vh->bsv", x, table)
+    valid = labels.clamp(0, c.vocab_size - 1)  # where the mask is 0 a label may be anything
+    token_loss = torch.logsumexp(logits, -1) - logits.gather(-1, valid[..., None])[..., 0]
+    return (token_loss * loss_mask).sum(), token_loss.detach()
+
+
+def _heads(c: ModelConfig, qkv: Tensor, positions: Tensor, qk_norm, layer: int, dropout: DropoutKeys | None) -> Tensor:  # type: ignore[no-untyped-def]
+    """[b, s, g*(r+2)*d] -> [b, s, n*d], one head after another."""
+    assert c.num_attention_heads
+    b, s, _ = qkv.shape
+    g, d = c.num_groups, c.head_dim
+    r = c.num_attention_heads // g
+    rows = qkv.reshape(b, s, g, r + 2, d)
+    keys = None
+    if dropout is not None and c.attention_dropout > 0:
+        keys = head_row_keys(dropout.row_keys(layer, SITE_ATTENTION), g, r).reshape(b, g, r, s)
+    outs = []
+    for group in range(g):
+        k, v = rows[:, :, group, r], rows[:, :, group, r + 1]
+        k = qk_norm(k, "k") if c.qk_layernorm else k
+        k = rotate(k, positions, c.rotary_dim, c.rotary_base) if c.position_embedding_type == "rope" else k
+        for query in range(r):
+            q = rows[:, :, group, query]
+            q = qk_norm(q, "q") if c.qk_layernorm else q
+            q = rotate(q, positions, c.rotary_dim, c.rotary_base) if c.position_embedding_type == "rope" else q
+            keep = None if keys is None else keep_mask(keys[:, group, query], s, c.attention_dropout)
+            outs.append(head(q, k, v, keep, c.attention_dropout))
+    return torch.cat(outs, dim=-1)
