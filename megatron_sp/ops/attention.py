@@ -102,7 +102,7 @@ def attention(
     s, b, width = qkv.shape
     groups = width // ((queries_per_group + 2) * head_dim)
     q, k, v = split_qkv(qkv, queries_per_group, head_dim)
-    rows = None if dropout_rows is None else _head_row_keys(dropout_rows, groups, queries_per_group)
+    rows = None if dropout_rows is None else head_row_keys(dropout_rows, groups, queries_per_group)
     out = core_attention(q, k, v, _fold_mask(mask, groups), kernel=kernel, dropout=dropout, dropout_rows=rows)
     return out.reshape(s, b, groups * queries_per_group * head_dim)
 
@@ -199,7 +199,7 @@ def _fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
     return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups))
 
 
-def _head_row_keys(rows: Tensor, groups: int, queries_per_group: int) -> Tensor:
+def head_row_keys(rows: Tensor, groups: int, queries_per_group: int) -> Tensor:
     """Row keys of attention dropout, one for each head of each query: int32 [s, b] -> [b*g, r, s]."""
     s, b = rows.shape
     heads = torch.arange(groups * queries_per_group, device=rows.device, dtype=torch.int64)

@@ -26,13 +26,13 @@ def embedding(ids: Tensor, weight: Tensor, *, sink: GradSink | None = None) -> T
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.sink = sink
+        ctx.save_for_backward(ids)
+        ctx.param, ctx.sink = weight, sink  # by identity, as the sink knows it; its values are not needed
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.param
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
         view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
         if fresh:

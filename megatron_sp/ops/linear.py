@@ -45,7 +45,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: Activation | None, sink: GradSink | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        ctx.params = weight, bias  # the sink knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.activation, ctx.sink = activation, sink
         a = x if activation is None else activation.forward(x)
         a2 = a.reshape(-1, a.shape[-1])
@@ -57,7 +58,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
         grad2 = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
@@ -65,9 +66,9 @@ class _Linear(torch.autograd.Function):
             grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
         if need_weight:
             a = x if ctx.activation is None else ctx.activation.forward(x)
-            grad_weight = put_weight_grad(ctx.sink, weight, grad2, a.reshape(-1, a.shape[-1]))
+            grad_weight = put_weight_grad(ctx.sink, ctx.params[0], grad2, a.reshape(-1, a.shape[-1]))
         if need_bias:
-            grad_bias = put_grad(ctx.sink, bias, column_sum(grad2))
+            grad_bias = put_grad(ctx.sink, ctx.params[1], column_sum(grad2))
         if grad_x is not None and ctx.activation is not None:
             grad_x = ctx.activation.backward(grad_x, x)
         return grad_x, grad_weight, grad_bias, grad if need_residual else None, None, None

@@ -51,20 +51,23 @@ def lm_head_loss(
         weighting, detached).
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    return _LMHeadLoss.apply(x, weight, labels, loss_mask, vocab_size, chunk, sink)
+    # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): whether there will be a backward is known here only
+    return _LMHeadLoss.apply(x, weight, labels, loss_mask, vocab_size, chunk, sink, torch.is_grad_enabled())
 
 
 class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int, chunk: int, sink: GradSink | None
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int, chunk: int, sink: GradSink | None, train: bool
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         x2, labels1, mask1 = x.reshape(-1, x.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
-        need_x, need_weight = ctx.needs_input_grad[:2]
+        need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x2) if need_x else None
         grad_weight = torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        if grad_weight is not None and x2.shape[0] == 0:
+            grad_weight.zero_()  # no chunk will write it
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
             log_probs = _log_probs(x2[part], weight, vocab_size, wide)
@@ -81,8 +84,8 @@ class _LMHeadLoss(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
                 _accumulate(grad_weight, grad_logits, x2[part] * row_weight, first=start == 0)
-        ctx.save_for_backward(weight, grad_x, grad_weight)
-        ctx.shape, ctx.sink = x.shape, sink
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.shape, ctx.sink, ctx.param = x.shape, sink, weight
         token_loss_sb = token_loss.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
@@ -90,16 +93,17 @@ class _LMHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weight, grad_x, grad_weight = ctx.saved_tensors
-        out_x = None if grad_x is None else (grad_x * grad_sum.to(grad_x.dtype)).view(ctx.shape)
+        (grad_x, grad_weight), weight = ctx.saved_tensors, ctx.param
+        # multiplied in the width of the loss: 1/tokens rounded to 16 bits would scale the whole model's gradient, a loss scale overflow it
+        out_x = None if grad_x is None else (grad_x.to(grad_sum.dtype) * grad_sum).to(grad_x.dtype).view(ctx.shape)
         if grad_weight is None:
-            return out_x, None, None, None, None, None, None
+            return out_x, None, None, None, None, None, None, None
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
         if claimed is None:
-            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None
+            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None, None
         view, fresh = claimed
         torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
-        return out_x, None, None, None, None, None, None
+        return out_x, None, None, None, None, None, None, None
 
 
 def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:

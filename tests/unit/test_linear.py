@@ -1,0 +1,150 @@
+"""The linear op: values, all gradients, the activation in front, the residual behind, and the sink."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from errors import FP32, FP64, assert_law, law_error
+from op_checks import Inputs, PoisonedSink, gradients, leaves, randn
+from torch import Tensor
+
+from megatron_sp.ops.activation import Activation, ActivationName
+from megatron_sp.ops.linear import column_sum, linear
+
+S, B, IN, OUT = 8, 3, 5, 7
+NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "swiglu", "squared_relu")
+
+
+def tensors(width_factor: int = 1, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {
+        "x": randn(S, B, IN * width_factor, dtype=dtype), "weight": randn(OUT, IN, dtype=dtype),
+        "bias": randn(OUT, dtype=dtype), "residual": randn(S, B, OUT, dtype=dtype),
+    }  # fmt: skip
+
+
+def naive_linear(i: Inputs, name: str | None) -> Tensor:
+    a = i["x"] if name is None else reference.activation(name, i["x"])
+    y = torch.einsum("...i,oi->...o", a, i["weight"])
+    return y + i.get("bias", 0.0) + i.get("residual", 0.0)
+
+
+def ours(i: Inputs, name: ActivationName | None = None, sink: PoisonedSink | None = None) -> Tensor:
+    activation = None if name is None else Activation(name)
+    return linear(i["x"], i["weight"], i.get("bias"), activation=activation, residual=i.get("residual"), sink=sink)
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
+def test_is_the_formula(name: ActivationName | None, bias: bool, residual: bool, dtype: torch.dtype, tolerance: float) -> None:
+    inputs = tensors(2 if name == "swiglu" else 1, dtype)
+    kept = {k: v for k, v in inputs.items() if (bias or k != "bias") and (residual or k != "residual")}
+    grad = randn(S, B, OUT, seed=3, dtype=dtype)
+    want = gradients(lambda i: naive_linear(i, name), leaves(**kept), grad)
+    assert_law(gradients(lambda i: ours(i, name), leaves(**kept), grad), want, tolerance)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("weight", "bias"), ("x", "weight", "bias")])
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_frozen_inputs_get_no_gradient(frozen: tuple[str, ...], with_sink: bool) -> None:
+    inputs, grad = leaves(frozen, **tensors()), randn(S, B, OUT, seed=3)
+    want = gradients(lambda i: naive_linear(i, "gelu"), leaves(frozen, **tensors()), grad)
+    sink = PoisonedSink(*(inputs[k] for k in ("weight", "bias") if k not in frozen)) if with_sink else None
+    got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
+    if sink is not None:
+        got |= {k: sink.of(inputs[k]) for k in ("weight", "bias") if k not in frozen}
+    assert_law(got, want, FP64)
+
+
+def test_the_sink_is_overwritten_once_then_added_to() -> None:
+    inputs, held = leaves(**tensors()), ("weight", "bias")
+    sink = PoisonedSink(*(inputs[k] for k in held))
+    total: dict[str, Tensor] = {}
+    for micro_batch in range(3):
+        grad = randn(S, B, OUT, seed=3 + micro_batch)
+        want = gradients(lambda i: naive_linear(i, "gelu"), leaves(**tensors()), grad)
+        got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
+        assert got["weight"] is None and got["bias"] is None
+        assert_law({k: got[k] for k in ("out", "x", "residual")}, {k: want[k] for k in ("out", "x", "residual")}, FP64)
+        total = {k: want[k] + total.get(k, 0.0) for k in held}  # type: ignore[operator]
+        assert_law({k: sink.of(inputs[k]) for k in held}, total, FP64)
+    assert sink.claims == [True, True, False, False, False, False]
+
+
+def test_a_parameter_that_the_sink_does_not_hold_goes_through_autograd() -> None:
+    inputs, grad = leaves(**tensors()), randn(S, B, OUT, seed=3)
+    sink = PoisonedSink(inputs["bias"])
+    got = gradients(lambda i: ours(i, None, sink), inputs, grad)
+    want = gradients(lambda i: naive_linear(i, None), leaves(**tensors()), grad)
+    assert_law(got | {"bias": sink.of(inputs["bias"])}, want, FP64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_half_precision_accumulates_in_an_fp32_sink(dtype: torch.dtype, micro_batches: int) -> None:
+    inputs = leaves(**tensors(dtype=dtype))
+    sink = PoisonedSink(inputs["weight"], inputs["bias"], dtype=torch.float32)
+    want_weight, want_bias = torch.zeros(OUT, IN), torch.zeros(OUT)
+    for micro_batch in range(micro_batches):
+        grad = randn(S, B, OUT, seed=3 + micro_batch, dtype=dtype)
+        want = gradients(lambda i: naive_linear(i, None), leaves(**{k: v.detach().double() for k, v in inputs.items()}), grad.double())
+        want_weight, want_bias = want_weight + want["weight"], want_bias + want["bias"]
+        got = gradients(lambda i: ours(i, None, sink), inputs, grad)
+        # one rounding of GEMM plus residual, then one of the bias added to it
+        assert law_error(got["out"], want["out"]) <= 3 * torch.finfo(dtype).eps  # type: ignore[arg-type]
+        assert law_error(got["x"], want["x"]) <= torch.finfo(dtype).eps  # type: ignore[arg-type]
+    # on CPU each micro-batch's product is rounded once to 16 bits; sums of them are fp32
+    assert law_error(sink.of(inputs["weight"]), want_weight) <= torch.finfo(dtype).eps
+    assert law_error(sink.of(inputs["bias"]), want_bias) <= FP32
+
+
+def test_strides_of_inputs_and_gradient_do_not_matter() -> None:
+    plain = tensors()
+    odd = {
+        "x": randn(B, IN, S).permute(2, 0, 1), "weight": randn(IN, OUT).t(), "bias": randn(OUT, 2)[:, 0], "residual": randn(B, S, OUT).transpose(0, 1),
+    }  # fmt: skip
+    assert all(odd[k].shape == plain[k].shape and not odd[k].is_contiguous() for k in plain)
+    grad = randn(B, OUT, S, seed=5).permute(2, 0, 1)
+    want = gradients(lambda i: naive_linear(i, "gelu"), leaves(**odd), grad)
+    inputs = leaves(**odd)
+    sink = PoisonedSink(inputs["weight"], inputs["bias"])
+    assert_law(gradients(lambda i: ours(i, "gelu"), leaves(**odd), grad), want, FP64)
+    got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
+    assert_law(got | {k: sink.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
+
+
+def test_an_expanded_gradient() -> None:
+    """sum().backward() hands over a gradient of stride 0."""
+    want = gradients(lambda i: naive_linear(i, None), leaves(**tensors()), torch.ones(S, B, OUT, dtype=torch.float64))
+    inputs = leaves(**tensors())
+    ours(inputs).sum().backward()
+    assert_law({k: v.grad for k, v in inputs.items()}, {k: want[k] for k in inputs}, FP64)
+
+
+def test_neither_inputs_nor_gradient_are_written_to() -> None:
+    inputs, grad = leaves(**tensors()), randn(S, B, OUT, seed=3)
+    before = {k: v.detach().clone() for k, v in inputs.items()} | {"grad": grad.clone()}
+    gradients(ours, inputs, grad)
+    assert all(torch.equal({**inputs, "grad": grad}[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("shape", [(0, 3, IN), (S, 0, IN), (1, 1, IN), (IN,), (2, IN)])
+def test_few_or_no_tokens_and_other_ranks(shape: tuple[int, ...]) -> None:
+    def made() -> Inputs:
+        return leaves(x=randn(*shape), weight=randn(OUT, IN), bias=randn(OUT))
+
+    inputs, grad = made(), randn(*shape[:-1], OUT, seed=2)
+    sink = PoisonedSink(inputs["weight"], inputs["bias"])
+    want = gradients(lambda i: F.linear(i["x"], i["weight"], i["bias"]), made(), grad)
+    assert_law(gradients(ours, made(), grad), want, FP64)
+    got = gradients(lambda i: ours(i, None, sink), inputs, grad)
+    assert_law(got | {k: sink.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
+
+
+def test_the_sum_over_tokens_is_exact_for_many_half_precision_tokens() -> None:
+    """2^12 ones and small terms: a bf16 running sum would stop growing at 256."""
+    assert column_sum(torch.ones(4096, 2, dtype=torch.bfloat16)).tolist() == [4096.0, 4096.0]
+    assert column_sum(torch.ones(3, 2, dtype=torch.float64)).dtype == torch.float64
