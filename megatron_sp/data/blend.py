@@ -1,0 +1,137 @@
+"""Mixing several data sets by weight: at every step the one that lags furthest behind its share gives the next sample.
+
+The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d, sample i comes from
+argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A loop over i in Python would take many seconds for a long run, so the
+range is cut into chunks that are walked side by side, one numpy operation for all of them: each chunk starts from a guess of
+what was taken before it, and every chunk whose guess turns out not to be the end of the chunk before it is walked again from there.
+When no guess is wrong any more the result is that of the loop, bit for bit; the lags stay small, so this takes a few passes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_sp.utils.errors import ConfigError
+
+_SURPLUS = 0.005
+_MIN_CHUNK = 256
+_MAX_CHUNKS = 4096
+MAX_SETS = 2**15 - 1
+
+
+class Blend(NamedTuple):
+    """What --data-path says: prefixes, and their weights (None: by size)."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
+    """Read PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
+
+    An odd number of words is prefixes alone; an even number is pairs if the first of any pair is a number, else prefixes too.
+
+    Raises:
+        ConfigError: a weight that is not a number above 0, or too many data sets.
+    """
+    weights: tuple[float, ...] | None = None
+    prefixes = parts
+    if len(parts) % 2 == 0 and any(_as_number(word) is not None for word in parts[::2]):
+        values = [_as_number(word) for word in parts[::2]]
+        for word, value in zip(parts[::2], values, strict=True):
+            if value is None or not (0 < value < math.inf):
+                raise ConfigError(f"{flag}: '{word}' must be a weight above 0: give WEIGHT PREFIX pairs, leave out sets of weight 0")
+        weights, prefixes = tuple(v for v in values if v is not None), parts[1::2]
+    if len(prefixes) > MAX_SETS:
+        raise ConfigError(f"{flag}: {len(prefixes)} data sets: at most {MAX_SETS} can be blended")
+    return Blend(prefixes, weights)
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalized(weights: list[float] | tuple[float, ...]) -> np.ndarray:
+    """float64 weights that sum to 1."""
+    array = np.array(weights, dtype=np.float64)
+    result: np.ndarray = array / np.sum(array)
+    return result
+
+
+def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:
+    """How many samples each set must be able to give: its share, rounded up, and half a percent more."""
+    return [math.ceil(math.ceil(num_samples * float(w)) * (1 + _SURPLUS)) for w in weights]
+
+
+def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each sample of the blend: which set it comes from, and its number there.
+
+    Args:
+        weights: float64 [k], above 0, summing to 1.
+    Returns:
+        int16 [n] set, int64 [n] sample of that set.
+    """
+    num_chunks = max(1, min(_MAX_CHUNKS, num_samples // _MIN_CHUNK))
+    size = -(-num_samples // num_chunks)  # of every chunk; what the last one makes too much is cut off
+    starts = np.arange(num_chunks, dtype=np.int64) * size
+    sets = np.empty((size, num_chunks), np.int16)
+    samples = np.empty((size, num_chunks), np.int64)
+    taken_before = _guess(weights, starts)
+    taken_after = np.empty_like(taken_before)
+    pending = np.arange(num_chunks)
+    while pending.size:
+        sets[:, pending], samples[:, pending], taken_after[:, pending] = _walk(weights, starts[pending], size, taken_before[:, pending])
+        follows = pending[pending + 1 < num_chunks]
+        wrong = follows[(taken_before[:, follows + 1] != taken_after[:, follows]).any(axis=0)] + 1
+        taken_before[:, wrong] = taken_after[:, wrong - 1]
+        pending = wrong
+    return sets.T.reshape(-1)[:num_samples], samples.T.reshape(-1)[:num_samples]
+
+
+def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """float64 [k, chunks]: counts near each set's share that sum to the chunk's start, those with the largest remainders rounded up."""
+    share = weights[:, None] * starts
+    taken = np.floor(share)
+    missing = starts - taken.sum(axis=0)
+    rank = np.argsort(np.argsort(taken - share, axis=0, kind="stable"), axis=0, kind="stable")
+    return taken + (rank < missing)
+
+
+def _walk(weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run the rule over several ranges of ``size`` samples at once.
+
+    Args:
+        starts: [ranges] first sample of each. taken: float64 [k, ranges], samples of each set before it.
+    Returns:
+        Sets and samples, both [size, ranges], and what was taken at the ends, [k, ranges].
+    """
+    taken = np.array(taken, order="C")
+    flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair
+    sets = np.empty((size, starts.size), np.int16)
+    samples = np.empty((size, starts.size), np.int64)
+    column = np.arange(starts.size)
+    for step in range(size):
+        chosen = _argmax_of_few(weights[:, None] * np.maximum(starts + step, 1) - taken)
+        place = chosen * starts.size + column
+        sets[step] = chosen
+        samples[step] = flat[place]
+        flat[place] += 1
+    return sets, samples, taken
+
+
+def _argmax_of_few(lags: np.ndarray) -> np.ndarray:
+    """argmax over dim 0 of [k, ranges], the lowest index on a tie; a comparison per row is several times faster than numpy's for small k."""
+    if len(lags) > 12:
+        return np.argmax(lags, axis=0)
+    best = lags[0].copy()
+    chosen = np.zeros(best.size, np.int64)
+    for d in range(1, len(lags)):
+        chosen[lags[d] > best] = d
+        np.maximum(best, lags[d], out=best)
+    return chosen

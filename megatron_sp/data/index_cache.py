@@ -1,0 +1,154 @@
+"""Index arrays on disk: built once, memory-mapped by every process after that, never believed unchecked.
+
+A set of arrays belongs to a key, a hash of all that decides them. It is stored as ``{key}-{name}.npy`` files and, written last, a
+``{key}.json`` with the shape, dtype and CRC-32 of each. A set is used only if all of that holds; anything else (half a set, a flipped
+bit, a file of objects) is rebuilt with a warning. Files are written under temporary names and renamed. Processes that need the same
+set at once wait for the one that builds it on a file lock, which the kernel releases should that one be killed; where the file system has
+no locks everyone builds, and the renames still keep half-written files out of sight. Where nothing can be written the
+arrays stay in memory, with one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_sp.utils.files import atomic_write_json
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no locks, so everyone builds
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+Arrays = dict[str, np.ndarray]
+Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
+_CRC_BYTES = 1 << 24
+_STALE_SECONDS = 3600.0
+_warned: set[str] = set()
+
+
+def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays of ``key``, read-only: memory-mapped from ``folder``, or built (and stored) now.
+
+    Args:
+        folder: where the files lie; None keeps everything in memory.
+        key: becomes part of the file names.
+        expected: shape and dtype that each array must have.
+        build: makes the arrays; called at most once.
+    """
+    if folder is None:
+        return build()
+    folder = Path(folder)
+    found = _load(folder, key, expected)
+    if found is not None:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock"):
+            found = _load(folder, key, expected, warn=True)  # whoever held the lock before may have built it
+            if found is not None:
+                return found
+            built = build()
+            try:
+                _store(folder, key, built)
+            except OSError as error:
+                _warn_once(folder, error)
+                return built
+    except OSError as error:
+        _warn_once(folder, error)
+        return build()
+    return _load(folder, key, expected) or built
+
+
+def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arrays | None:
+    """The stored set if it is whole and sound, else None; ``warn`` if there is one that is not."""
+    record_path = folder / f"{key}.json"
+    try:
+        record = json.loads(record_path.read_bytes())
+        return {name: _load_one(folder / f"{key}-{name}.npy", record[name], *expected[name]) for name in expected}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, EOFError) as error:
+        if warn:
+            logger.warning("index cache %s is damaged and is built anew: %s", record_path, error)
+        return None
+
+
+def _load_one(path: Path, checksum: object, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{path.name} is {array.dtype} {array.shape}, expected {dtype} {shape}")
+    if _crc(array) != checksum:
+        raise ValueError(f"{path.name} has changed since it was written (CRC-32 differs)")
+    return array
+
+
+def _store(folder: Path, key: str, arrays: Arrays) -> None:
+    _remove_stale(folder, key)
+    record = {}
+    for name, array in arrays.items():
+        path = folder / f"{key}-{name}.npy"
+        temporary = folder / f".{key}-{name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "xb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        record[name] = _crc(array)
+    atomic_write_json(folder / f"{key}.json", record)
+
+
+def _remove_stale(folder: Path, key: str) -> None:
+    """Delete what a killed builder left; young files may be in the making on a file system without locks."""
+    for path in folder.glob(f".{key}-*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file if the file system has such; it ends with the process at the latest."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _crc(array: np.ndarray) -> int:
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    value = 0
+    for start in range(0, raw.size, _CRC_BYTES):
+        value = zlib.crc32(raw[start : start + _CRC_BYTES], value)
+    return value
+
+
+def _warn_once(folder: Path, error: OSError) -> None:
+    if str(folder) not in _warned:
+        _warned.add(str(folder))
+        logger.warning(
+            "index cache %s cannot be written (%s): the indices stay in memory and are built anew at every start; choose another"
+            " folder with --data-cache-path",
+            folder,
+            error.strerror or error,
+        )

@@ -1,0 +1,46 @@
+"""From flags to a tokenizer."""
+
+from __future__ import annotations
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
+from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.utils.errors import ConfigError
+
+
+def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of --tokenizer-type (default: SentencePiece with --tokenizer-model, else Null with --vocab-size).
+
+    Args:
+        data: the flags.
+        vocab_size: --vocab-size, entries of the model's vocabulary; it may exceed the tokenizer's, never the other way round.
+    Raises:
+        ConfigError: flags that do not determine a tokenizer, or a vocabulary that is too small for it.
+        DataError: the tokenizer's file is absent or damaged.
+    """
+    kind = data.tokenizer_type or ("SentencePieceTokenizer" if data.tokenizer_model else "NullTokenizer" if vocab_size else None)
+    tokenizer: Tokenizer
+    if kind is None:
+        raise ConfigError(
+            "there is no tokenizer: give --tokenizer-type (ByteTokenizer needs no file), --tokenizer-model FILE, or --vocab-size N for"
+            " text that is integers"
+        )
+    if kind == "SentencePieceTokenizer":
+        if not data.tokenizer_model:
+            raise ConfigError("--tokenizer-type SentencePieceTokenizer needs --tokenizer-model FILE")
+        tokenizer = SentencePieceTokenizer(data.tokenizer_model)
+    elif kind == "ByteTokenizer":
+        tokenizer = ByteTokenizer()
+    elif kind == "NullTokenizer":
+        if not vocab_size:
+            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size N")
+        tokenizer = NullTokenizer(vocab_size)
+    else:
+        raise ConfigError(f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, ByteTokenizer or NullTokenizer")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"vocab_size ({vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}): leave --vocab-size out to take the"
+            " tokenizer's"
+        )
+    return tokenizer

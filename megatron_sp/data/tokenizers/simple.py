@@ -1,0 +1,73 @@
+"""Tokenizers that need no file: bytes, and text that is already numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from megatron_sp.data.tokenizers.tokenizer import well_formed
+from megatron_sp.utils.errors import ConfigError, DataError
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and one id more that ends a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(well_formed(text).encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 (a sample cut inside a character) become U+FFFD; ``eod`` is left out.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        _check_ids(ids, self.vocab_size)
+        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"ByteTokenizer 257").hexdigest()
+
+
+class NullTokenizer:
+    """Text that is integers with white space between them; the last id of the vocabulary ends a document.
+
+    ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Megatron-LM's tokenizer of
+    this name adds one more for the end of a document, so data written by it with ``--vocab-size N`` need ``--vocab-size N+1`` here.
+
+    Raises:
+        ConfigError: a vocabulary below 2 ids.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise ConfigError(f"vocab_size ({vocab_size}) must be at least 2 with NullTokenizer: one token and the end of a document")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        """The integers of the text.
+
+        Raises:
+            DataError: a word that is no integer of the vocabulary.
+        """
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads integers with spaces between them, not text: {error}; choose a --tokenizer-type") from None
+        _check_ids(ids, self.vocab_size)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"NullTokenizer {self.vocab_size}".encode()).hexdigest()
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if len(ids) and not (0 <= min(ids) and max(ids) < vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise DataError(f"token id {bad}: expected 0 to {vocab_size - 1}, the vocabulary has {vocab_size} entries")

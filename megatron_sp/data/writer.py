@@ -1,0 +1,169 @@
+"""Writing a Megatron data set so that a half-written one can never be taken for a whole one.
+
+Both files are written under temporary names in the same folder; ``close`` flushes them to the disk and renames the ``.bin`` and then
+the ``.idx``. An older pair of the same name loses its ``.idx`` before its ``.bin`` is replaced, so at no moment do
+two files lie there that do not belong together. An exception inside the ``with`` block, or a kill, leaves the old pair as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+
+from megatron_sp.data.idx_format import DTYPE_CODES, HEADER, MAGIC, VERSION, pread_exact, token_dtype
+from megatron_sp.utils.errors import DataError, DiskError
+from megatron_sp.utils.files import fsync_dir
+
+if TYPE_CHECKING:
+    from megatron_sp.data.indexed_dataset import IndexedDataset
+
+_COPY_BYTES = 1 << 24
+_MAX_LENGTH = 2**31 - 1
+
+
+class IndexedDatasetWriter:
+    """Writes one ``.bin``/``.idx`` pair; use as a context manager, the files appear when the block ends without an error.
+
+    Args:
+        prefix: common path of the two files; its folder must exist.
+        vocab_size: ids must be below it; it also chooses the dtype (uint16 if below 65500, else int32).
+        dtype: write this dtype instead; without ``vocab_size`` its range is the limit.
+    Raises:
+        DiskError: the files cannot be written.
+        ValueError: neither ``vocab_size`` nor ``dtype``, or a dtype that is no token.
+    """
+
+    def __init__(self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype | type | None = None) -> None:
+        if dtype is None and vocab_size is None:
+            raise ValueError("IndexedDatasetWriter needs vocab_size or dtype")
+        self.dtype = np.dtype(dtype).newbyteorder("<") if dtype is not None else token_dtype(vocab_size or 0)
+        if self.dtype not in DTYPE_CODES or self.dtype.kind == "f":
+            raise ValueError(f"tokens cannot be {self.dtype}: use uint8, int8, int16, uint16, int32 or int64")
+        top = int(np.iinfo(self.dtype).max) + 1
+        self._limit = top if vocab_size is None else min(vocab_size, top)
+        self.prefix = os.fspath(prefix)
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._temporary = {suffix: f"{self.prefix}{suffix}.part-{os.getpid()}" for suffix in (".bin", ".idx")}
+        try:
+            self._bin: IO[bytes] = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abort()
+        except OSError as error:
+            raise DiskError(f"{self.prefix}.bin: cannot be written: {error.strerror}") from error
+
+    def add_document(self, tokens: np.ndarray | list[int], sequence_lengths: list[int] | None = None) -> None:
+        """Append one document.
+
+        Args:
+            tokens: [t] ids of all its sequences.
+            sequence_lengths: where to cut them (default: one sequence; none if there are no tokens).
+        Raises:
+            DataError: an id outside the vocabulary. ValueError: the lengths do not add up to the tokens.
+        """
+        ids = np.asarray(tokens, np.int64) if isinstance(tokens, list) else tokens
+        lengths = ([ids.size] if ids.size else []) if sequence_lengths is None else sequence_lengths
+        if sum(lengths) != ids.size or min(lengths, default=0) < 0:
+            raise ValueError(f"sequence lengths {lengths} do not add up to {ids.size} tokens")
+        self._write(ids)
+        self._extend(np.asarray(lengths, np.int64))
+        self._documents.append(len(self._lengths))
+
+    def add_documents(self, tokens: np.ndarray, document_lengths: np.ndarray) -> None:
+        """Append many documents of one sequence each; a length of 0 is an empty document, without a sequence.
+
+        Args:
+            tokens: [t] ids of all documents, in order. document_lengths: [d], summing to t.
+        """
+        if int(document_lengths.sum()) != tokens.size:
+            raise ValueError(f"document lengths add up to {int(document_lengths.sum())}, there are {tokens.size} tokens")
+        self._write(tokens)
+        ends = len(self._lengths) + np.cumsum(document_lengths > 0)
+        self._extend(document_lengths[document_lengths > 0])
+        self._documents.frombytes(ends.astype(np.int64).tobytes())
+
+    def merge(self, other: str | Path | IndexedDataset) -> None:
+        """Append a whole data set: bins, lengths and document bounds one after another.
+
+        Raises:
+            DataError: it is damaged, or of another dtype.
+        """
+        from megatron_sp.data.indexed_dataset import IndexedDataset  # that module imports this one
+
+        source = other if isinstance(other, IndexedDataset) else IndexedDataset(other)
+        if source.dtype != self.dtype:
+            names = f"{source.prefix} has {source.dtype.name} tokens, {self.prefix} has {self.dtype.name}"
+            raise DataError(f"{names}: only data sets of one dtype can be merged; make both with the same tokenizer")
+        per_read = _COPY_BYTES // self.dtype.itemsize
+        for start in range(0, source.num_tokens, per_read):
+            count = min(per_read, source.num_tokens - start)
+            raw = pread_exact(source._fd, start * self.dtype.itemsize, count * self.dtype.itemsize, source.bin_path)
+            self._write(np.frombuffer(raw, self.dtype))
+        self._documents.frombytes((source.document_index[1:] + len(self._lengths)).tobytes())
+        self._lengths.frombytes(source.sequence_lengths.tobytes())
+
+    def close(self) -> None:
+        """Make the pair appear.
+
+        Raises:
+            DiskError: no space or no permission; nothing is left behind.
+        """
+        try:
+            _sync_and_close(self._bin)
+            with open(self._temporary[".idx"], "wb") as idx:
+                lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+                ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+                idx.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
+                idx.write(lengths.astype("<i4", copy=False))
+                idx.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8", copy=False))
+                idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False))
+                _sync_and_close(idx)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.prefix + ".idx")
+            for suffix in (".bin", ".idx"):
+                os.replace(self._temporary[suffix], self.prefix + suffix)
+            fsync_dir(os.path.dirname(self.prefix) or ".")
+        except OSError as error:
+            self.abort()
+            raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error
+
+    def abort(self) -> None:
+        """Remove what was written; an older pair of this name stays."""
+        with contextlib.suppress(OSError):
+            self._bin.close()
+        for path in self._temporary.values():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _write(self, ids: np.ndarray) -> None:
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self._limit):
+            bad = int(ids[np.argmax((ids < 0) | (ids >= self._limit))])
+            raise DataError(f"{self.prefix}: token id {bad}: expected 0 to {self._limit - 1} (vocabulary, and dtype {self.dtype.name})")
+        try:
+            self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        except OSError as error:
+            raise DiskError(f"{self.prefix}.bin: cannot be written: {error.strerror}") from error
+
+    def _extend(self, lengths: np.ndarray) -> None:
+        if lengths.size and int(lengths.max()) > _MAX_LENGTH:
+            raise DataError(f"{self.prefix}: a sequence of {int(lengths.max())} tokens: the format allows {_MAX_LENGTH}")
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+
+
+def _sync_and_close(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
