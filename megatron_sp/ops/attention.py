@@ -140,7 +140,7 @@ def core_attention(
         mask: with key_lengths [m].
         dropout_rows: int32 [m, r, s_q], for the reference.
     Returns:
-        [s_q, m, r, d].
+        [s_q, m, r, d]; zero for a query that sees no key (all padding, or causal with more queries than keys).
     """
     if kernel == "flash":
         return _flash(q, k, v, mask, dropout)
@@ -173,8 +173,10 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
     scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])  # [m, r, s_q, s_k]
     allowed = _allowed(mask, q.shape[2], k.shape[2], q.device)
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
+        scores = scores.masked_fill(~allowed, torch.finfo(wide).min)  # not -inf: a query that sees nothing would become NaN
     probs = torch.softmax(scores, dim=-1)
+    if allowed is not None and (mask.key_lengths is not None or q.shape[2] > k.shape[2]):
+        probs = probs.masked_fill(~allowed, 0.0)  # such a query gets zero, as in the other kernels
     if dropout > 0:
         if rows is None:
             raise RuntimeError("attention dropout needs the tokens' dropout keys: pass DropoutKeys with the batch")
