@@ -70,7 +70,7 @@ def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: i
     h.mul_(0x7FEB352D)
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))  # a logical shift: int32 would carry the sign
     h.mul_(-2073254261)  # 0x846CA68B as int32, from the same search for low-bias hashes as the first factor
-    return h >= round(rate * 2**32) - 2**31
+    return h >= min(round(rate * 2**32) - 2**31, 2**31 - 1)  # a rate within 2^-33 of 1 would not fit into int32
 
 
 class _HashDropout(torch.autograd.Function):
