@@ -79,7 +79,7 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
         return {name: _load_one(folder / f"{key}-{name}.npy", record[name], *expected[name]) for name in expected}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError, EOFError) as error:
         if warn:
             logger.warning("index cache %s is damaged and is built anew: %s", record_path, error)
         return None
@@ -139,7 +139,7 @@ def _crc(array: np.ndarray) -> int:
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     value = 0
     for start in range(0, raw.size, _CRC_BYTES):
-        value = zlib.crc32(raw[start : start + _CRC_BYTES], value)
+        value = zlib.crc32(raw[start : start + _CRC_BYTES].data, value)
     return value
 
 

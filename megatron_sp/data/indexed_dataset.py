@@ -162,8 +162,8 @@ class IndexedDataset:
         """
         if self._digest is None:
             hasher = hashlib.sha256(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
-            hasher.update(self._lengths)
-            hasher.update(self._documents)
+            hasher.update(self._lengths.data)
+            hasher.update(self._documents.data)
             size = self.num_tokens * self.dtype.itemsize
             for k in range(_PROBES):
                 start = max(size - _PROBE_BYTES, 0) * k // (_PROBES - 1)

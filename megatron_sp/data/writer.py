@@ -118,9 +118,9 @@ class IndexedDatasetWriter:
                 lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
                 ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
                 idx.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
-                idx.write(lengths.astype("<i4", copy=False))
-                idx.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8", copy=False))
-                idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False))
+                idx.write(lengths.astype("<i4", copy=False).data)
+                idx.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8", copy=False).data)
+                idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
                 _sync_and_close(idx)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.prefix + ".idx")

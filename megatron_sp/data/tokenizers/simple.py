@@ -56,7 +56,9 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise DataError(f"NullTokenizer reads integers with spaces between them, not text: {error}; choose a --tokenizer-type") from None
+            raise DataError(
+                f"NullTokenizer reads integers with spaces between them, not text: {error}; choose another --tokenizer-type"
+            ) from None
         _check_ids(ids, self.vocab_size)
         return ids
 

@@ -1,0 +1,139 @@
+"""From flags to the train, validation and test data sets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.blend import Blend, build_blending_indices, normalized, parse_blend, samples_per_set
+from megatron_sp.data.dataset import Dataset, hash_of
+from megatron_sp.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.index_cache import cached_arrays
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.mock_dataset import MockGPTDataset
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.utils.errors import ConfigError
+
+SPLITS = ("train", "valid", "test")
+_CACHE_FOLDER = "index-cache"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The data sets of a run; None where no samples are asked for or the split has no share.
+
+    ``fingerprint`` is that of the training data (of the first there is, without any), for the checkpoint.
+    """
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+    @property
+    def fingerprint(self) -> str:
+        present = [d for d in (self.train, self.valid, self.test) if d is not None]
+        return present[0].fingerprint() if present else ""
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    num_samples: tuple[int, int, int],
+    vocab_size: int | None = None,
+) -> Datasets:
+    """The three data sets of the flags, each with at least the samples asked for.
+
+    The order of samples is the same on every rank. Every rank may call this at once: see ``index_cache``.
+
+    Args:
+        data: the flags.
+        seq_length: s, tokens per sample.
+        seed: of the sample order.
+        tokenizer: of the data.
+        num_samples: wanted for training, validation and test; 0 builds none.
+        vocab_size: entries of the model's vocabulary; ids from here on are errors (default: the tokenizer's).
+    Raises:
+        DataError: files absent or damaged, a split too short for a sample.
+        ConfigError: no data, or flags that cannot be read.
+    """
+    if data.mock_data:
+        return Datasets(*(
+            MockGPTDataset(
+                seq_length=seq_length, num_samples=n, seed=seed, tokenizer=tokenizer, eod_mask_loss=data.eod_mask_loss, name=name
+            ) if n else None
+            for name, n in zip(SPLITS, num_samples, strict=True)
+        ))  # fmt: skip
+    builder = _Builder(data, seq_length, seed, tokenizer, vocab_size)
+    return Datasets(*(builder.build(k, n) if n else None for k, n in enumerate(num_samples)))
+
+
+class _Builder:
+    """Builds the splits of one configuration; a file used by several splits is opened once."""
+
+    def __init__(self, data: DataConfig, seq_length: int, seed: int, tokenizer: Tokenizer, vocab_size: int | None) -> None:
+        self.data, self.seq_length, self.seed, self.tokenizer, self.vocab_size = data, seq_length, seed, tokenizer, vocab_size
+        self._open: dict[str, IndexedDataset] = {}
+        self.own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        if not data.data_path and not any(self.own_paths):
+            raise ConfigError("there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens")
+        if data.data_path and any(self.own_paths):
+            raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
+
+    def build(self, split: int, num_samples: int) -> Dataset | None:
+        """The data set of one split, or None if it has no share of the data."""
+        name = SPLITS[split]
+        paths = self.data.data_path or self.own_paths[split]
+        if not paths or (self.data.data_path and _share(self.data.split, split) == 0):
+            return None
+        blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
+        if len(blend.prefixes) > 1:
+            return self._blend(blend, split, num_samples)
+        one_epoch = self.data.dataloader_type == "cyclic" and name == "train"  # the sampler reshuffles each epoch itself
+        return self._single(blend.prefixes[0], split, None if one_epoch else num_samples)
+
+    def _single(self, prefix: str, split: int, num_samples: int | None) -> GPTDataset:
+        if prefix not in self._open:
+            self._open[prefix] = IndexedDataset(prefix)
+        indexed = self._open[prefix]
+        bounds = split_bounds(self.data.split, len(indexed))[split] if self.data.data_path else (0, len(indexed))
+        folder = self.data.data_cache_path or os.path.join(os.path.dirname(indexed.prefix), _CACHE_FOLDER)
+        return GPTDataset(
+            indexed, bounds, seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size, eod_mask_loss=self.data.eod_mask_loss, name=SPLITS[split], cache_folder=folder,
+        )  # fmt: skip
+
+    def _blend(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
+        """With weights, each set gives its share; without, each counts by its size and is repeated only if all together are too few."""
+        if blend.weights is None:
+            datasets = [self._single(prefix, split, None) for prefix in blend.prefixes]
+            weights = normalized([len(d) for d in datasets])
+            enough = sum(len(d) for d in datasets) >= num_samples
+        else:
+            datasets, weights, enough = [], normalized(blend.weights), False
+        if not enough:
+            wanted = samples_per_set(weights, num_samples)
+            datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
+        sets, samples = self._blending_indices(weights, num_samples)
+        return BlendedDataset(datasets, weights, sets, samples)
+
+    def _blending_indices(self, weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+        arrays = cached_arrays(
+            self.data.data_cache_path,
+            f"blend-{hash_of(kind='blend-1', weights=weights.tolist(), num_samples=num_samples)[:24]}",
+            {"set": ((num_samples,), np.dtype(np.int16)), "sample": ((num_samples,), np.dtype(np.int64))},
+            lambda: dict(zip(("set", "sample"), build_blending_indices(weights, num_samples), strict=True)),
+        )
+        return arrays["set"], arrays["sample"]
+
+
+def _share(split: str, k: int) -> int:
+    """0 if the k-th part of --split has weight 0."""
+    first, last = split_bounds(split, 2**40)[k]  # so many sequences that only a weight of 0 gets none
+    return last - first

@@ -1,0 +1,155 @@
+"""GPT samples: stretches of ``seq_length`` tokens (and one more for the last label) of shuffled, concatenated documents.
+
+Which stretch is sample i is worked out in ``gpt_index``; it depends on the document lengths, the seed, the sequence length and
+the number of epochs, never on ranks. This file reads the tokens and checks them against the vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from megatron_sp.data.dataset import Sample, hash_of, make_sample
+from megatron_sp.data.gpt_index import (
+    GPTIndex,
+    build_gpt_index,
+    plan_epochs,
+    sample_index_dtype,
+    shuffle_index_dtype,
+)
+from megatron_sp.data.index_cache import cached_arrays
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.utils.errors import DataError
+
+
+class GPTDataset:
+    """The samples of one split of one data set.
+
+    Args:
+        indexed: the tokens.
+        bounds: first sequence of the split and the one after its last.
+        seq_length: s, tokens per sample.
+        num_samples: at least so many, repeating the split as often as it takes; None: one epoch.
+        seed: of the order.
+        tokenizer: its ``eod`` and fingerprint.
+        vocab_size: ids from here on are errors (default: the tokenizer's).
+        eod_mask_loss: no loss where the input is ``eod``.
+        name: of the split, for messages.
+        cache_folder: for the index arrays; None keeps them in memory.
+    Raises:
+        DataError: the split has too few tokens for a single sample.
+    """
+
+    def __init__(
+        self, indexed: IndexedDataset, bounds: tuple[int, int], *, seq_length: int, num_samples: int | None, seed: int,
+        tokenizer: Tokenizer, vocab_size: int | None = None, eod_mask_loss: bool = False, name: str = "train", cache_folder: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        self.indexed, self.seq_length = indexed, seq_length
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._masked_eod = tokenizer.eod if eod_mask_loss else None
+        first, last = bounds
+        lengths = indexed.sequence_lengths
+        tokens_per_epoch = int(lengths[first:last].sum(dtype=np.int64))
+        if tokens_per_epoch < seq_length + 1:
+            raise DataError(_too_short(indexed, bounds, name, tokens_per_epoch, seq_length))
+        self._plan = plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
+        self._facts = {
+            "kind": "GPT-1", "data": indexed.digest(), "bounds": [first, last], "seq_length": seq_length, "seed": seed,
+            "epochs": plan.num_epochs, "last_epoch_apart": plan.separate_last,
+        }  # fmt: skip
+        self._fingerprint = hash_of(**self._facts, tokenizer=tokenizer.fingerprint(), masked_eod=self._masked_eod)
+        num_entries = plan.num_epochs * (last - first)
+        expected = {
+            "document": ((num_entries,), np.dtype(np.int32)),
+            "sample": ((plan.num_samples + 1, 2), sample_index_dtype(num_entries)),
+            "shuffle": ((plan.num_samples,), shuffle_index_dtype(plan.num_samples)),
+        }
+        arrays = cached_arrays(
+            cache_folder,
+            f"{os.path.basename(indexed.prefix)}-{name}-{hash_of(**self._facts)[:24]}",
+            expected,
+            lambda: build_gpt_index(lengths, np.arange(first, last), seq_length, plan, seed)._asdict(),
+        )
+        self.index = GPTIndex(**arrays)
+
+    def __len__(self) -> int:
+        return self._plan.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        """Sample ``i`` in the shuffled order.
+
+        Raises:
+            IndexError: no such sample.
+            DataError: a token outside the vocabulary, or the ``.bin`` has become shorter.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        return make_sample(self._read(int(self.index.shuffle[i])), self._masked_eod)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def num_epochs(self) -> int:
+        """How often the split is repeated to give the samples."""
+        return self._plan.num_epochs
+
+    def _read(self, cut: int) -> np.ndarray:
+        """int64 [s + 1]: from one cut to the next, both ends included."""
+        (first, start), (last, end) = self.index.sample[cut : cut + 2].tolist()
+        stretch = np.empty(self.seq_length + 1, np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            sequence = int(self.index.document[position])
+            offset = start if position == first else 0
+            stop = end + 1 if position == last else None
+            tokens = self.indexed.get(sequence, offset, None if stop is None else stop - offset)
+            self.indexed.check_tokens(tokens, sequence, offset, self._vocab_size)
+            stretch[filled : filled + tokens.size] = tokens
+            filled += tokens.size
+        assert filled == stretch.size, f"sample at cut {cut} has {filled} tokens, expected {stretch.size}"
+        return stretch
+
+
+class BlendedDataset:
+    """Several data sets as one; sample i comes from set ``sets[i]``, where it has the number ``samples[i]``.
+
+    Args:
+        datasets: their own order and fingerprints stay what they are.
+        weights: normalised; part of the fingerprint.
+        sets: int16 [n]. samples: int64 [n].
+    Raises:
+        DataError: a set is asked for more samples than it has.
+    """
+
+    def __init__(self, datasets: list[GPTDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
+        self.datasets, self.sets, self.samples = datasets, sets, samples
+        self._fingerprint = hash_of(kind="blend-1", weights=weights.tolist(), sets=[d.fingerprint() for d in datasets])
+        for d, count in enumerate(np.bincount(sets, minlength=len(datasets)).tolist()):
+            if count > len(datasets[d]):
+                raise DataError(f"{datasets[d].indexed.prefix}: the blend needs {count} samples of it, it has {len(datasets[d])}")
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        return self.datasets[int(self.sets[i])][int(self.samples[i])]
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, tokens: int, seq_length: int) -> str:
+    first, last = bounds
+    what = f"{indexed.prefix}: the {name} split is empty (0 of {len(indexed)} sequences)"
+    if last > first:
+        what = f"{indexed.prefix}: the {name} split has {tokens} tokens (sequences {first} to {last - 1} of {len(indexed)})"
+    return (
+        f"{what}; one sample needs seq_length + 1 = {seq_length + 1} tokens: give it a larger share with --split (or 0 to go without"
+        " it), use more data, or lower --seq-length"
+    )

@@ -1,0 +1,130 @@
+"""The micro-batches of a step for one data parallel rank, read ahead in the background.
+
+The loader has no position: ``step`` is told how many samples are consumed. After each call it guesses that the next one goes on
+where this one ended, with as many micro-batches, and has threads read those; a wrong guess (batch ramp-up, a skip on resume) is thrown
+away and costs only what was read. Threads suffice because the time goes into file reads and numpy copies, and they spare us what worker
+processes bring: their start-up, a copy of the indices in each, and the shared memory for every batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_sp.data.dataset import Dataset
+from megatron_sp.data.samplers import Order, deal, next_ids
+from megatron_sp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+
+
+class BatchLoader:
+    """Batches of one data set for one data parallel rank.
+
+    Args:
+        dataset: the samples.
+        micro_batch_size: b, sequences per micro-batch and rank.
+        dp_rank, dp_size: this rank's place; tp and sp ranks of one data parallel rank read the same samples.
+        order: 'single' or 'cyclic' (``samplers``).
+        seed: of the cyclic order.
+        num_workers: reading threads; 0 reads in the caller's and never ahead.
+        pin_memory: batches in page-locked memory, for asynchronous copies to a GPU.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, order: Order = "single", seed: int = 1234,
+        num_workers: int = 0, pin_memory: bool = False,
+    ) -> None:  # fmt: skip
+        if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"micro_batch_size ({micro_batch_size}) must be at least 1 and dp_rank ({dp_rank}) below dp_size ({dp_size})")
+        self.dataset, self.order, self.seed, self.pin_memory = dataset, order, seed, pin_memory
+        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers > 0 else None
+        self._ahead: tuple[tuple[int, int], list[Future[Batch]]] | None = None
+        self._closed = False
+
+    def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
+        """This rank's micro-batches of the global batch that follows ``consumed_samples``.
+
+        Returns:
+            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b].
+        Raises:
+            DataError: damaged data, or the data set is at its end; also what a background thread met comes out here.
+            RuntimeError: the loader is closed.
+        """
+        if self._closed:
+            raise RuntimeError("BatchLoader.step() after close()")
+        if self._pool is None:
+            return [self._batch(ids) for ids in self._my_ids(consumed_samples, num_microbatches)]
+        key = (consumed_samples, num_microbatches)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == key:
+            futures = ahead[1]
+        else:
+            if ahead is not None:
+                _discard(ahead[1])
+            futures = self._submit(*key)
+        batches = [future.result() for future in futures]
+        self._read_ahead(consumed_samples + self.samples_per_step(num_microbatches), num_microbatches)
+        return batches
+
+    def samples_per_step(self, num_microbatches: int) -> int:
+        """Samples of a global batch."""
+        return num_microbatches * self.micro_batch_size * self.dp_size
+
+    def global_sample_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
+        """int64: the ids of the whole global batch, of all ranks, in order; the same on every rank."""
+        return next_ids(self.order, consumed_samples, self.samples_per_step(num_microbatches), len(self.dataset), self.seed)
+
+    def close(self) -> None:
+        """Stop the threads; what was read ahead is dropped."""
+        self._closed = True
+        self._ahead = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _my_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
+        return deal(self.global_sample_ids(consumed_samples, num_microbatches), self.micro_batch_size, self.dp_rank, self.dp_size)
+
+    def _submit(self, consumed_samples: int, num_microbatches: int) -> list[Future[Batch]]:
+        assert self._pool is not None
+        return [self._pool.submit(self._batch, ids) for ids in self._my_ids(consumed_samples, num_microbatches)]
+
+    def _read_ahead(self, consumed_samples: int, num_microbatches: int) -> None:
+        try:
+            self._ahead = ((consumed_samples, num_microbatches), self._submit(consumed_samples, num_microbatches))
+        except DataError:
+            self._ahead = None  # the data end here; it is an error only if someone asks for more
+
+    def _batch(self, ids: np.ndarray) -> Batch:
+        """Read the samples of one micro-batch."""
+        samples = [self.dataset[int(i)] for i in ids]
+        batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
+        batch["sample_ids"] = torch.from_numpy(np.array(ids, np.int64))
+        return {name: value.pin_memory() for name, value in batch.items()} if self.pin_memory else batch
+
+
+def _discard(futures: list[Future[Batch]]) -> None:
+    """Forget a wrong guess: what has not begun is cancelled; an error in the rest concerns nobody."""
+    for future in futures:
+        if not future.cancel():
+            future.add_done_callback(_swallow)
+
+
+def _swallow(future: Future[Batch]) -> None:
+    error = future.exception()
+    if error is not None:
+        logger.debug("an error in a batch that was read ahead and not needed: %s", error)

@@ -1,0 +1,56 @@
+"""Synthetic samples for --mock-data: no file, any vocabulary, and something to learn.
+
+A sample is a walk around a ring of ids: the next id is the present one plus a small step, and short steps are likelier
+than long ones. A model that learns the rule comes down from ln(vocabulary) to the entropy of the step, about 1.2 nats. Now and then
+the id that ends a document stands in the way. Sample i is drawn from (seed, split, i) alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_sp.data.dataset import Sample, hash_of, make_sample
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+
+_STEPS = np.array([1, 2, 3, 5])
+_CUMULATIVE = np.array([0.5, 0.75, 0.875])  # of their probabilities 1/2, 1/4, 1/8, 1/8
+_EOD_PROBABILITY = 1 / 512
+_RING = 512  # ids in use, at most: large enough to look like text, small enough to learn from few samples
+_SPLITS = {"train": 0, "valid": 1, "test": 2}
+
+
+class MockGPTDataset:
+    """``num_samples`` synthetic samples of one split; the arguments are those of ``GPTDataset``."""
+
+    def __init__(
+        self, *, seq_length: int, num_samples: int, seed: int, tokenizer: Tokenizer, eod_mask_loss: bool = False, name: str = "train"
+    ) -> None:
+        self.seq_length, self._num_samples = seq_length, num_samples
+        self._key = (seed, _SPLITS[name])
+        self._eod, self._mask_eod = tokenizer.eod, eod_mask_loss
+        others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod]
+        self._ring = np.array(others, np.int64)
+        self._fingerprint = hash_of(
+            kind="mock-1", seed=seed, split=name, seq_length=seq_length, tokenizer=tokenizer.fingerprint(), mask_eod=eod_mask_loss,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([*_unsigned(self._key), i])))
+        uniform = random.random_sample((2, self.seq_length + 1))
+        steps = _STEPS[np.searchsorted(_CUMULATIVE, uniform[0], side="right")]
+        start = random.randint(self._ring.size)
+        stretch = self._ring[(start + np.cumsum(steps)) % self._ring.size]
+        stretch[uniform[1] < _EOD_PROBABILITY] = self._eod
+        return make_sample(stretch, self._eod if self._mask_eod else None)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def _unsigned(values: tuple[int, ...]) -> list[int]:
+    return [v & (2**64 - 1) for v in values]
