@@ -6,7 +6,7 @@
 # Where the first Python on the PATH (of an active environment, a container, ...) has a torch that works here, that torch is used
 # and never replaced; else torch is installed. A second call takes a fraction of a second. Variables:
 #   PYTHON            the interpreter to build on (default: the first of python3, python3.12, ... that is 3.10 or later)
-#   TORCH_INDEX_URL   where torch comes from; machines without a GPU save gigabytes with the CPU index of pytorch.org
+#   TORCH_INDEX_URL   where torch comes from; machines without a GPU save gigabytes with PyTorch's CPU index
 set -euo pipefail
 
 TORCH_VERSION=2.13.0 # installed where none is found
@@ -121,9 +121,13 @@ if ! found="$(usable_torch .venv/bin/python)"; then
 fi
 printf 'torch==%s\n' "$found" >.venv/constraints.txt
 
-# The build runs in this environment, so that nothing is fetched when everything is there.
-.venv/bin/python -c 'import setuptools as s; raise SystemExit(tuple(map(int, s.__version__.split(".")[:2])) < (70, 1))' 2>/dev/null ||
-    pip install -q -c .venv/constraints.txt "setuptools>=70.1" || failed setuptools
+# The build runs in this environment, so that nothing is fetched when everything is there. A new environment of Python 3.11 or
+# earlier starts with an old setuptools, which hides a newer one that may be visible behind it.
+builds() {
+    .venv/bin/python -c 'import setuptools as s; raise SystemExit(tuple(map(int, s.__version__.split(".")[:2])) < (70, 1))' >/dev/null 2>&1
+}
+builds || pip uninstall -q -y setuptools >/dev/null 2>&1 || true
+builds || pip install -q -c .venv/constraints.txt "setuptools>=70.1" || failed setuptools
 say "installing megatron_sp and what it needs ($extras)"
 pip install -q --no-build-isolation -c .venv/constraints.txt -e ".[$extras]" || failed "megatron_sp[$extras]"
 

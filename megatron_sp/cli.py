@@ -1,0 +1,87 @@
+"""The command ``megatron-sp``: small tools around training. Each one is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_sp import __version__
+from megatron_sp.utils.errors import ReportedError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code of the process: of the command, or of the ReportedError whose message was printed.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ReportedError as error:
+        print(f"megatron-sp: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-sp",
+        description="Tools around Megatron-style pretraining in plain PyTorch. To train: torchrun pretrain_gpt.py --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_doctor, _add_data):
+        add(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "look at this machine: torch, devices, backends, optional packages, disk and memory, with a remedy for what lacks"
+    doctor = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    data = commands.add_parser("data", help="look at data sets", allow_abbrev=False)
+    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    text = "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token"
+    verify = actions.add_parser("verify", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
+    verify.add_argument("--vocab-size", type=int, help="token ids from here on are errors (default: only negative ids are)")
+    verify.set_defaults(run=_verify_data)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_sp import doctor
+
+    return doctor.run(as_json=args.json)
+
+
+def _verify_data(args: argparse.Namespace) -> int:
+    from megatron_sp.data.indexed_dataset import IndexedDataset
+
+    code = 0
+    for prefix in args.prefix:
+        try:
+            report = IndexedDataset(prefix).verify(args.vocab_size)
+        except ReportedError as error:
+            print(f"{prefix}: {error}", file=sys.stderr)
+            code = error.exit_code
+            continue
+        ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
+        print(f"{prefix}: sound: {report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""``megatron-sp doctor``: what this machine offers to a run, and a remedy for everything that lacks.
+
+A row is *ok*, *warn* (training works, with less than there could be) or *lack* (training cannot work). Looking takes about
+as long as importing torch: optional packages are only looked up, except the kernels that a GPU would use.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from megatron_sp.ops import availability
+
+GIB = 1024**3
+REQUIRED = {
+    "numpy": "1.26", "einops": "0.8", "sentencepiece": "0.2.1", "safetensors": "0.5", "tyro": "0.9.14", "rich": "13.7", "pyyaml": "6.0",
+}  # fmt: skip
+"""Distributions that setup.py requires besides torch, with the oldest version."""
+OLDEST_TORCH, TESTED_TORCH = (2, 10), ((2, 11), (2, 13))
+EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers", "tokenizers")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report."""
+
+    name: str
+    status: str  # ok, warn, lack
+    found: str
+    remedy: str = ""
+
+
+def run(as_json: bool = False) -> int:
+    """Print the report.
+
+    Returns:
+        0, or 1 if something required lacks.
+    """
+    rows = examine()
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _print_table(rows)
+    return int(any(row.status == "lack" for row in rows))
+
+
+def examine() -> list[Row]:
+    """All rows; a look that fails itself becomes a row instead of ending the report."""
+    checks: tuple[Callable[[], Iterator[Row]], ...] = (
+        _python, _torch, _devices, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
+    )  # fmt: skip
+    rows: list[Row] = []
+    for check in checks:
+        try:
+            rows.extend(check())
+        except Exception as error:
+            name = check.__name__.strip("_").replace("_", " ")
+            rows.append(Row(name, "warn", f"could not be examined: {type(error).__name__}: {error}"))
+    return rows
+
+
+def _python() -> Iterator[Row]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 10)
+    yield Row("Python", "ok" if good else "lack", f"{version} at {sys.executable}", "" if good else "use Python 3.10 or later")
+
+
+def _torch() -> Iterator[Row]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Row("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+    version, (oldest, newest) = numbers(torch.__version__)[:2], TESTED_TORCH
+    found = f"{torch.__version__} ({build})"
+    if version < OLDEST_TORCH:
+        yield Row("torch", "lack", found, "2.10 is the oldest that reads foreign files safely: pip install -U torch")
+    elif not oldest <= version <= newest:
+        yield Row("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
+    else:
+        yield Row("torch", "ok", found)
+
+
+def _devices() -> Iterator[Row]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if not torch.cuda.is_available():
+        if os.path.exists("/dev/nvidia0"):
+            remedy = (
+                "install a CUDA build of torch"
+                if not torch.version.cuda
+                else "the driver is too old for this torch, or not running: nvidia-smi"
+            )
+            yield Row("devices", "warn", "a GPU that torch cannot use", remedy)
+        else:
+            yield Row("devices", "ok", "CPU (no GPU: collectives run over gloo)")
+        return
+    for index in range(torch.cuda.device_count()):
+        prop = torch.cuda.get_device_properties(index)
+        capability = f"{prop.major}.{prop.minor}"
+        no_bf16 = (prop.major, prop.minor) < (8, 0) and not torch.version.hip
+        yield Row(
+            f"GPU {index}", "warn" if no_bf16 else "ok", f"{prop.name}, {prop.total_memory / GIB:.0f} GiB, capability {capability}",
+            "bf16 is emulated before capability 8.0: train with --fp16" if no_bf16 else "",
+        )  # fmt: skip
+
+
+def _backends() -> Iterator[Row]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    from megatron_sp.comm.backends import available_backends
+
+    backends, on_gpu = available_backends(), torch.cuda.is_available()
+    for name, there in backends.items():
+        needed = name == "gloo" or on_gpu
+        if there or needed:
+            remedy = "" if there else "this build of torch lacks it; several processes need it: install torch's own wheel"
+            yield Row(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
+
+
+def _required() -> Iterator[Row]:
+    lacking, versions = [], []
+    for name, oldest in REQUIRED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append((name, f"{name} absent", oldest))
+            continue
+        versions.append(f"{name} {version}")
+        if numbers(version) < numbers(oldest):
+            lacking.append((name, f"{name} {version}", oldest))
+    if lacking:
+        words = " ".join(f"'{name}>={oldest}'" for name, _, oldest in lacking)
+        yield Row("required packages", "lack", ", ".join(what for _, what, _ in lacking), f"pip install {words}")
+    else:
+        yield Row("required packages", "ok", ", ".join(versions))
+
+
+def _kernels() -> Iterator[Row]:
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_available()
+    look = availability.find if on_gpu else availability.installed
+    uses = {
+        "flash_attn": ("attention", "optional, for --attention-backend flash: pip install --no-build-isolation flash-attn (needs nvcc)"),
+        "apex": ("fused norms and Adam", "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub"),
+        "triton": ("compiled kernels", "comes with torch's CUDA wheels for Linux"),
+    }
+    for name, (use, remedy) in uses.items():
+        kernel = look(name)
+        label = f"kernel {name.replace('_', '-')}"
+        if kernel.available:
+            yield Row(label, "ok", f"{kernel.version or 'there'} ({use})")
+        elif kernel.reason == availability.FOREIGN_APEX:
+            yield Row(label, "warn", f"PyPI's apex {kernel.version}, not NVIDIA's; it is not used", "pip uninstall apex")
+        elif kernel.version:
+            yield Row(label, "warn", kernel.reason, remedy)
+        else:
+            yield Row(label, "ok", f"not installed: torch does this ({use})", remedy if on_gpu else "")
+
+
+def _extras() -> Iterator[Row]:
+    for extra, names in EXTRAS.items():
+        kernels = [availability.installed(name) for name in names]
+        absent = [kernel.name for kernel in kernels if not kernel.available]
+        found = ", ".join(f"{k.name} {k.version}" if k.available else f"{k.name} absent" for k in kernels)
+        yield Row(f"extra {extra}", "ok", found, f"optional: pip install 'megatron-sp[{extra}]'" if absent else "")
+
+
+def _disk() -> Iterator[Row]:
+    place = os.getcwd()
+    free = shutil.disk_usage(place).free / GIB
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield Row("disk", "warn", f"{place}: cannot be written: {error.strerror}", "start in a folder you may write to, or give --save DIR")
+        return
+    low = free < 5
+    yield Row(
+        "disk",
+        "warn" if low else "ok",
+        f"{free:.1f} GiB free in {place}",
+        "checkpoints may not fit: --save on a larger disk" if low else "",
+    )
+
+
+def _shared_memory() -> Iterator[Row]:
+    place = "/dev/shm"
+    if not os.path.isdir(place):  # macOS has none and needs none
+        return
+    usage = shutil.disk_usage(place)
+    low = usage.free < GIB // 2
+    remedy = "NCCL needs it between GPUs: docker run --ipc=host, or --shm-size=8g" if low else ""
+    yield Row("shared memory", "warn" if low else "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}", remedy)
+
+
+def _processors() -> Iterator[Row]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else 0
+    set_to = os.environ.get("OMP_NUM_THREADS")
+    remedy = f"OMP_NUM_THREADS={set_to} asks for more threads than cores: unset it" if threads > cores else ""
+    yield Row("processors", "warn" if remedy else "ok", f"{cores} cores, {threads} torch threads", remedy)
+
+
+def _open_files() -> Iterator[Row]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = soft != resource.RLIM_INFINITY and soft < 1024
+    remedy = f"blends of many data sets keep many files open: ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else ""
+    yield Row("open files", "warn" if low else "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process", remedy)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: ``2.13.0a0+cu1`` gives (2, 13, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _print_table(rows: list[Row]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:  # rich itself may be what lacks
+        for row in rows:
+            print(f"{row.status:5}{row.name}: {row.found}" + (f"  -> {row.remedy}" if row.remedy else ""))
+        return
+    table = Table(title="megatron-sp doctor", title_justify="left")
+    for column in ("", "what", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    colors = {"ok": "green", "warn": "yellow", "lack": "bold red"}
+    for row in rows:
+        table.add_row(Text(row.status, style=colors[row.status]), row.name, Text(row.found), Text(row.remedy))
+    Console().print(table)
+    lacking = sum(row.status == "lack" for row in rows)
+    print(f"{lacking} required thing(s) lack; see the remedies above." if lacking else "Everything that training needs is there.")

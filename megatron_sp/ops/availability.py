@@ -1,0 +1,103 @@
+"""Optional packages: what is there, which version, and if not, why. The only place that tries to import them.
+
+``installed`` only looks at files and metadata and runs no foreign code; ``find`` imports. A missing package is normal and
+an ImportError; anything else that an import raises means a broken installation, and its text is kept as the reason.
+
+PyPI's package ``apex`` has nothing to do with NVIDIA's, which is installed from its repository: it is told apart by the
+files it brings, before anything of it is executed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is known of one optional package; ``reason`` is empty when it is available."""
+
+    name: str
+    available: bool
+    version: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Optional:
+    distribution: str  # the name that pip knows
+    module: str  # what is imported
+
+
+_OPTIONAL = {
+    "flash_attn": _Optional("flash-attn", "flash_attn"),
+    "apex": _Optional("apex", "apex"),
+    "triton": _Optional("triton", "triton"),
+    "tensorboard": _Optional("tensorboard", "torch.utils.tensorboard"),
+    "wandb": _Optional("wandb", "wandb"),
+    "matplotlib": _Optional("matplotlib", "matplotlib"),
+    "transformers": _Optional("transformers", "transformers"),
+    "tokenizers": _Optional("tokenizers", "tokenizers"),
+}
+_APEX_FILES = ("optimizers/fused_adam.py", "normalization/fused_layer_norm.py")
+FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that name (remove it: pip uninstall apex)"
+
+
+@cache
+def installed(name: str) -> Kernel:
+    """Whether a package is there, without running any of it.
+
+    Args:
+        name: a top-level package in this module's table, such as ``flash_attn``.
+    """
+    entry = _OPTIONAL[name]
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # None: just a folder of that name on the path
+        return Kernel(name, False, reason=f"{entry.distribution} is not installed")
+    version = _version(entry.distribution)
+    if name == "apex" and not _is_nvidia_apex(spec.submodule_search_locations):
+        return Kernel(name, False, version, FOREIGN_APEX)
+    return Kernel(name, True, version)
+
+
+@cache
+def find(name: str) -> Kernel:
+    """Whether a package can be imported; the answer of the first call is kept."""
+    kernel = installed(name)
+    if not kernel.available:
+        return kernel
+    try:
+        importlib.import_module(_OPTIONAL[name].module)
+    except ImportError as error:
+        return Kernel(name, False, kernel.version, f"{_OPTIONAL[name].distribution} cannot be imported: {error}")
+    except Exception as error:  # a broken extension can raise anything; the run goes on without it and says why
+        return Kernel(name, False, kernel.version, f"{_OPTIONAL[name].distribution} is broken: {type(error).__name__}: {error}")
+    return kernel
+
+
+def load(name: str) -> ModuleType:
+    """The module itself.
+
+    Raises:
+        RuntimeError: it is not available; the reason.
+    """
+    kernel = find(name)
+    if not kernel.available:
+        raise RuntimeError(kernel.reason)
+    return importlib.import_module(_OPTIONAL[name].module)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_nvidia_apex(locations: list[str] | None) -> bool:
+    return any((Path(place) / file).is_file() for place in locations or [] for file in _APEX_FILES)
