@@ -45,7 +45,8 @@ class GPTDataset:
 
     def __init__(
         self, indexed: IndexedDataset, bounds: tuple[int, int], *, seq_length: int, num_samples: int | None, seed: int,
-        tokenizer: Tokenizer, vocab_size: int | None = None, eod_mask_loss: bool = False, name: str = "train", cache_folder: str | Path | None = None,
+        tokenizer: Tokenizer, vocab_size: int | None = None, eod_mask_loss: bool = False, name: str = "train",
+        cache_folder: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.indexed, self.seq_length = indexed, seq_length
         self._vocab_size = vocab_size or tokenizer.vocab_size

@@ -26,7 +26,7 @@ class MockGPTDataset:
         self, *, seq_length: int, num_samples: int, seed: int, tokenizer: Tokenizer, eod_mask_loss: bool = False, name: str = "train"
     ) -> None:
         self.seq_length, self._num_samples = seq_length, num_samples
-        self._key = (seed, _SPLITS[name])
+        self._key = np.array([seed & (2**64 - 1), _SPLITS[name]], np.uint64)
         self._eod, self._mask_eod = tokenizer.eod, eod_mask_loss
         others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod]
         self._ring = np.array(others, np.int64)
@@ -40,17 +40,13 @@ class MockGPTDataset:
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([*_unsigned(self._key), i])))
-        uniform = random.random_sample((2, self.seq_length + 1))
+        random = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, i]))  # 2**192 numbers for each sample
+        uniform = random.random((2, self.seq_length + 1))
         steps = _STEPS[np.searchsorted(_CUMULATIVE, uniform[0], side="right")]
-        start = random.randint(self._ring.size)
+        start = int(random.random() * self._ring.size)
         stretch = self._ring[(start + np.cumsum(steps)) % self._ring.size]
         stretch[uniform[1] < _EOD_PROBABILITY] = self._eod
         return make_sample(stretch, self._eod if self._mask_eod else None)
 
     def fingerprint(self) -> str:
         return self._fingerprint
-
-
-def _unsigned(values: tuple[int, ...]) -> list[int]:
-    return [v & (2**64 - 1) for v in values]

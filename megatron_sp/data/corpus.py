@@ -1,0 +1,89 @@
+"""A corpus of real text that every machine with Python already has: the language reference and the standard library's sources.
+
+One document per help topic (``pydoc_data.topics``) and per ``.py`` file, in an order that is shuffled by the hash of each text:
+the same on every run, independent of the file system, and such that the last few percent are a fair sample to validate on.
+Left out: tests, what pip installed, the topics' own source (it is the topics again), duplicates, files that are not UTF-8, and texts
+with U+2581, which SentencePiece uses for the space and could not give back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.utils.errors import DataError, DiskError
+from megatron_sp.utils.files import atomic_write_text
+
+WANTED_BYTES = 8_000_000
+LEAST_BYTES = 1_000_000
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "ensurepip", "pydoc_data"}
+_MIN_BYTES = 200  # an empty __init__.py teaches nothing
+
+
+class Document(NamedTuple):
+    """One text and where it comes from: ``topics/NAME`` or ``lib/PATH``."""
+
+    source: str
+    text: str
+
+
+def gather(stdlib: str | Path | None = None) -> list[Document]:
+    """All documents, each text once, in an order fixed by their contents.
+
+    Args:
+        stdlib: folder of the sources (default: this Python's).
+    """
+    unique: dict[str, Document] = {}
+    for document in [*_topics(), *_sources(Path(stdlib or sysconfig.get_paths()["stdlib"]))]:
+        if len(document.text.encode()) >= _MIN_BYTES and "\u2581" not in document.text and "\0" not in document.text:
+            unique.setdefault(hashlib.sha256(document.text.encode()).hexdigest(), document)
+    return [unique[digest] for digest in sorted(unique)]
+
+
+def write_corpus(path: str | Path, stdlib: str | Path | None = None) -> tuple[int, int]:
+    """Write the corpus as JSONL with the keys ``text`` and ``source``.
+
+    Returns:
+        Documents, and bytes of text (UTF-8).
+    Raises:
+        DataError: this Python comes with too little text.
+        DiskError: the file cannot be written; an older one is left as it was.
+    """
+    documents = gather(stdlib)
+    num_bytes = sum(len(d.text.encode()) for d in documents)
+    if num_bytes < LEAST_BYTES:
+        raise DataError(
+            f"this Python's standard library has only {num_bytes / 1e6:.2f} MB of source text, at least {LEAST_BYTES / 1e6:.0f} MB are"
+            " needed: use a full installation, or bring your own text (JSONL) to tools/preprocess_data.py"
+        )
+    lines = [json.dumps({"text": d.text, "source": d.source}) + "\n" for d in documents]
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, "".join(lines))
+    except OSError as error:
+        raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
+    return len(documents), num_bytes
+
+
+def _topics() -> Iterator[Document]:
+    with contextlib.suppress(ImportError):  # a stripped installation
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics):
+            yield Document(f"topics/{name}", topics[name])
+
+
+def _sources(stdlib: Path) -> Iterator[Document]:
+    for folder, subfolders, files in os.walk(stdlib):
+        subfolders[:] = sorted(name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-"))
+        for name in sorted(files):
+            path = Path(folder, name)
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # that one holds this machine's build paths
+                with contextlib.suppress(UnicodeDecodeError, OSError):
+                    yield Document(f"lib/{path.relative_to(stdlib).as_posix()}", path.read_bytes().decode("utf-8").replace("\r\n", "\n"))

@@ -1,0 +1,297 @@
+"""From text files to ``.bin``/``.idx``: read lines, tokenize in worker processes, write in the order of the input.
+
+The parent only cuts the input into chunks of whole documents and writes what comes back, in order, so the files have the same bytes for
+any number of workers. A worker that dies is an error, not a hang. Output appears when everything has succeeded (``writer``).
+
+JSONL: one object per line; each of --json-keys becomes a data set of its own. A blank line, or an empty text, is an empty document: it
+counts in the document index and has no tokens, and --append-eod adds nothing to it.
+Plain text: documents are the stretches between blank lines, or lines, or whole files (--text-unit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.idx_format import token_dtype
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.writer import IndexedDatasetWriter
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError
+
+_CHUNK_BYTES = 1 << 19
+_CHUNKS_PER_WORKER = 3  # in flight: enough that no worker waits, few enough that the parent's memory stays small
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_BOM = b"\xef\xbb\xbf"
+
+InputFormat = Literal["auto", "jsonl", "text"]
+TextUnit = Literal["paragraph", "line", "file"]
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What to do; the fields are the flags of tools/preprocess_data.py."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    data: DataConfig
+    vocab_size: int | None = None
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    input_format: InputFormat = "auto"
+    text_unit: TextUnit = "paragraph"
+    skip_bad_lines: bool = False
+
+
+@dataclass
+class PreprocessReport:
+    """What was done; ``num_tokens`` is per key."""
+
+    num_documents: int = 0
+    num_skipped: int = 0
+    num_input_bytes: int = 0
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Chunk(NamedTuple):
+    """Whole documents of one file: raw bytes of each, the line each starts at (from 1), and how far the file is read."""
+
+    path: str
+    is_json: bool
+    documents: list[bytes]
+    lines: list[int]
+    bytes_read: int
+
+
+class Encoded(NamedTuple):
+    """A chunk's tokens: for each key all ids in one array, and the length of each document."""
+
+    tokens: dict[str, np.ndarray]
+    lengths: dict[str, np.ndarray]
+    num_skipped: int
+    bytes_read: int
+
+
+class Progress:
+    """Receives what has been done so far; this one shows nothing."""
+
+    def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+        """Called after every chunk; bytes are those of the files as they lie on the disk."""
+
+
+def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> PreprocessReport:
+    """Tokenize the inputs into ``{output_prefix}_{key}_document.{bin,idx}``.
+
+    Raises:
+        ConfigError: flags that cannot work.
+        DataError: an input that is absent, no text, or holds a bad line (named by file and line); a worker that died.
+        DiskError: the output cannot be written; nothing is left of it.
+    """
+    progress = progress or Progress()
+    tokenizer = _check(options)
+    began = time.monotonic()
+    report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0))
+    bytes_total = sum(os.path.getsize(path) for path in options.inputs)
+    bytes_read = 0
+    with contextlib.ExitStack() as stack:
+        writers = {}
+        for key in options.json_keys:
+            report.outputs[key] = f"{options.output_prefix}_{key}_document"
+            writers[key] = stack.enter_context(IndexedDatasetWriter(report.outputs[key], vocab_size=tokenizer.vocab_size))
+        for encoded in _encode_all(options, tokenizer):
+            for key, writer in writers.items():
+                writer.add_documents(encoded.tokens[key], encoded.lengths[key])
+                report.num_tokens[key] += encoded.tokens[key].size
+            report.num_documents += encoded.lengths[options.json_keys[0]].size
+            report.num_skipped += encoded.num_skipped
+            bytes_read += encoded.bytes_read
+            report.num_input_bytes, report.seconds = bytes_read, time.monotonic() - began
+            progress.update(report, bytes_read, bytes_total)
+        empty = [key for key, count in report.num_tokens.items() if count == 0]
+        if empty:
+            raise DataError(
+                f"{', '.join(options.inputs)}: no text under {', '.join(empty)} ({report.num_documents} documents): nothing is written"
+            )
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _check(options: PreprocessOptions) -> Tokenizer:
+    """Find every mistake that needs no work: files, folder, tokenizer."""
+    if not options.inputs or not options.json_keys or options.workers < 1:
+        raise ConfigError("preprocessing needs at least one --input, one of --json-keys and --workers 1 or more")
+    if len(set(options.json_keys)) < len(options.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: each key once")
+    for path in options.inputs:
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: no such input file")
+        if not _is_json(path, options.input_format) and options.json_keys != ("text",):
+            raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or say --input-format jsonl")
+    folder = Path(options.output_prefix).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"{folder}: cannot be made: {error.strerror}") from error
+    return build_tokenizer(options.data, options.vocab_size)
+
+
+def _is_json(path: str, input_format: InputFormat) -> bool:
+    if input_format == "auto":
+        return path.removesuffix(".gz").endswith(_JSON_SUFFIXES)
+    return input_format == "jsonl"
+
+
+# ---- reading, in the parent ----
+
+
+def read_chunks(options: PreprocessOptions) -> Iterator[Chunk]:
+    """Cut all inputs into chunks of whole documents."""
+    for path in options.inputs:
+        is_json = _is_json(path, options.input_format)
+        try:
+            yield from _chunks_of_file(path, is_json, "line" if is_json else options.text_unit)
+        except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are OSError
+            raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _chunks_of_file(path: str, is_json: bool, unit: TextUnit) -> Iterator[Chunk]:
+    with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else contextlib.nullcontext(raw) as file:
+        documents: list[bytes] = []
+        lines: list[int] = []
+        size, before = 0, 0
+        for line, document in _documents(file, unit):
+            documents.append(document)
+            lines.append(line)
+            size += len(document) + 64
+            if size >= _CHUNK_BYTES:
+                yield Chunk(path, is_json, documents, lines, raw.tell() - before)
+                documents, lines, size, before = [], [], 0, raw.tell()
+        yield Chunk(path, is_json, documents, lines, raw.tell() - before)
+
+
+def _documents(file: Iterable[bytes], unit: TextUnit) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, bytes without the final line end) of each document."""
+    block: list[bytes] = []
+    start = 1
+    for number, line in enumerate(file, start=1):
+        line = line.removeprefix(_BOM) if number == 1 else line
+        if unit == "line":
+            yield number, line.rstrip(b"\r\n")
+        elif unit == "paragraph" and not line.strip():
+            if block:
+                yield start, b"".join(block).rstrip(b"\r\n")
+            block = []
+        else:
+            start = start if block else number
+            block.append(line)
+    if block:
+        yield start, b"".join(block) if unit == "file" else b"".join(block).rstrip(b"\r\n")
+
+
+# ---- encoding, in the workers ----
+
+
+class Encoder:
+    """Turns chunks into tokens; each worker process has one."""
+
+    def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer | None = None) -> None:
+        self.options = options
+        self.tokenizer = tokenizer or build_tokenizer(options.data, options.vocab_size)
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Raises DataError for a bad document, unless those are to be skipped."""
+        ids: dict[str, list[np.ndarray]] = {key: [] for key in self.options.json_keys}
+        skipped = 0
+        for line, raw in zip(chunk.lines, chunk.documents, strict=True):
+            try:
+                texts = self._texts(chunk, raw)
+                encoded = [self._encode(text) for text in texts]  # all keys before any is kept: a bad line leaves no trace
+            except (DataError, ValueError, RecursionError) as error:
+                if not self.options.skip_bad_lines:
+                    raise DataError(f"{chunk.path}:{line}: {error}; --skip-bad-lines leaves such lines out") from None
+                skipped += 1
+                continue
+            for key, array in zip(ids, encoded, strict=True):
+                ids[key].append(array)
+        lengths = {key: np.array([a.size for a in arrays], np.int64) for key, arrays in ids.items()}
+        tokens = {key: np.concatenate(arrays) if arrays else np.zeros(0, self.dtype) for key, arrays in ids.items()}
+        return Encoded(tokens, lengths, skipped, chunk.bytes_read)
+
+    def _texts(self, chunk: Chunk, raw: bytes) -> list[str]:
+        text = raw.decode("utf-8")
+        if not chunk.is_json:
+            return [text]
+        if not text.strip():
+            return [""] * len(self.options.json_keys)
+        try:
+            record: Any = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise DataError(f"expected a JSON object with {', '.join(self.options.json_keys)}, found {type(record).__name__}")
+        return [_text_of(record, key) for key in self.options.json_keys]
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text)
+        if ids and self.options.append_eod:
+            ids.append(self.tokenizer.eod)
+        return np.array(ids, self.dtype)
+
+
+def _text_of(record: dict[str, Any], key: str) -> str:
+    if key not in record:
+        raise DataError(f"no key '{key}'; this line has {', '.join(sorted(map(repr, record))[:8]) or 'none'}")
+    if not isinstance(record[key], str):
+        raise DataError(f"'{key}' is {type(record[key]).__name__}, expected a string")
+    return str(record[key])
+
+
+_encoder: Encoder | None = None  # of this worker process
+
+
+def _start_worker(options: PreprocessOptions) -> None:
+    global _encoder
+    _encoder = Encoder(options)
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    assert _encoder is not None, "the worker was not initialised"
+    return _encoder(chunk)
+
+
+def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """All chunks, encoded, in the order of the input."""
+    if options.workers == 1:
+        yield from map(Encoder(options, tokenizer), read_chunks(options))
+        return
+    pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(options,))
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for chunk in read_chunks(options):
+            waiting.append(pool.submit(_encode_in_worker, chunk))
+            if len(waiting) >= _CHUNKS_PER_WORKER * options.workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError("a worker process died (killed, or out of memory): nothing is written; try fewer --workers") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,115 @@
+"""The command line of tools/preprocess_data.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
+
+_LINE_SECONDS = 10.0
+_TOKENIZERS = ("SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, with Megatron's names."""
+    parser = argparse.ArgumentParser(
+        prog="preprocess_data.py",
+        description="Tokenize JSONL or plain text (.gz too) into PREFIX_KEY_document.bin and .idx, the data set format of Megatron.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="input files; their documents follow one another in this order")
+    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without _KEY_document.bin")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="texts of a JSON line, each a data set of its own (default: text)")
+    add(
+        "--input-format", choices=("auto", "jsonl", "text"), default="auto", help="auto: JSONL if the name ends in .jsonl, .json or .ndjson"
+    )
+    add("--text-unit", choices=("paragraph", "line", "file"), default="paragraph",
+        help="what a document is in plain text; paragraphs have blank lines between them (default: paragraph)")  # fmt: skip
+    add("--tokenizer-type", choices=_TOKENIZERS, default=None, help="default: SentencePieceTokenizer with --tokenizer-model")
+    add("--tokenizer-model", metavar="FILE", default=None, help="SentencePiece .model file")
+    add("--vocab-size", type=int, default=None, metavar="N", help="ids of NullTokenizer")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; the output is the same for any number (default: 1)")
+    add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them, instead of stopping")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model)
+    options = PreprocessOptions(
+        inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size, json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod, workers=args.workers, input_format=args.input_format, text_unit=args.text_unit,
+        skip_bad_lines=args.skip_bad_lines,
+    )  # fmt: skip
+    try:
+        with _shown() as progress:
+            report = preprocess(options, progress)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted: nothing is written", file=sys.stderr)
+        return 130
+    print(summary(report))
+    return EXIT_OK
+
+
+def summary(report: PreprocessReport) -> str:
+    """What was done, one line per output."""
+    rate = report.num_input_bytes / 1e6 / max(report.seconds, 1e-9)
+    lines = [
+        f"{output}.bin: {report.num_documents} documents, {report.num_tokens[key]} tokens"
+        for key, output in report.outputs.items()
+    ]  # fmt: skip
+    if report.num_skipped:
+        lines.append(f"warning: {report.num_skipped} bad lines were skipped")
+    lines.append(f"{report.num_input_bytes / 1e6:.1f} MB in {report.seconds:.1f} s, {rate:.1f} MB/s")
+    return "\n".join(lines)
+
+
+class _Lines(Progress):
+    """A plain line now and then, for logs."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _LINE_SECONDS
+
+    def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            print(_status(report, bytes_read, bytes_total), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """A progress bar on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("starting", total=None)
+
+        class _Bar(Progress):
+            def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+                bars.update(task, completed=bytes_read, total=bytes_total, description=_status(report, bytes_read, bytes_total))
+
+        yield _Bar()
+
+
+def _status(report: PreprocessReport, bytes_read: int, bytes_total: int) -> str:
+    rate = bytes_read / 1e6 / max(report.seconds, 1e-9)
+    tokens = sum(report.num_tokens.values())
+    return f"{bytes_read / 1e6:.1f} of {bytes_total / 1e6:.1f} MB, {report.num_documents} documents, {tokens} tokens, {rate:.1f} MB/s"

@@ -1,0 +1,13 @@
+"""Tokenize text into Megatron's .bin/.idx: ``python tools/preprocess_data.py --input x.jsonl --output-prefix data/x --tokenizer-type ByteTokenizer --append-eod``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
+
+from megatron_sp.data.preprocess_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
