@@ -124,6 +124,7 @@ def generate(
     sampling: Sampling | None = None,
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
+    vocab_size: int | None = None,
     num_samples: int = 1,
     use_cache: bool = True,
     kernel: KernelName = "sdpa",
@@ -137,6 +138,7 @@ def generate(
         sampling: how tokens are chosen; None: temperature 1.
         eod: ends a sequence; it is the last token yielded.
         stop: token sequences that end a sequence when they have been generated.
+        vocab_size: only ids below this are generated (a model may have more entries than its tokenizer); None: all.
         num_samples: continuations of each prompt.
         use_cache: keep keys and values of past positions; without, each token runs the whole sequence again (for proofs).
         kernel: attention kernel.
@@ -148,7 +150,12 @@ def generate(
     if max_new_tokens < 1 or num_samples < 1:
         raise ConfigError(f"max_new_tokens ({max_new_tokens}) and num_samples ({num_samples}) must be at least 1")
     ending = _Ending(max_new_tokens, model.config.max_positions, eod, [list(s) for s in stop if len(s)])
-    return _generate(model, starts, sampling or Sampling(), ending, num_samples, use_cache, kernel)
+
+    def next_logits(tokens: list[int], cache: KVCache | None) -> Tensor:
+        return _next_logits(model, tokens, cache, kernel)[:vocab_size]
+
+    num_layers = len(model.decoder.layers) if use_cache else None
+    return _generate(next_logits, starts, sampling or Sampling(), ending, num_samples, num_layers)
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
@@ -196,14 +203,20 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
 
 
 def _generate(
-    model: GPTModel, starts: list[list[int]], sampling: Sampling, ending: _Ending, num_samples: int, use_cache: bool, kernel: KernelName
+    next_logits: Callable[[list[int], KVCache | None], Tensor],
+    starts: list[list[int]],
+    sampling: Sampling,
+    ending: _Ending,
+    num_samples: int,
+    num_cached_layers: int | None,
 ) -> Iterator[NewToken]:
     for prompt, start in enumerate(starts):
         length = min(len(start) + ending.max_new_tokens, ending.max_positions)
-        cache = KVCache(len(model.decoder.layers), length) if use_cache else None
-        first_logits = _next_logits(model, start, cache, kernel)
+        cache = KVCache(num_cached_layers, length) if num_cached_layers is not None else None
+        first_logits = next_logits(start, cache)
         for sample in range(num_samples):
-            tokens, logits, finish = list(start), first_logits, ""
+            tokens, logits = list(start), first_logits
+            finish: FinishReason = ""
             if cache is not None:
                 cache.length = len(start)  # the prompt's keys and values are still there; a former sample's are overwritten
             while not finish:
@@ -212,7 +225,7 @@ def _generate(
                 finish = ending.reason(tokens, len(tokens) - len(start))
                 yield NewToken(prompt, sample, position, tokens[-1], finish)
                 if not finish:
-                    logits = _next_logits(model, tokens, cache, kernel)
+                    logits = next_logits(tokens, cache)
 
 
 @torch.no_grad()

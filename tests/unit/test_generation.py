@@ -193,6 +193,11 @@ def test_an_empty_prompt_starts_from_eod() -> None:
     assert [t.token for t in started] == [t.token for t in given]
 
 
+def test_only_ids_of_the_tokenizer_are_generated() -> None:
+    tokens = complete(build(), [[1]], max_new_tokens=19, num_samples=4, vocab_size=5, sampling=Sampling(temperature=5.0))[0]
+    assert {t for sample in tokens for t in sample} == set(range(5))
+
+
 def test_damaged_weights_are_reported() -> None:
     model = build()
     with torch.no_grad():
