@@ -132,7 +132,8 @@ def _blocks(items: Sequence[NamedPiece]) -> Iterable[memoryview]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any stride, and view() refuses that
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _header(items: Sequence[NamedPiece]) -> bytes:

@@ -236,7 +236,8 @@ def test_load_of_nothing_says_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"garbage\n", b"step-000099\n", b"step-000020\r\n", b"step-000020", b"../../etc\n", b"\xff\xfe\x00", b"step-20\n", b"x" * 5000]
+    "text",
+    [b"", b"garbage\n", b"step-000099\n", b"step-000020\r\n", b"step-000020", b"../../etc\n", b"\xff\xfe\x00", b"step-20\n", b"x" * 5000],
 )
 def test_a_damaged_latest_is_ignored_with_a_warning(text: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = save_steps(tmp_path, 10, 20)
@@ -311,7 +312,7 @@ def test_everything_damaged_and_the_only_one_damaged(tmp_path: Path) -> None:
     os.truncate(tmp_path / "checkpoints" / "step-000010" / "state.json", 3)
     with pytest.raises(CheckpointError, match="There is no other checkpoint beside it"):
         Checkpointer(None).find(tmp_path)
-    with pytest.raises(CheckpointError, match="no sound checkpoint under .*: 1 tried, all damaged"):
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint under .*: 1 tried, all damaged"):
         Checkpointer(None).find(tmp_path, fallback=True)
 
 
@@ -462,9 +463,8 @@ def test_a_replaced_folder_comes_back_when_the_save_did_not_finish(tmp_path: Pat
     folder = tmp_path / "checkpoints"
     (folder / "step-000020").rename(folder / "step-000020.replaced-0a")
     shutil.copytree(folder / "step-000010", folder / "step-000005.replaced-0b")  # long done with: newer steps exist
-    assert Checkpointer(tmp_path).prepare() == [
-        f"put {folder / 'step-000020.replaced-0a'} back as step-000020: the save that replaced it did not finish".replace(str(folder) + "/", "")
-    ]
+    notes = Checkpointer(tmp_path).prepare()
+    assert notes == ["put step-000020.replaced-0a back as step-000020: the save that replaced it did not finish"]
     assert Checkpointer(None).find(tmp_path).name == "step-000020"
     assert (folder / "step-000005.replaced-0b").is_dir()
 
@@ -513,7 +513,9 @@ def test_pruning_counts_complete_ones_only(tmp_path: Path) -> None:
 # Disks that refuse
 
 
-def test_too_little_space_prunes_first_and_then_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_space_prunes_first_and_then_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     save_steps(tmp_path, 10, 20, 30)
     monkeypatch.setattr(saving, "free_bytes", lambda path: 1000)
     checkpointer = Checkpointer(tmp_path, keep_last=2)
@@ -554,7 +556,9 @@ def test_an_error_of_the_disk_at_any_step_is_a_report(name: str, tmp_path: Path,
     assert checkpointer.save(20, whole(weights(20)), STATE).saved
 
 
-def test_failing_to_prune_or_to_update_latest_does_not_unsave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_to_prune_or_to_update_latest_does_not_unsave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = save_steps(tmp_path, 10)
 
     def refuse(*args: Any) -> None:

@@ -31,6 +31,8 @@ def some_items() -> list[NamedPiece]:
         NamedPiece("turned", (10, 6), Piece((0, 0), base.t())),
         NamedPiece("bf16", (5,), Piece((2,), torch.tensor([1.5, -2, 3], dtype=torch.bfloat16))),
         NamedPiece("scalar", (), Piece((), torch.tensor(7, dtype=torch.int64))),
+        NamedPiece("odd", (9, 9), Piece((3, 4), base[2:3, 7:8])),  # one element, strides 10 and 1
+        NamedPiece("odder", (9,), Piece((3,), base[4:5, 7])),  # one element, stride 10
         NamedPiece("one", (1,), Piece((0,), torch.tensor([0.1], dtype=torch.float64, requires_grad=True))),
     ]
 
@@ -94,7 +96,7 @@ HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
     "too many values": (b'{"a":[' + b"[]," * 1_200_000 + b"[]]}", b"", None, "more than 1,000,000 values"),
     "a name twice": (b'{"a": 1, "a": 2}', b"", None, "given twice"),
     "overlap": ({"__metadata__": info(a=[0], b=[0]), "a": entry([4], 0, 4), "b": entry([4], 2, 6)}, bytes(6), None, "overlaps another"),
-    "the same bytes twice": ({"__metadata__": info(a=[0], b=[0]), "a": entry([4], 0, 4), "b": entry([4], 0, 4)}, bytes(4), None, "overlaps"),
+    "the same bytes": ({"__metadata__": info(a=[0], b=[0]), "a": entry([4], 0, 4), "b": entry([4], 0, 4)}, bytes(4), None, "overlaps"),
     "a hole": ({"__metadata__": info(a=[0], b=[0]), "a": entry([4], 0, 4), "b": entry([4], 5, 9)}, bytes(9), None, "leaves a hole"),
     "past the end": ({"__metadata__": info(a=[0]), "a": entry([9], 0, 9)}, bytes(4), None, "its header describes"),
     "bytes left over": ({"__metadata__": info(a=[0]), "a": entry([4], 0, 4)}, bytes(5), None, "its header describes"),
