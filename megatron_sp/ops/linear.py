@@ -50,11 +50,18 @@ class _Linear(torch.autograd.Function):
         ctx.activation, ctx.sink = activation, sink
         a = x if activation is None else activation.forward(x)
         a2 = a.reshape(-1, a.shape[-1])
-        shape = (*x.shape[:-1], weight.shape[0])
+        # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
+        y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=a.dtype, device=a.device)
+        y2 = y.view(-1, weight.shape[0])
         if residual is not None:
-            y = torch.addmm(residual.reshape(-1, weight.shape[0]), a2, weight.t())
-            return (y if bias is None else y.add_(bias)).view(shape)
-        return (torch.mm(a2, weight.t()) if bias is None else torch.addmm(bias, a2, weight.t())).view(shape)
+            torch.addmm(residual.reshape(y2.shape), a2, weight.t(), out=y2)
+            if bias is not None:
+                y2.add_(bias)
+        elif bias is not None:
+            torch.addmm(bias, a2, weight.t(), out=y2)
+        else:
+            torch.mm(a2, weight.t(), out=y2)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

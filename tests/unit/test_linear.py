@@ -148,3 +148,12 @@ def test_the_sum_over_tokens_is_exact_for_many_half_precision_tokens() -> None:
     """2^12 ones and small terms: a bf16 running sum would stop growing at 256."""
     assert column_sum(torch.ones(4096, 2, dtype=torch.bfloat16)).tolist() == [4096.0, 4096.0]
     assert column_sum(torch.ones(3, 2, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_the_result_may_be_modified_in_place() -> None:
+    """As rotary embedding does; autograd forbids it for a view made inside a function of ours."""
+    inputs = leaves(x=randn(S, B, IN), weight=randn(OUT, IN))
+    linear(inputs["x"], inputs["weight"]).mul_(2).sum().backward()
+    want = leaves(x=randn(S, B, IN), weight=randn(OUT, IN))
+    (F.linear(want["x"], want["weight"]) * 2).sum().backward()
+    assert_law({k: v.grad for k, v in inputs.items()}, {k: v.grad for k, v in want.items()}, FP64)
