@@ -43,7 +43,7 @@ def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum"
 
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
     """Start reducing ``x`` in place; it must not be touched before ``wait()``."""
-    work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if group.size() > 1 else None
+    work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if group.size() > 1 and x.numel() > 0 else None
     return Handle(work, x, "all_reduce")
 
 

@@ -142,7 +142,7 @@ class GPTModel(nn.Module):
             if again and torch.is_grad_enabled():
                 # a boundary inside a recomputed chunk would fire with its unit; one in front of each chunk is enough
                 x = unit_boundary(x, _several(on_backward_done, range(last, first, -1)), first + 1)
-                x = recompute(_run_layers, layers[first:last], x, ctx)
+                x = recompute(_run_layers, layers[first:last], x, ctx, draws_random=layers[first].self_attention.draws_random(ctx))
             else:
                 for layer in range(first, last):
                     x = layers[layer](unit_boundary(x, on_backward_done, layer + 1), ctx)

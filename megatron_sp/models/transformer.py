@@ -98,7 +98,16 @@ class Linear(nn.Module):
     """A linear layer, optionally with an activation in front and the residual added behind."""
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype, activation: Activation | None = None
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        seed: int,
+        dtype: torch.dtype,
+        activation: Activation | None = None,
     ) -> None:
         super().__init__()
         self.sink: GradSink | None = None
@@ -127,7 +136,13 @@ class SelfAttention(nn.Module):
             bias=bias or config.add_qkv_bias, std=std, seed=seed, dtype=dtype,
         )  # fmt: skip
         self.linear_proj = Linear(
-            f"{name}.linear_proj", heads_width, config.hidden_size, bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype
+            f"{name}.linear_proj",
+            heads_width,
+            config.hidden_size,
+            bias=bias,
+            std=output_std(std, config.num_layers),
+            seed=seed,
+            dtype=dtype,
         )
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, self.head_dim, dtype)
@@ -144,10 +159,14 @@ class SelfAttention(nn.Module):
         if ctx.cache is not None:
             out = self._cached_attention(qkv, ctx, ctx.cache)
         elif ctx.recompute_core:
-            out = recompute(self._core, qkv, ctx)
+            out = recompute(self._core, qkv, ctx, draws_random=self.draws_random(ctx))
         else:
             out = self._core(qkv, ctx)
         return self.linear_proj(out, residual)
+
+    def draws_random(self, ctx: ForwardContext) -> bool:
+        """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
+        return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
     def _core(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
         drops = ctx.dropout is not None and self.attention_dropout > 0
@@ -173,7 +192,13 @@ class MLP(nn.Module):
         assert config.hidden_size and config.num_layers
         std, bias = config.init_method_std, not config.disable_bias_linear
         activation = Activation(
-            "swiglu" if config.swiglu else "squared_relu" if config.squared_relu else "gelu_tanh" if config.gelu_approximate == "tanh" else "gelu"
+            "swiglu"
+            if config.swiglu
+            else "squared_relu"
+            if config.squared_relu
+            else "gelu_tanh"
+            if config.gelu_approximate == "tanh"
+            else "gelu"
         )
         self.linear_fc1 = Linear(
             f"{name}.linear_fc1", config.hidden_size, config.ffn_size * activation.width_factor, bias=bias, std=std, seed=seed, dtype=dtype

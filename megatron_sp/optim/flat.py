@@ -43,6 +43,8 @@ def is_decayed(param: Tensor) -> bool:
 class FlatUnit:
     """The buffers of one unit.
 
+    Frozen parameters (``requires_grad`` False) stay where they are, outside.
+
     Attributes:
         params: [n], the model's dtype; the model's parameters are views of it.
         grads: [n], fp32 (fp64 for an fp64 model).
@@ -52,10 +54,11 @@ class FlatUnit:
 
     def __init__(self, name: str, named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.name = name
-        trainable = [(n, p) for n, p in named_params if p.requires_grad]
+        held = list(named_params)
+        trainable = [(n, p) for n, p in held if p.requires_grad]
         ordered = [(n, p) for n, p in trainable if is_decayed(p)] + [(n, p) for n, p in trainable if not is_decayed(p)]
-        assert ordered, f"unit {name} has no trainable parameter"
-        dtype, device = ordered[0][1].dtype, ordered[0][1].device
+        like = ordered[0][1] if ordered else held[0][1] if held else torch.empty(0)  # a frozen unit has buffers of length 0
+        dtype, device = like.dtype, like.device
         align = _ALIGN_BYTES // dtype.itemsize
         self.slots: list[Slot] = []
         self.num_decayed = end = 0
@@ -72,6 +75,9 @@ class FlatUnit:
             slot.param.data = view
         self.is_16_bit = dtype in (torch.bfloat16, torch.float16)
         wide = torch.float32 if self.is_16_bit else dtype
+        for slot in self.slots:
+            if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
+                slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self.grads = torch.zeros(end, dtype=wide, device=device)
         self.master = self.params.to(wide) if self.is_16_bit else self.params
 
@@ -138,6 +144,7 @@ class FlatGradients:
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]
+        assert index not in self._handles, f"unit {unit.name} was completed twice in one backward pass"
         for slot in unit.slots:
             self._collect(slot)
         self._handles[index] = all_reduce_async(unit.grads, self.group)

@@ -45,7 +45,7 @@ class FlatOptimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of all (reduced, still scaled) gradients, an fp64 scalar tensor; the same bits on every rank."""
-        return torch.stack([squared_norm(u.grads) for u in self.units]).sum().sqrt()
+        return torch.stack([squared_norm(u.grads) for u in self.units if u.slots]).sum().sqrt()
 
     def step(self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0) -> None:
         """Clip, unscale, update.
