@@ -260,7 +260,8 @@ def _apply(settings: list[Setting], problems: list[str]) -> Config:
                 for piece in _profile_steps(setting):
                     assign(piece)
             elif (reason := _ignored_because(name, words)) is not None:
-                ignored[where] = reason
+                if name not in dialect.IGNORED_SWITCHES or _is_on(words):
+                    ignored[where] = reason
             elif not (_refusal(name) and _is_off(words)):
                 problems.append(_unusable(name, words, where))
         except ValueError as error:
@@ -328,6 +329,9 @@ def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
     """Turn lengths in tokens into the unit that the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
     if not tokens:
         return []
+    negative = [f"--{name} ({value}) must be at least 0" for name, value in tokens.items() if value < 0]
+    if negative:
+        return negative
     batch, size = config.batch, config.model.seq_length
     if not size or size < 1:
         return [f"--{next(iter(tokens))} needs --seq-length, to be turned into samples"]
@@ -337,8 +341,6 @@ def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
             return [f"--{next(iter(tokens))} with --train-iters needs a constant --global-batch-size, to be turned into steps"]
         size *= batch.global_batch_size
     for name, value in tokens.items():
-        if value < 0:
-            return [f"--{name} ({value}) must be at least 0"]
         count = -(-value // size)
         if name == "train-tokens":
             limit = getattr(batch, f"train_{kind}")

@@ -17,6 +17,7 @@ from megatron_sp.config import GROUPS
 from megatron_sp.utils.errors import ConfigError
 
 MAX_FILE_BYTES = 256 * 1024  # a whole configuration is 5 KB; a blend of a thousand data sets fits too
+_MAX_DEPTH = 5  # a group, a flag, its list, and two to say what is wrong with more
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = ("str", "int", "float", "bool", "null", "timestamp")
 
@@ -41,14 +42,15 @@ def read_config_file(path: str) -> list[Setting]:
         ConfigError: the file is absent, too large, not YAML, or holds anything but flags with words or lists of words.
     """
     name = os.path.basename(path)
+    text = _read(path)
     try:
-        root = yaml.compose(_read(path), Loader=yaml.SafeLoader)
+        _check_depth(text, path)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(f"--config {path}{f' line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', '')}") from None
-    except RecursionError:
-        raise ConfigError(f"--config {path}: nested too deeply; flags are flat or under the name of their group") from None
-    return list(_settings(root, name, inside="")) if root is not None else []
+    empty = root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null")
+    return [] if empty else list(_settings(root, name, inside=""))
 
 
 def _read(path: str) -> str:
@@ -65,8 +67,17 @@ def _read(path: str) -> str:
         raise ConfigError(f"--config {path}: not UTF-8 text") from None
 
 
+def _check_depth(text: str, path: str) -> None:
+    """Refuse what composing would recurse into for seconds; the events come one by one, so this stops early."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"--config {path}: nested too deeply; flags are flat or under the name of their group")
+
+
 def _settings(node: Any, name: str, inside: str) -> Iterator[Setting]:
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode) or node.tag != _TAG + "map":
         raise ConfigError(f"{_line(name, node)}: expected lines of 'flag: value'{f' under {inside}' if inside else ''}")
     seen: set[str] = set()
     for key, value in node.value:
@@ -87,7 +98,7 @@ def _settings(node: Any, name: str, inside: str) -> Iterator[Setting]:
 
 
 def _words(node: Any, name: str, key: str) -> Iterator[str]:
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    items = node.value if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq" else [node]
     for item in items:
         if not isinstance(item, yaml.ScalarNode) or not _plain(item):
             raise ConfigError(f"{_line(name, item)}: the value of {key} must be a word, a number, true, false, or a list of these")

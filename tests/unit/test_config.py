@@ -1,0 +1,304 @@
+"""The configuration: every rule with its message, shorthands, and reading a stored one."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from megatron_sp.config import GROUPS, Config, diff
+from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
+from megatron_sp.utils.field_kinds import field_kinds
+
+
+def config(**fields: Any) -> Config:
+    """A sound configuration with some fields replaced; ``group__field`` names one."""
+    result = Config()
+    values = {
+        "model__num_layers": 2, "model__hidden_size": 64, "model__num_attention_heads": 4, "model__seq_length": 32,
+        "model__vocab_size": 100, "batch__train_iters": 10, "optimizer__lr": 1e-3, "data__mock_data": True, **fields,
+    }  # fmt: skip
+    for key, value in values.items():
+        group, _, name = key.partition("__")
+        assert name in field_kinds(GROUPS[group]), key
+        setattr(getattr(result, group), name, value)
+    return result.normalize()
+
+
+def message(world_size: int = 1, **fields: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**fields).validate(world_size)
+    assert caught.value.exit_code == EXIT_CONFIG
+    return str(caught.value)
+
+
+def test_the_sound_configuration_is_sound() -> None:
+    config().validate()
+    config().validate(world_size=8)
+
+
+RULES: list[tuple[dict[str, Any], str]] = [
+    ({"model__num_layers": 0}, "--num-layers (0) must be at least 1"),
+    ({"model__hidden_size": -64}, "--hidden-size (-64) must be at least 1"),
+    ({"optimizer__lr": -0.1}, "--lr (-0.1) must be at least 0"),
+    ({"checkpoint__keep_last": 1}, "--keep-last (1) must be at least 2"),
+    ({"model__num_layers": None}, "--num-layers is required"),
+    ({"model__num_layers": None, "model__seq_length": None}, "--num-layers, --seq-length are required"),
+    ({"model__hidden_size": 66}, "hidden_size (66) must be a multiple of num_attention_heads (4): 66 = 16 * 4 + 2"),
+    (
+        {"model__hidden_size": 100, "model__num_attention_heads": 10, "model__num_query_groups": 4},
+        "num_attention_heads (10) must be a multiple of num_query_groups (4): 10 = 2 * 4 + 2; use 1, 2, 5, 10",
+    ),
+    ({"model__num_query_groups": 8}, "num_attention_heads (4) must be a multiple of num_query_groups (8): 4 = 0 * 8 + 4; use 1, 2, 4"),
+    ({"model__group_query_attention": True}, "--group-query-attention needs --num-query-groups"),
+    ({"model__max_position_embeddings": 16}, "max_position_embeddings (16) must be at least seq_length (32)"),
+    ({"model__attention_dropout": 1.0}, "attention_dropout (1.0) must be in [0, 1)"),
+    ({"model__hidden_dropout": 1.5}, "hidden_dropout (1.5) must be in [0, 1)"),
+    ({"model__norm_epsilon": 0.0}, "norm_epsilon (0.0) must be above 0"),
+    ({"model__swiglu": True, "model__squared_relu": True}, "--swiglu and --squared-relu exclude each other"),
+    ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.0}, "rotary_percent (0.0) must be in (0, 1]"),
+    ({"model__position_embedding_type": "rope", "model__rotary_percent": 1.1}, "rotary_percent (1.1) must be in (0, 1]"),
+    ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.6}, "int(head_dim 16 * rotary_percent 0.6) = 9"),
+    ({"model__position_embedding_type": "rope", "model__kv_channels": 7}, "int(head_dim 7 * rotary_percent 1.0) = 7"),
+    ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.01}, "must be even and at least 2"),
+    ({"model__position_embedding_type": "rope", "model__rotary_base": 0.0}, "rotary_base (0.0) must be above 0"),
+    ({"parallel__tensor_model_parallel_size": 2}, "tensor_model_parallel_size (2) must be 1: tensor parallelism is not supported yet"),
+    ({"parallel__sequence_parallel_size": 2}, "sequence_parallel_size (2) must be 1"),
+    ({"parallel__pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size (4) must be 1"),
+    ({"parallel__context_parallel_size": 2}, "context_parallel_size (2) must be 1"),
+    ({"parallel__distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes (0.0) must be above 0"),
+    ({"parallel__distributed_backend": "nccl", "kernels__device": "cpu"}, "--distributed-backend nccl works on GPUs only"),
+    ({"kernels__use_flash_attn": True, "kernels__attention_backend": "fused"}, "--use-flash-attn means --attention-backend flash"),
+    ({"kernels__use_flash_attn": True, "kernels__device": "cpu", "precision__bf16": True}, "--attention-backend flash needs a GPU"),
+    ({"kernels__attention_backend": "flash"}, "flash-attn computes in bf16 and fp16 only, not float32"),
+    (
+        {"kernels__use_flash_attn": True, "precision__bf16": True, "model__kv_channels": 512},
+        "flash-attn takes heads up to 256 wide, not 512",
+    ),
+    ({"kernels__recompute_activations": True, "kernels__recompute_granularity": "full"}, "--recompute-activations means"),
+    ({"kernels__recompute_method": "block"}, "--recompute-method chooses whole blocks"),
+    ({"kernels__recompute_granularity": "selective", "kernels__recompute_num_layers": 1}, "--recompute-num-layers chooses whole blocks"),
+    ({"kernels__recompute_granularity": "full", "kernels__recompute_method": "block"}, "needs --recompute-num-layers N"),
+    (
+        {"kernels__recompute_granularity": "full", "kernels__recompute_num_layers": 3},
+        "recompute_num_layers (3) must be at most num_layers (2)",
+    ),
+    ({"batch__global_batch_size": 7, "batch__micro_batch_size": 2}, "(2 * 1 = 2): 7 = 3 * 2 + 1; use 6 or 8"),
+    ({"batch__global_batch_size": 1, "batch__micro_batch_size": 2}, "1 = 0 * 2 + 1; use 2"),
+    ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (2, 2)}, "takes three integers, START INCREMENT SAMPLES, got 2: 2 2"),
+    ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (0, 2, 9)}, "must be at least 1"),
+    ({"batch__rampup_batch_size": (2, 2, 9)}, "rampup_batch_size needs --global-batch-size"),
+    ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (8, 2, 9)}, "must start below global_batch_size (8)"),
+    ({"batch__global_batch_size": 8, "batch__rampup_batch_size": (3, 2, 9)}, "(8 - 3) / 2 = 2.5"),
+    (
+        {"batch__global_batch_size": 8, "batch__micro_batch_size": 2, "batch__rampup_batch_size": (3, 1, 9)},
+        "START (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)",
+    ),
+    (
+        {"batch__global_batch_size": 8, "batch__micro_batch_size": 2, "batch__rampup_batch_size": (2, 3, 9)},
+        "INCREMENT (3) must be a multiple of micro_batch_size * data-parallel size (2 * 1 = 2)",
+    ),
+    ({"batch__train_iters": None}, "the length of the run is missing"),
+    ({"batch__train_samples": 100}, "give --train-iters (10) or --train-samples (100), not both"),
+    ({"batch__skip_train": True}, "--skip-train validates a checkpoint and needs --load"),
+    ({"batch__skip_train": True, "checkpoint__load": "x", "batch__eval_iters": 0}, "leaves nothing to do"),
+    ({"batch__seed": 2**32}, "seed (4294967296) must be at most 4294967295"),
+    ({"batch__exit_duration_in_mins": 0.0}, "exit_duration_in_mins (0) must be above 0"),
+    ({"optimizer__lr": None}, "--lr is required to train"),
+    ({"optimizer__min_lr": 0.1}, "min_lr (0.1) must be at most lr (0.001)"),
+    ({"optimizer__lr_warmup_init": 0.1}, "lr_warmup_init (0.1) must be at most lr (0.001)"),
+    ({"optimizer__lr_decay_samples": 5}, "--lr-decay-samples cannot go with --train-iters"),
+    ({"optimizer__lr_warmup_samples": 5, "optimizer__lr_decay_samples": 9}, "--lr-decay-samples, --lr-warmup-samples cannot go with"),
+    (
+        {"batch__train_iters": None, "batch__train_samples": 100, "optimizer__lr_warmup_iters": 5},
+        "--lr-warmup-iters cannot go with --train-samples: the schedule counts what the run counts; use the -samples forms",
+    ),
+    ({"optimizer__lr_warmup_iters": 10}, "lr_warmup_iters (10) must be below the decay horizon (10,"),
+    ({"optimizer__lr_warmup_iters": 5, "optimizer__lr_decay_iters": 4}, "lr_warmup_iters (5) must be below the decay horizon (4,"),
+    ({"optimizer__lr_warmup_fraction": 0.1, "optimizer__lr_warmup_iters": 5}, "give --lr-warmup-fraction (0.1) or --lr-warmup-iters (5)"),
+    ({"optimizer__lr_warmup_fraction": 1.0}, "lr_warmup_fraction (1.0) must be in [0, 1)"),
+    ({"optimizer__lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (
+        {"optimizer__lr_decay_style": "WSD", "optimizer__lr_wsd_decay_iters": 8, "optimizer__lr_warmup_iters": 4},
+        "4 + 8 = 12 > 10 iters",
+    ),
+    ({"optimizer__adam_beta2": 1.0}, "adam_beta2 (1.0) must be in [0, 1)"),
+    ({"optimizer__sgd_momentum": 1.0}, "sgd_momentum (1.0) must be in [0, 1)"),
+    ({"optimizer__adam_eps": 0.0}, "adam_eps (0) must be above 0"),
+    ({"optimizer__weight_decay_incr_style": "linear"}, "linear needs --start-weight-decay and --end-weight-decay"),
+    ({"optimizer__start_weight_decay": 0.1, "optimizer__end_weight_decay": 0.2}, "differ, but --weight-decay-incr-style is constant"),
+    (
+        {"optimizer__override_opt_param_scheduler": True, "optimizer__use_checkpoint_opt_param_scheduler": True},
+        "exclude each other: who decides on resume?",
+    ),
+    ({"precision__bf16": True, "precision__fp16": True}, "--bf16 and --fp16 exclude each other"),
+    ({"precision__bf16": True, "precision__loss_scale": 2.0}, "--loss-scale is for --fp16 only (bfloat16 needs no scaling)"),
+    ({"precision__fp16": True, "precision__loss_scale": 0.0}, "loss_scale (0.0) must be above 0"),
+    ({"precision__initial_loss_scale": 0.5}, "initial_loss_scale (0.5) must be at least min_loss_scale (1)"),
+    ({"data__mock_data": False}, "there is no data"),
+    ({"data__data_path": ("x",)}, "--mock-data and --data-path exclude each other"),
+    ({"data__mock_data": False, "data__data_path": ("x",), "data__train_data_path": ("y",)}, "--data-path and --train-data-path exclude"),
+    ({"data__mock_data": False, "data__valid_data_path": ("y",)}, "--valid-data-path needs --train-data-path too"),
+    ({"data__split": "a,b"}, "split ('a,b') must be up to three numbers joined by commas"),
+    ({"data__split": "1,2,3,4"}, "has 4 numbers"),
+    ({"data__split": "0,0,0"}, "whose sum is above 0"),
+    ({"data__split": "-1,2,3"}, "must be numbers of at least 0"),
+    ({"data__split": "nan,1,1"}, "must be numbers of at least 0"),
+    ({"data__mock_data": False, "data__data_path": ("x",), "data__split": "0,1,1"}, "leaves nothing to train on"),
+    ({"model__vocab_size": None}, "the vocabulary is unknown"),
+    ({"data__tokenizer_type": "SentencePieceTokenizer"}, "SentencePieceTokenizer needs --tokenizer-model FILE"),
+    ({"data__tokenizer_type": "ByteTokenizer", "data__tokenizer_model": "x"}, "--tokenizer-model is a SentencePiece file"),
+    ({"data__tokenizer_type": "NullTokenizer", "model__vocab_size": None}, "NullTokenizer needs --vocab-size"),
+    ({"checkpoint__save_interval": 5}, "--save-interval needs --save DIR"),
+    ({"checkpoint__auto_resume": True}, "--auto-resume needs --save DIR"),
+    ({"checkpoint__keep_every": 5}, "--keep-every needs --save DIR"),
+    ({"checkpoint__no_save_optim": True}, "--no-save-optim needs --save DIR"),
+    ({"checkpoint__ckpt_step": 0}, "--ckpt-step needs --load DIR or --auto-resume"),
+    ({"checkpoint__resume_fallback": True}, "--resume-fallback needs --load DIR or --auto-resume"),
+    ({"checkpoint__no_load_optim": True}, "--no-load-optim needs --load DIR or --auto-resume"),
+    ({"checkpoint__finetune": True, "checkpoint__auto_resume": True, "checkpoint__save": "x"}, "--finetune needs --load DIR"),
+    ({"checkpoint__use_checkpoint_args": True}, "--use-checkpoint-args needs --load DIR"),
+    ({"checkpoint__auto_resume": True, "checkpoint__save": "x", "checkpoint__no_save_optim": True}, "drop --no-save-optim"),
+    ({"logging__wandb_exp_name": "x"}, "--wandb-exp-name needs --wandb-project"),
+    ({"logging__profile": True, "logging__profile_step_end": 10}, "profile_step_end (10) must be above profile_step_start (10)"),
+    ({"logging__profile": True, "logging__profile_ranks": (0, 1)}, "profile_ranks names rank 1, but the ranks are 0 to 0"),
+    ({"logging__peak_tflops": "-3"}, "peak_tflops (-3) must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), RULES, ids=[expected[:60] for _, expected in RULES])
+def test_each_rule_is_the_only_message(fields: dict[str, Any], expected: str) -> None:
+    text = message(**fields)
+    assert expected in text
+    assert "\n" not in text  # nothing else is wrong
+
+
+def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:
+    for group, cls in GROUPS.items():
+        for name in field_kinds(cls):
+            low = cls.__dataclass_fields__[name].metadata["low"]
+            if low is not None:
+                refused = f"--{name.replace('_', '-')} ({{}}) must be at least {low:g}"
+                assert refused.format(low - 1) in message(**{f"{group}__{name}": low - 1})
+                try:
+                    config(**{f"{group}__{name}": low}).validate()
+                except ConfigError as error:  # another rule may object, this one may not
+                    assert refused.format(low) not in str(error)
+
+
+def test_sizes_that_fit_one_process_may_not_fit_four() -> None:
+    fields = {"batch__global_batch_size": 6, "batch__micro_batch_size": 2}
+    config(**fields).validate(world_size=3)
+    assert "(2 * 4 = 8): 6 = 0 * 8 + 6; use 8" in message(world_size=4, **fields)
+
+
+def test_several_mistakes_are_numbered_in_one_message() -> None:
+    text = message(model__hidden_size=66, optimizer__lr=None, precision__bf16=True, precision__fp16=True)
+    assert text.startswith("3 things are wrong:\n  1. hidden_size")
+    assert "\n  2. --lr is required" in text and "\n  3. --bf16 and --fp16" in text
+
+
+def test_a_huge_number_of_heads_is_answered_at_once() -> None:
+    text = message(model__num_attention_heads=10**9, model__hidden_size=10**9, model__num_query_groups=7)
+    assert "must be a multiple of num_query_groups (7)" in text and len(text) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model__hidden_size": 66, "model__kv_channels": 16},
+        {"model__position_embedding_type": "rope", "model__rotary_percent": 0.5},
+        {"kernels__recompute_granularity": "full", "kernels__recompute_method": "block", "kernels__recompute_num_layers": 2},
+        {"batch__global_batch_size": 16, "batch__micro_batch_size": 2, "batch__rampup_batch_size": (4, 4, 100)},
+        {"batch__train_iters": None, "batch__train_samples": 100, "optimizer__lr_warmup_samples": 50, "optimizer__lr_decay_samples": 80},
+        {"batch__skip_train": True, "batch__train_iters": None, "optimizer__lr": None, "checkpoint__load": "x"},
+        {"checkpoint__load": "x", "checkpoint__use_checkpoint_args": True, "model__num_layers": None, "model__hidden_size": None},
+        {"checkpoint__save": "x", "checkpoint__auto_resume": True, "checkpoint__load": "y", "checkpoint__finetune": True},
+        {"data__split": "100"},
+        {"data__split": "969, 30, 1"},
+        {"data__split": "98/2/0"},
+        {"data__mock_data": False, "data__train_data_path": ("x",), "data__valid_data_path": ("y",)},
+        {"model__vocab_size": None, "data__tokenizer_type": "ByteTokenizer"},
+        {"optimizer__lr_decay_style": "WSD", "optimizer__lr_wsd_decay_iters": 5, "optimizer__lr_warmup_iters": 5},
+        {"optimizer__weight_decay_incr_style": "cosine", "optimizer__start_weight_decay": 0.1, "optimizer__end_weight_decay": 0.0},
+        {"logging__peak_tflops": "h100-bf16"},
+        {"optimizer__lr": 0.0},
+    ],
+)
+def test_unusual_but_sound(fields: dict[str, Any]) -> None:
+    config(**fields).validate()
+
+
+def test_shorthands() -> None:
+    assert config(model__num_query_groups=2).model.group_query_attention
+    assert config(kernels__use_flash_attn=True).kernels.attention_backend == "flash"
+    assert config(kernels__recompute_activations=True).kernels.recompute_granularity == "selective"
+    full = config(kernels__recompute_granularity="full").kernels
+    assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
+    assert not config(parallel__sequence_parallel=True).parallel.sequence_parallel
+    assert config().data.tokenizer_type == "NullTokenizer"
+    assert config(data__tokenizer_model="m").data.tokenizer_type == "SentencePieceTokenizer"
+    assert config(model__vocab_size=None).data.tokenizer_type is None
+
+
+def test_normalizing_twice_is_normalizing_once() -> None:
+    once = config(kernels__recompute_granularity="full", model__num_query_groups=2, kernels__use_flash_attn=True)
+    again, _ = Config.from_dict(once.to_dict())
+    assert again.normalize() == once
+
+
+def test_derived_sizes() -> None:
+    model = config(model__swiglu=True, model__hidden_size=768, model__num_attention_heads=12).model
+    assert model.ffn_size == 2048 and model.head_dim == 64 and model.num_groups == 12 and model.max_positions == 32
+    assert config().model.ffn_size == 256
+    assert config(data__split="1/2").data.split_weights == (1.0, 2.0, 0.0)
+    with pytest.raises(ConfigError, match="shape is incomplete"):
+        _ = Config().model.head_dim
+
+
+def test_a_stored_configuration_comes_back_through_json() -> None:
+    before = config(batch__rampup_batch_size=(2, 2, 9), data__data_path=("a", "b"), logging__profile_ranks=(0, 3))
+    after, warnings = Config.from_dict(json.loads(json.dumps(before.to_dict())))
+    assert after == before and warnings == []
+    assert isinstance(after.data.data_path, tuple) and isinstance(after.optimizer.lr, float)
+
+
+def test_a_stored_configuration_of_another_version() -> None:
+    stored: dict[str, Any] = {"model": {"num_layers": 3, "new_thing": 1}, "space": {}, "precision": 4}
+    after, warnings = Config.from_dict(stored)
+    assert after.model.num_layers == 3 and after.optimizer == Config().optimizer
+    assert [w.split("'")[1] for w in warnings] == ["model.new_thing", "space", "precision"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ([], "an object of groups, got list"),
+        ({"model": {"num_layers": "3"}}, "'model.num_layers' of the stored configuration: expected an integer, got str '3'"),
+        ({"model": {"num_layers": True}}, "expected an integer, got bool True"),
+        ({"model": {"num_layers": 3.0}}, "expected an integer, got float"),
+        ({"model": {"swiglu": 1}}, "expected true or false, got int 1"),
+        ({"model": {"init_method_std": None}}, "expected a number, got NoneType"),
+        ({"model": {"init_method_std": math.nan}}, "expected a number, got float nan"),
+        ({"model": {"normalization": "x" * 500}}, "expected one of LayerNorm, RMSNorm"),
+        ({"data": {"data_path": "abc"}}, "expected one or more texts, got str"),
+        ({"data": {"data_path": ["a", 1]}}, "got int 1"),
+    ],
+)
+def test_a_stored_configuration_of_the_wrong_type(stored: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(stored)
+    assert expected in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_diff_names_what_changed() -> None:
+    assert diff(config(), config()) == {}
+    assert diff(config(), config(model__num_layers=3, optimizer__lr=0.5)) == {"model.num_layers": (2, 3), "optimizer.lr": (1e-3, 0.5)}
+
+
+def test_ignored_flags_do_not_make_a_difference() -> None:
+    other = config()
+    other.ignored_flags = ("--x",)
+    assert other == config() and "ignored_flags" not in other.to_dict()
