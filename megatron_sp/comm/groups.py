@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_sp.comm.rendezvous import fresh_store
+
 Group = dist.ProcessGroup
 
 
@@ -109,11 +111,13 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
         timeout: after which a collective counts as dead.
     """
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if chosen == "nccl" else None
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        store: dist.Store = dist.HashStore()
     else:
-        dist.init_process_group(chosen, timeout=timeout, device_id=device_id)
+        store = fresh_store(launch.rank, launch.world_size, timeout)
+    dist.init_process_group(
+        chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device if chosen == "nccl" else None
+    )
 
 
 def destroy_process_group() -> None:

@@ -1,0 +1,73 @@
+"""A clean key space for every attempt of a job.
+
+torchrun keeps one store for all attempts of a job (torch 2.5 and later share it with the workers, pytorch #135712). gloo then finds
+the addresses that the dead processes of the attempt before have left there, connects to them, and hangs until its timeout.
+``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: every agent counts its own restarts only.
+
+So the ranks of an attempt agree on a fresh prefix. Each rank puts a new random token under its name; rank 0 answers every token
+it sees with the prefix, under a key that contains the token, so an answer cannot be left over from before; rank 0 repeats this, for a
+token it saw may have been an old one, until all ranks have confirmed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_SPACE = "megatron_sp"
+_POLL_S = 0.02
+
+
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The launcher's store (MASTER_ADDR, MASTER_PORT) under a prefix that no earlier attempt has used.
+
+    Raises:
+        RuntimeError: not all ranks came within ``timeout``.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
+        is_master=rank == 0 and not shared, timeout=timeout, multi_tenant=True,
+    )  # fmt: skip
+    space = dist.PrefixStore(_SPACE, store)
+    prefix = _offer_prefix(space, world_size, timeout) if rank == 0 else _accept_prefix(space, rank)
+    return dist.PrefixStore(prefix, store)
+
+
+def _offer_prefix(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    prefix = uuid.uuid4().hex
+    waiting = list(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while waiting:
+        for rank in waiting:
+            if store.check([_hello(rank)]):
+                store.set(_answer(store.get(_hello(rank)).decode()), prefix)
+        waiting = [rank for rank in waiting if not store.check([_confirmed(prefix, rank)])]
+        if waiting and time.monotonic() > deadline:
+            raise RuntimeError(f"timed out: ranks {waiting[:8]} of {world_size} did not join within {timeout.total_seconds():.0f} s")
+        time.sleep(_POLL_S if waiting else 0)
+    return prefix
+
+
+def _accept_prefix(store: dist.Store, rank: int) -> str:
+    token = uuid.uuid4().hex
+    store.set(_hello(rank), token)
+    prefix = store.get(_answer(token)).decode()  # waits
+    store.set(_confirmed(prefix, rank), "1")
+    return prefix
+
+
+def _hello(rank: int) -> str:
+    return f"hello/{rank}"
+
+
+def _answer(token: str) -> str:
+    return f"answer/{token}"
+
+
+def _confirmed(prefix: str, rank: int) -> str:
+    return f"confirmed/{prefix}/{rank}"
