@@ -1,4 +1,4 @@
-"""Tokenize text into Megatron's .bin/.idx: ``python tools/preprocess_data.py --input x.jsonl --output-prefix data/x --tokenizer-type ByteTokenizer --append-eod``."""
+"""Tokenize text into .bin and .idx: ``python tools/preprocess_data.py --input x.jsonl --output-prefix data/x --append-eod ...``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,128 @@
+"""Train a SentencePiece model that gives back exactly the text it was given, code and its white space included.
+
+No normalisation, no space put in front, no space taken away; a newline is a piece of its own, runs of spaces can be pieces, and what has
+no piece is spelled in bytes. BPE, because it trains in seconds where the unigram model takes a minute and compresses no worse (3.35
+against 3.31 bytes per token on Python's own sources). Lines are picked evenly over the documents and in their order, with one
+thread, so the same text gives the same model, byte for byte.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
+from megatron_sp.data.tokenizers.tokenizer import well_formed
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError
+from megatron_sp.utils.files import fsync_dir, write_synced
+
+SAMPLE_BYTES = 8_000_000
+"""Text that is enough to learn pieces from; more costs time and changes little."""
+
+_MAX_LINE_BYTES = 8192
+_MIN_VOCAB_SIZE = 300  # 256 bytes, <unk>, <eod>, the newline, and some letters
+
+
+class TrainReport(NamedTuple):
+    """A trained model: its size, what it was trained on, and bytes of text per token on a part of that."""
+
+    vocab_size: int
+    num_sampled_bytes: int
+    bytes_per_token: float
+
+
+def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> TrainReport:
+    """Train on ``texts`` and write ``model``, whole or not at all.
+
+    Args:
+        texts: documents.
+        model: path of the ``.model`` file.
+        vocab_size: ids, the 256 bytes and the end of a document (``<eod>``) among them.
+        sample_bytes: how much of the text to train on, at most.
+    Raises:
+        ConfigError: a vocabulary that cannot be, or no sentencepiece.
+        DataError: too little text for so many pieces.
+        DiskError: the file cannot be written.
+    """
+    if vocab_size < _MIN_VOCAB_SIZE:
+        raise ConfigError(f"vocab_size ({vocab_size}) must be at least {_MIN_VOCAB_SIZE}: the 256 bytes alone take most of that")
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ConfigError("the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'") from error
+    lines = _sample([well_formed(text) for text in texts], sample_bytes)
+    if not lines:
+        raise DataError("there is no text to train a tokenizer on")
+    buffer = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=buffer, model_type="bpe", vocab_size=vocab_size,
+            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"], byte_fallback=True, character_coverage=0.9999, split_digits=True,
+            unk_id=0, eos_id=1, eos_piece="<eod>", bos_id=-1, pad_id=-1,
+            shuffle_input_sentence=False, num_threads=1, max_sentence_length=_MAX_LINE_BYTES, minloglevel=2,
+        )  # fmt: skip
+    except Exception as error:  # its errors are RuntimeError, OSError or its own, by version
+        size = sum(len(line.encode()) for line in lines)
+        raise DataError(
+            f"cannot train {vocab_size} pieces on {size} bytes of text: {error}; use more text or a smaller --vocab-size"
+        ) from error
+    _write(Path(model), buffer.getvalue())
+    return _report(SentencePieceTokenizer(model), lines)
+
+
+def texts_of_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
+    """The texts of a JSONL file.
+
+    Raises:
+        DataError: no such file, or a line without this text (named by its number).
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_of(line, key, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8: {error}") from error
+
+
+def _text_of(line: str, key: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        raise DataError(f"{where}: expected a JSON object whose '{key}' is a string")
+    return str(record[key])
+
+
+def _sample(texts: list[str], sample_bytes: int) -> list[str]:
+    """Lines of all texts; every k-th when they are more than ``sample_bytes``."""
+    lines = [line for text in texts for line in text.split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4]
+    total = sum(len(line.encode()) for line in lines)
+    return lines[:: max(1, -(-total // sample_bytes))]
+
+
+def _report(tokenizer: SentencePieceTokenizer, lines: list[str]) -> TrainReport:
+    probe = "\n".join(lines[:: max(1, len(lines) // 5000)])
+    size = sum(len(line.encode()) for line in lines)
+    return TrainReport(tokenizer.vocab_size, size, len(probe.encode()) / len(tokenizer.encode(probe)))
+
+
+def _write(path: Path, contents: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        write_synced(temporary, contents)
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DiskError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,41 @@
+"""Train a SentencePiece tokenizer: ``python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.model``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
+
+from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Train a lossless SentencePiece BPE model with byte fallback on JSONL.")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")
+    add("--json-key", default="text", metavar="KEY", help="text of a line (default: text)")
+    add("--output", required=True, metavar="FILE", help="the .model file to write")
+    add("--vocab-size", type=int, default=8000, metavar="N", help="ids, 256 bytes and <eod> among them (default: 8000)")
+    add("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"text to train on, at most (default: {SAMPLE_BYTES})")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+    try:
+        texts = (text for path in args.input for text in texts_of_jsonl(path, args.json_key))
+        report = train_sentencepiece(texts, args.output, args.vocab_size, args.sample_bytes)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(
+        f"{args.output}: {report.vocab_size} pieces from {report.num_sampled_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s,"
+        f" {report.bytes_per_token:.2f} bytes per token"
+    )
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
