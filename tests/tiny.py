@@ -22,6 +22,13 @@ BASE = ModelConfig(
     num_layers=LAYERS, hidden_size=14, num_attention_heads=4, kv_channels=6, ffn_hidden_size=10, seq_length=S, vocab_size=37,
     make_vocab_size_divisible_by=16, attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.3,
 )  # fmt: skip
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    **{f"uniform {n}": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": n} for n in (1, 2, 3, 5)},
+    **{f"block {n}": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": n} for n in (1, 2, 3, 4)},
+    "full": {"recompute_granularity": "full"},
+}
 Batch = dict[str, Tensor]
 
 

@@ -47,13 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "attention dropout": {"attention_dropout": 0.2, "num_query_groups": 2},
     "all dropout, llama": LLAMA | {"hidden_dropout": 0.3, "attention_dropout": 0.1},
 }  # fmt: skip
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective"},
-    **{f"uniform {n}": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": n} for n in (1, 2, 3, 5)},
-    **{f"block {n}": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": n} for n in (1, 2, 3, 4)},
-    "full": {"recompute_granularity": "full"},
-}
 
 
 def autograd_step(model: Any, batches: list[tiny.Batch], scale: float = 1.0) -> dict[str, Tensor | None]:
@@ -75,14 +68,14 @@ def test_loss_and_gradients_are_the_references(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "all dropout, llama", "qk norm 1p"])
-@pytest.mark.parametrize("how", RECOMPUTE)
+@pytest.mark.parametrize("how", tiny.RECOMPUTE)
 def test_recomputation_changes_nothing(name: str, how: str) -> None:
     config = tiny.shape(**SHAPES[name])
     batches = [tiny.make_batch(config, seed=seed) for seed in (0, 1)]
     want = tiny.reference_step(tiny.make_model(config), batches)
-    model = tiny.make_model(config, **RECOMPUTE[how])
+    model = tiny.make_model(config, **tiny.RECOMPUTE[how])
     assert_law(tiny.run_step(model, tiny.flatten(model), batches), want, FP64)
-    assert_law(autograd_step(tiny.make_model(config, **RECOMPUTE[how]), batches), want, FP64)
+    assert_law(autograd_step(tiny.make_model(config, **tiny.RECOMPUTE[how]), batches), want, FP64)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23, 24, 100])
@@ -108,7 +101,7 @@ def test_half_precision_is_near_with_fp32_gradients(dtype: torch.dtype, toleranc
     """Three layers of 16-bit activations: about 13 roundings of epsilon each on the way there and back."""
     config = tiny.shape(**SHAPES["llama"])
     batches = [tiny.make_batch(config, seed=seed) for seed in (0, 1)]
-    model = tiny.make_model(config, dtype, **RECOMPUTE[how])
+    model = tiny.make_model(config, dtype, **tiny.RECOMPUTE[how])
     got = tiny.run_step(model, tiny.flatten(model), batches)
     assert all(g.dtype == torch.float32 for n, g in got.items() if n != "loss" and g is not None)
     assert_law(got, tiny.reference_step(model, batches), tolerance)
@@ -154,7 +147,7 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_stay_so(name: str) -> None:
 def test_frozen_parameters(frozen: str, how: str) -> None:
     """Whole units among them; everything else is as before."""
     batches = [tiny.make_batch(seed=seed) for seed in (0, 1)]
-    model = tiny.make_model(tiny.BASE, **RECOMPUTE[how])
+    model = tiny.make_model(tiny.BASE, **tiny.RECOMPUTE[how])
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
     assert any(not p.requires_grad for p in model.parameters())
@@ -232,7 +225,7 @@ def test_recomputation_repeats_dropout_drawn_by_a_fused_kernel(how: str) -> None
     """The one place where torch's generator is used; with another mask in recomputation gradients would be wrong without a trace."""
     config = tiny.shape(attention_dropout=0.5)
     grads = []
-    for kernels in ({}, RECOMPUTE[how]):
+    for kernels in ({}, tiny.RECOMPUTE[how]):
         model, batch = tiny.make_model(config, **kernels), tiny.make_batch(config)
         torch.manual_seed(3)
         tiny.loss_of(model, batch, kernel="sdpa").backward()
