@@ -1,0 +1,308 @@
+#!/usr/bin/env python
+"""Draw the curves of one or several runs: training and validation loss, learning rate, gradient norm, speed.
+
+    python tools/plot_metrics.py runs/quickstart
+    python tools/plot_metrics.py runs/a runs/b -o compare.svg --x tokens
+
+Reads metrics.jsonl. Where a run was resumed, what the old process had done beyond the checkpoint is left out (the new one
+did it again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError  # noqa: E402
+from megatron_sp.utils.sparkline import sparkline  # noqa: E402
+
+FORMATS = (".png", ".svg", ".pdf")
+X_LABELS = {"step": "step", "tokens": "tokens", "time": "training time (minutes)"}
+PANELS = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_s", "tokens/s"))
+# Okabe and Ito's colours, which colour-blind readers can tell apart; validation takes the second when there is one run
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#8A8A8A"
+SMOOTHED_FROM = 150  # points from which a running mean is drawn over the single values
+
+
+@dataclass
+class Run:
+    """The records of a run as it went on in the end.
+
+    Attributes:
+        train, valid: step -> record, in the order of steps; each with ``minutes`` of training so far.
+        resumed: steps at which a later process went on.
+        notes: what was left out of the file.
+    """
+
+    name: str
+    train: dict[int, dict[str, Any]] = field(default_factory=dict)
+    valid: dict[int, dict[str, Any]] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def x_of(self, record: dict[str, Any], axis: str) -> float:
+        """Where a record belongs on the axis; NaN if the file does not say."""
+        if axis == "time":
+            return float(record["minutes"])
+        return float(record["step"]) if axis == "step" else self._tokens_at(record)
+
+    def _tokens_at(self, record: dict[str, Any]) -> float:
+        if "consumed_tokens" in record:
+            return number(record["consumed_tokens"])
+        # validation records have the step alone: take the training record's, or a share of the nearest one's
+        at = self.train.get(record["step"]) or min(self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None)
+        if at is None or not at["step"]:
+            return 0.0 if not record["step"] else math.nan
+        return number(at.get("consumed_tokens")) * record["step"] / at["step"]
+
+    def series(self, kind: str, key: str, axis: str) -> tuple[list[float], list[float]]:
+        """x and y of one curve; what is absent or not a number is NaN and leaves a gap."""
+        records = list((self.train if kind == "train" else self.valid).values())
+        return [self.x_of(r, axis) for r in records], [number(r.get(key)) for r in records]
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float; "nan" and "inf" are written as text, and anything else is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder, or its metrics.jsonl.
+
+    Raises:
+        DataError: there is no such file, or no record of training or validation in it.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
+        raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
+    run = Run((path if path.is_dir() else path.absolute().parent).resolve().name)
+    records, bad = [], []
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        record = parse_record(line)
+        if record is not None:
+            records.append(record)
+        elif index == len(lines) - 1:
+            run.notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
+        else:
+            bad.append(index + 1)
+    if bad:
+        run.notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
+    replay(run, records)
+    if not run.train and not run.valid:
+        raise DataError(f"{file} holds no training or validation record yet ({len(records)} records of other kinds)")
+    return run
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line as a record with a usable step; None if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    usable = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
+    return record if usable else None
+
+
+def replay(run: Run, records: list[dict[str, Any]]) -> None:
+    """Go through the records as they were written, forgetting what a resume has undone."""
+    minutes, previous = 0.0, None
+    for record in records:
+        kind, step, now = record["kind"], record["step"], number(record.get("time"))
+        # the time between the end of one process and the start of the next is no training time
+        if previous is not None and math.isfinite(now) and kind != "start":
+            minutes += max(0.0, now - previous) / 60
+        previous = now if math.isfinite(now) else previous
+        record["minutes"] = minutes
+        if kind == "start":
+            if run.train or run.valid:
+                run.resumed = [s for s in run.resumed if s < step] + [step]
+            run.train = {s: r for s, r in run.train.items() if s <= step}
+            run.valid = {s: r for s, r in run.valid.items() if s <= step}
+        elif kind in ("train", "valid"):
+            curve = run.train if kind == "train" else run.valid
+            curve.pop(step, None)
+            curve[step] = record
+    run.train, run.valid = dict(sorted(run.train.items())), dict(sorted(run.valid.items()))
+
+
+def smoothed(values: list[float], share: float = 0.01) -> list[float]:
+    """Mean over ``share`` of the points to either side; at the ends over fewer, so that a falling curve is not lifted."""
+    reach, count = max(1, round(share * len(values))), len(values)
+    out = []
+    for index in range(count):
+        side = min(reach, index, count - 1 - index)
+        near = [v for v in values[index - side : index + side + 1] if math.isfinite(v)]
+        out.append(sum(near) / len(near) if near else math.nan)
+    return out
+
+
+def summary(run: Run) -> str:
+    """A line on where the run is."""
+    parts = [f"{run.name}: step {max([*run.train, *run.valid])}"]
+    if run.train:
+        last = list(run.train.values())[-1]
+        parts.append(f"train loss {number(last.get('loss')):.4f}")
+    if run.valid:
+        last = list(run.valid.values())[-1]
+        parts.append(f"validation loss {number(last.get('loss')):.4f}, perplexity {number(last.get('perplexity')):.2f}")
+    if run.resumed:
+        parts.append(f"resumed at step {', '.join(map(str, run.resumed))}")
+    return ", ".join(parts)
+
+
+def draw_text(runs: list[Run]) -> None:
+    """The curves as lines of text."""
+    for run in runs:
+        for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
+            values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
+            if values:
+                print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
+
+
+def draw(runs: list[Run], axis: str, output: Path, title: str | None) -> None:
+    """The picture.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        DiskError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "svg.fonttype": "none"}):
+        figure = pyplot.figure(figsize=(9, 6.4), layout="constrained")
+        grid = figure.add_gridspec(2, len(PANELS), height_ratios=(3, 1))
+        main = figure.add_subplot(grid[0, :])
+        panels = [figure.add_subplot(grid[1, i], sharex=main) for i in range(len(PANELS))]
+        for index, run in enumerate(runs):
+            colour = COLOURS[index % len(COLOURS)]
+            _draw_loss(main, run, axis, colour, COLOURS[1] if len(runs) == 1 else colour)
+            for panel, (key, _) in zip(panels, PANELS, strict=True):
+                panel.plot(*run.series("train", key, axis), color=colour, linewidth=0.9)
+            _mark_resumes([main, *panels], run, axis, colour if len(runs) > 1 else GREY, first=index == 0)
+        _decorate(main, panels, axis, title or (f"{runs[0].name}" if len(runs) == 1 else "loss"))
+        try:
+            figure.savefig(output, dpi=160)
+        except OSError as error:
+            raise DiskError(f"{output} cannot be written: {error.strerror}; choose another -o") from None
+        finally:
+            pyplot.close(figure)
+
+
+def _draw_loss(axes: Any, run: Run, axis: str, colour: str, valid_colour: str) -> None:
+    x, y = run.series("train", "loss", axis)
+    many = len(y) >= SMOOTHED_FROM
+    if x:
+        axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.3 if many else 1.0, label=None if many else f"{run.name}: train")
+    if many:
+        axes.plot(x, smoothed(y), color=colour, linewidth=1.3, label=f"{run.name}: train (running mean)")
+    if run.valid:
+        last = list(run.valid.values())[-1]
+        label = f"{run.name}: validation, last {number(last.get('loss')):.3f} (perplexity {number(last.get('perplexity')):.4g})"
+        x, y = run.series("valid", "loss", axis)
+        axes.plot(x, y, color=valid_colour, marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8, linewidth=1.0,
+                  linestyle=(0, (4, 2)), zorder=3, label=label)  # fmt: skip
+
+
+def _mark_resumes(all_axes: list[Any], run: Run, axis: str, colour: str, *, first: bool) -> None:
+    for number_, step in enumerate(run.resumed):
+        at = run.train.get(step) or run.valid.get(step) or {"step": step, "minutes": _minutes_at(run, step)}
+        for axes in all_axes:
+            label = "resumed" if first and number_ == 0 and axes is all_axes[0] else None
+            axes.axvline(run.x_of(at, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
+
+
+def _minutes_at(run: Run, step: int) -> float:
+    return max((r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step), default=0.0)
+
+
+def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
+    main.set_title(title, loc="left", fontweight="bold")
+    main.set_ylabel("loss (nats per token)")
+    main.set_xlabel(X_LABELS[axis])
+    if main.get_legend_handles_labels()[0]:
+        main.legend(frameon=False, loc="upper right")
+    for panel, (_, label) in zip(panels, PANELS, strict=True):
+        panel.set_title(label, loc="left", fontsize=8.5, color="#444444")
+        panel.set_ylim(bottom=0)
+        panel.tick_params(labelsize=7.5)
+    panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for axes in (main, *panels):
+        axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(color=GREY)
+        axes.margins(x=0.01)
+        if axis == "tokens":
+            axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+
+
+def _short(value: float) -> str:
+    """3200000 -> 3.2M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)")
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
+    parser.add_argument("--title", help="default: the run's name")
+    parser.add_argument("--text", action="store_true", help="draw text even where matplotlib is installed")
+    return parser.parse_args(argv)
+
+
+def run_tool(options: argparse.Namespace) -> None:
+    """Everything behind the command line."""
+    first: Path = options.runs[0]
+    folder = first if first.is_dir() else first.absolute().parent
+    output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))
+    if output.suffix.lower() not in FORMATS:
+        raise ConfigError(f"-o {output}: the name must end in one of {', '.join(FORMATS)}")
+    runs = [read_run(path) for path in options.runs]
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(summary(run))
+    if not options.text:
+        try:
+            draw(runs, options.x, output, options.title)
+            print(f"drawn to {output}")
+            return
+        except ImportError:
+            print("note: no picture without matplotlib; `pip install matplotlib` (or this package with [plot]) gets it", file=sys.stderr)
+    draw_text(runs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        run_tool(options)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
