@@ -1,0 +1,97 @@
+"""Blending: golden values, the sequential rule, and what --data-path may say."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sp.data import blend
+from megatron_sp.data.blend import Blend, build_blending_indices, normalized, parse_blend, samples_per_set
+from megatron_sp.utils.errors import ConfigError
+
+
+def sequential(weights: list[float], n: int) -> tuple[list[int], list[int]]:
+    taken = [0] * len(weights)
+    sets, samples = [], []
+    for i in range(n):
+        lags = [w * max(i, 1) - t for w, t in zip(weights, taken, strict=True)]
+        chosen = lags.index(max(lags))
+        sets.append(chosen)
+        samples.append(taken[chosen])
+        taken[chosen] += 1
+    return sets, samples
+
+
+def test_golden_values() -> None:
+    sets, samples = build_blending_indices(np.array([0.3, 0.7]), 10)
+    assert sets.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1] and sets.dtype == np.int16
+    assert samples.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6] and samples.dtype == np.int64
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20), st.integers(0, 700), st.sampled_from([2, 7, 256]))
+@settings(max_examples=150, deadline=None)
+def test_equals_the_sequential_rule(weights: list[float], n: int, chunk: int) -> None:
+    """With chunks down to 2 samples nearly every start is guessed, and wrong guesses are walked again."""
+    old, blend._MIN_CHUNK = blend._MIN_CHUNK, chunk
+    try:
+        w = normalized(weights)
+        sets, samples = build_blending_indices(w, n)
+    finally:
+        blend._MIN_CHUNK = old
+    assert (sets.tolist(), samples.tolist()) == sequential(w.tolist(), n)
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1, 1], [1e-9, 1, 1], [0.1] * 13, [5, 3, 2]])
+def test_ties_and_extremes(weights: list[float]) -> None:
+    w = normalized(weights)
+    sets, samples = build_blending_indices(w, 3000)
+    assert (sets.tolist(), samples.tolist()) == sequential(w.tolist(), 3000)
+
+
+def test_a_million_samples_are_quick() -> None:
+    began = time.process_time()
+    sets, _ = build_blending_indices(normalized([3, 1, 4, 1, 5]), 10**6)
+    assert time.process_time() - began < 3.0
+    assert np.bincount(sets).tolist() == pytest.approx([214286, 71429, 285714, 71429, 357143], abs=3)
+
+
+@given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=9), st.integers(1, 2000))
+@settings(deadline=None)
+def test_no_set_is_asked_for_more_than_it_was_built_with(weights: list[float], n: int) -> None:
+    w = normalized(weights)
+    sets, _ = build_blending_indices(w, n)
+    assert all(a <= b for a, b in zip(np.bincount(sets, minlength=len(w)), samples_per_set(w, n), strict=True))
+
+
+def test_requests_are_rounded_up_twice() -> None:
+    assert samples_per_set(np.array([0.3, 0.7]), 10) == [4, 8]
+    assert samples_per_set(np.array([0.5, 0.5]), 1000) == [503, 503]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (("a",), Blend(("a",), None)),
+        (("a", "b", "c"), Blend(("a", "b", "c"), None)),
+        (("a", "b"), Blend(("a", "b"), None)),  # even, but no weights
+        (("0.3", "a", "0.7", "b"), Blend(("a", "b"), (0.3, 0.7))),
+        (("2", "a"), Blend(("a",), (2.0,))),
+        (("1", "2", "3"), Blend(("1", "2", "3"), None)),  # odd: names that look like numbers
+    ],
+)
+def test_data_path(parts: tuple[str, ...], expected: Blend) -> None:
+    assert parse_blend(parts) == expected
+
+
+@pytest.mark.parametrize("parts", [("0", "a"), ("-1", "a", "2", "b"), ("1", "a", "x", "b"), ("nan", "a"), ("inf", "a", "1", "b")])
+def test_bad_weights(parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"--data-path: '.*' must be a weight above 0"):
+        parse_blend(parts)
+    with pytest.raises(ConfigError, match="--valid-data-path"):
+        parse_blend(parts, "--valid-data-path")
+    with pytest.raises(ConfigError, match="at most 32767"):
+        parse_blend(("a",) * 32769)
