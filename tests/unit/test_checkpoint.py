@@ -93,6 +93,7 @@ def test_a_whole_tensor_in_memory_from_many_rectangles_and_back(tmp_path: Path) 
     assert torch.equal(found, full)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcps_own_reader_reads_our_files(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -424,6 +425,14 @@ def test_a_newer_format_is_refused_clearly(tmp_path: Path) -> None:
         Checkpointer(None).read_state(step_dir)
 
 
+def test_a_changed_state_is_not_read_even_without_a_verification(tmp_path: Path) -> None:
+    step_dir = save_steps(tmp_path, 10).find(tmp_path)
+    text = (step_dir / "state.json").read_text()
+    (step_dir / "state.json").write_text(text.replace("640", "641"))
+    with pytest.raises(CheckpointError, match=r"state.json is damaged: its contents do not match the manifest"):
+        Checkpointer(None).read_state(step_dir)
+
+
 # Saving over, pruning, sweeping
 
 
@@ -456,6 +465,15 @@ def test_another_continuation_is_set_aside_not_overwritten(tmp_path: Path, caplo
     assert_loads(next(folder.glob("step-000020.replaced-*")), 20)
     assert_loads(next(folder.glob("step-000030.abandoned-*")), 30)
     assert "step-000030 was left from another continuation" in caplog.text
+
+
+def test_a_folder_without_a_manifest_is_set_aside_too(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-000010" / MANIFEST_NAME).unlink()
+    assert Checkpointer(tmp_path).save(10, whole(weights(10)), STATE).saved
+    assert len(list(folder.glob("step-000010.replaced-*"))) == 1
+    assert_loads(Checkpointer(None).find(tmp_path), 10)
 
 
 def test_a_replaced_folder_comes_back_when_the_save_did_not_finish(tmp_path: Path) -> None:

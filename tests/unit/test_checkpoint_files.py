@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import resource
@@ -16,9 +17,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron_sp.checkpoint import safetensors_file
 from megatron_sp.checkpoint.manifest import Manifest, decode_manifest, encode_state
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.safetensors_file import DTYPES, FileRecord, NamedPiece, hash_file, read_header, write_file
+from megatron_sp.checkpoint.safetensors_file import DTYPES, FileRecord, NamedPiece, hash_file, read_header, read_into, write_file
 from megatron_sp.checkpoint.strict_json import open_regular, parse_object, read_small_file
 from megatron_sp.utils.errors import CheckpointError
 
@@ -68,6 +70,36 @@ def test_larger_than_a_block_is_hashed_whole(tmp_path: Path) -> None:
     tensor = torch.randn(5_000_003)
     record = write_file(tmp_path / "a", [NamedPiece("w", (5_000_003,), Piece((0,), tensor))])
     assert record.sha256 == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
+
+
+class Slow(io.BytesIO):
+    """Gives and takes three bytes at a time, as the system may (Linux moves at most 2 GiB per call)."""
+
+    name = "slow"
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:3])
+
+
+def test_short_reads_are_continued_and_an_early_end_is_an_error() -> None:
+    found = torch.zeros(5, dtype=torch.int64)
+    read_into(Slow(bytes(8) + torch.arange(5).numpy().tobytes()), found, 8)
+    assert found.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(CheckpointError, match="slow ended at byte 40 while it was read"):
+        read_into(Slow(bytes(40)), found, 8)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reluctant(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(memoryview(data)[:100])
+
+    monkeypatch.setattr(safetensors_file, "open", lambda path, mode, buffering: Reluctant(path, mode), raising=False)
+    tensor = torch.randn(1000)
+    record = write_file(tmp_path / "a", [NamedPiece("w", (1000,), Piece((0,), tensor))])
+    data = (tmp_path / "a").read_bytes()
+    assert record == FileRecord(len(data), hashlib.sha256(data).hexdigest())
+    assert data.endswith(tensor.numpy().tobytes())
 
 
 def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

@@ -103,6 +103,12 @@ def test_replicas_are_written_once_and_evenly() -> None:
     assert all(plan.writer["own", Rect((rank, 0), (1, 100))] == rank for rank in range(4))
 
 
+def test_replicas_make_up_for_what_ranks_must_write_anyway() -> None:
+    copies = {"a": GlobalTensor.whole(torch.zeros(10)), "b": GlobalTensor.whole(torch.zeros(90)), "c": GlobalTensor.whole(torch.zeros(100))}
+    own = {"z": GlobalTensor.whole(torch.zeros(200))}
+    assert make_plan([describe({**copies, **own}), describe(copies)]).rank_bytes == [800, 800]
+
+
 def test_a_piece_given_twice_by_one_rank_is_written_once() -> None:
     tensors = {"w": GlobalTensor((3,), torch.float32, [Piece((0,), torch.ones(3)), Piece((0,), torch.ones(3))])}
     assert len(make_plan([describe(tensors)]).items_of(0, tensors)) == 1
