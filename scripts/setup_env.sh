@@ -42,9 +42,10 @@ fi
 
 # ------------------------------------------------------------------------------------------------- an interpreter
 find_python() {
-    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.13 python}; do
+    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3 python3.12 python3.11 python3.10 python3.13 python; fi
+    for candidate in "$@"; do
         if command -v "$candidate" >/dev/null 2>&1 && runs "$candidate"; then
-            "$candidate" -c 'import sys; print(sys.executable)'
+            command -v "$candidate"
             return 0
         fi
     done

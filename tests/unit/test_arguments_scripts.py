@@ -1,0 +1,161 @@
+"""Whole launch scripts of both dialects, and every flag that such scripts use often: each gets one of four answers."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_sp.training.arguments import config_from_args, scan
+from megatron_sp.utils.errors import ConfigError
+
+MEGATRON_LM_345M = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+    --micro-batch-size 4 --global-batch-size 16 --train-iters 500000 --lr 0.00015 --lr-decay-style cosine --lr-decay-iters 320000
+    --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --attention-softmax-in-fp32
+    --initial-loss-scale 65536 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --data-path /data/my-gpt2_text_document --tokenizer-type NullTokenizer --vocab-size 50257 --split 949,50,1
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save /runs/345m --load /runs/345m
+    --tensorboard-dir /runs/345m/tb --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --distributed-backend nccl --use-mcore-models
+    --ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-strictness log_all --timing-log-level 0 --no-rope-fusion
+    --exit-duration-in-mins 230 --distributed-timeout-minutes 60 --manual-gc --manual-gc-interval 50
+"""
+
+MEGATRON_LM_LLAMA = """
+    --use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 --hidden-size 4096
+    --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0
+    --normalization RMSNorm --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --group-query-attention
+    --num-query-groups 8 --no-masked-softmax-fusion --no-position-embedding --rotary-base 1000000 --norm-epsilon 1e-5
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model /tok/llama.model --data-path 0.3 /d/a 0.7 /d/b --split 99990,8,2
+    --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-samples 1000000 --lr-decay-samples 900000 --lr-decay-style cosine
+    --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-samples 50000 --clip-grad 1.0 --bf16 --adam-beta1 0.9 --adam-beta2 0.95
+    --overlap-grad-reduce --overlap-param-gather --accumulate-allreduce-grads-in-fp32 --attention-backend fused
+    --recompute-activations --log-throughput --log-num-zeros-in-grad --log-params-norm --no-load-optim --no-load-rng --async-save
+    --save /runs/llama --load /ckpt/llama --save-interval 500 --finetune --exit-on-missing-checkpoint --rampup-batch-size 64 64 97656
+    --use-checkpoint-opt_param-scheduler --wandb-project llama --wandb-exp-name base --eval-interval 100 --eval-iters 32
+    --exit-signal-handler
+"""
+
+MEGATRON_DEEPSPEED = """
+    --override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 1 --init-method-std 0.014
+    --lr-decay-tokens 300000000000 --lr-warmup-tokens 3000000000 --micro-batch-size 4 --exit-duration-in-mins 30000000
+    --global-batch-size 256 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
+    --max-position-embeddings 2048 --train-tokens 300000000000 --train-samples 439453125 --lr 2.0e-4 --min-lr 1.0e-6
+    --lr-decay-style cosine --split 949,50,1 --log-interval 10 --eval-interval 100 --eval-iters 10 --save-interval 10000
+    --weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --num-workers 0 --fp16 --seed 1234 --load /ckpt/1b --save /ckpt/1b
+    --no-async-tensor-model-parallel-allreduce --tensorboard-queue-size 1 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
+    --log-validation-ppl-to-tensorboard --tensorboard-dir /tb --checkpoint-activations --use-rotary-position-embeddings
+    --rotary-percent 0.25 --num-key-value-heads 16 --layernorm-epsilon 1e-5 --normalization layernorm --no-query-key-layer-scaling
+    --data-path /data/pile_text_document --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model /tok/t.model
+    --deepspeed --deepspeed_config /tmp/ds_config.json --zero-stage 0 --pipeline-model-parallel-size 1 --no-pipeline-parallel
+    --deepspeed-activation-checkpointing --local_rank=0 --ds-sequence-parallel-size 1 --profile pt --profile_steps 2,3
+"""
+
+
+def config(script: str, world_size: int = 4):  # type: ignore[no-untyped-def]
+    return config_from_args(shlex.split(script), world_size=world_size)
+
+
+def test_megatron_lm_345m() -> None:
+    c = config(MEGATRON_LM_345M)
+    assert (c.model.num_layers, c.model.head_dim, c.model.ffn_size, c.model.max_positions) == (24, 64, 4096, 1024)
+    assert (c.optimizer.lr, c.optimizer.min_lr, c.optimizer.lr_warmup_fraction, c.precision.initial_loss_scale) == (
+        1.5e-4,
+        1e-5,
+        0.01,
+        65536,
+    )
+    assert c.data.split_weights == (949, 50, 1) and c.parallel.distributed_timeout_minutes == 60
+    ignored = [note.split(" ")[0] for note in c.ignored_flags]
+    assert ignored == shlex.split(
+        """--attention-softmax-in-fp32 --transformer-impl --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+        --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --use-mcore-models --ckpt-format
+        --auto-detect-ckpt-format --dist-ckpt-strictness --timing-log-level --no-rope-fusion --manual-gc --manual-gc-interval"""
+    )
+
+
+def test_megatron_lm_llama() -> None:
+    c = config(MEGATRON_LM_LLAMA, world_size=8)
+    assert (c.model.position_embedding_type, c.model.num_groups, c.model.ffn_size, c.model.rotary_base) == ("rope", 8, 14336, 1e6)
+    assert c.data.data_path == ("0.3", "/d/a", "0.7", "/d/b") and c.batch.rampup_batch_size == (64, 64, 97656)
+    assert (c.kernels.attention_backend, c.kernels.recompute_granularity) == ("fused", "selective")
+    assert c.checkpoint.finetune and c.optimizer.use_checkpoint_opt_param_scheduler and not c.batch.no_exit_signal_handler
+
+
+def test_megatron_deepspeed() -> None:
+    c = config(MEGATRON_DEEPSPEED, world_size=8)
+    assert c.batch.train_samples == 146484375 and c.batch.train_iters is None  # 300e9 tokens / 2048, less than --train-samples
+    assert (c.optimizer.lr_decay_samples, c.optimizer.lr_warmup_samples) == (146484375, 1464844)
+    assert (c.model.position_embedding_type, c.model.rotary_percent, c.model.num_groups, c.model.normalization) == (
+        "rope",
+        0.25,
+        16,
+        "LayerNorm",
+    )
+    assert (c.kernels.recompute_granularity, c.kernels.recompute_num_layers) == ("full", 1)
+    assert (c.logging.profile, c.logging.profile_step_start, c.logging.profile_step_end) == (True, 2, 3)
+    assert c.data.tokenizer_type == "SentencePieceTokenizer" and c.optimizer.override_opt_param_scheduler
+
+
+def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(MEGATRON_LM_345M + " --use-distributed-optimizer --num-experts 8 --reset-position-ids --fp8-format hybrid")
+    text = str(caught.value)
+    assert text.startswith("4 things are wrong:") and "all MLPs are dense today" in text
+    with pytest.raises(ConfigError, match="tensor parallelism is not supported yet"):
+        config(MEGATRON_LM_345M + " --tensor-model-parallel-size 2")
+
+
+# Flags of existing launch scripts, most used first, with a value where they take one.
+USED = """
+--num-layers 2; --hidden-size 64; --num-attention-heads 4; --max-position-embeddings 64; --micro-batch-size 1; --seq-length 32
+--tensor-model-parallel-size 1; --load /x; --pipeline-model-parallel-size 1; --log-interval 100; --save-interval 100; --lr 1e-3
+--eval-interval 1000; --global-batch-size 4; --eval-iters 10; --save /x; --min-lr 1e-5; --clip-grad 1.0; --data-path /x
+--split 949,50,1; --weight-decay 0.1; --log-validation-ppl-to-tensorboard; --lr-decay-style cosine; --log-timers-to-tensorboard
+--tensorboard-dir /x; --vocab-file /x; --bf16; --log-num-zeros-in-grad; --transformer-impl transformer_engine
+--ckpt-format torch_dist; --distributed-backend nccl; --log-memory-to-tensorboard; --train-iters 10; --timing-log-level 0
+--log-params-norm; --lr-warmup-fraction 0.01; --use-mcore-models; --merge-file /x; --lr-decay-iters 8; --data-cache-path /x
+--deterministic-mode; --no-gradient-accumulation-fusion; --dist-ckpt-strictness log_all; --attention-softmax-in-fp32
+--tokenizer-type NullTokenizer; --attention-backend unfused; --disable-bias-linear; --async-save; --sequence-parallel
+--attention-dropout 0.0; --hidden-dropout 0.0; --ffn-hidden-size 128; --untie-embeddings-and-output-weights
+--use-distributed-optimizer; --init-method-std 0.01; --fp16; --use-checkpoint-opt_param-scheduler; --position-embedding-type rope
+--tokenizer-model /x; --normalization RMSNorm; --adam-beta1 0.9; --adam-beta2 0.95; --swiglu; --num-query-groups 2
+--group-query-attention; --rotary-percent 0.5; --kv-channels 16; --overlap-grad-reduce; --use-checkpoint-args; --rotary-base 10000
+--no-load-optim; --overlap-param-gather; --train-samples 100; --exit-duration-in-mins 230; --ckpt-fully-parallel-load
+--context-parallel-size 1; --data-impl mmap; --lr-warmup-samples 5; --no-masked-softmax-fusion; --make-vocab-size-divisible-by 128
+--seed 1; --no-bias-gelu-fusion; --calculate-per-token-loss; --auto-detect-ckpt-format; --no-create-attention-mask-in-dataloader
+--deepspeed; --deepspeed_config /x; --checkpoint-activations; --no-rope-fusion; --distributed-timeout-minutes 60
+--no-pipeline-parallel; --deepspeed-activation-checkpointing; --apply-query-key-layer-scaling
+--num-layers-per-virtual-pipeline-stage 1; --exit-interval 5; --log-throughput; --lr-decay-samples 80; --norm-epsilon 1e-6
+--zero-stage 1; --override-opt_param-scheduler; --pretrained-checkpoint /x; --no-mmap-bin-files; --log-batch-size-to-tensorboard
+--tensorboard-queue-size 1; --qk-layernorm; --vocab-extra-ids 100; --use-rotary-position-embeddings; --manual-gc; --hysteresis 2
+--vocab-size 100; --wandb-project x; --wandb-exp-name x; --finetune; --dataloader-type single; --squared-relu
+--cross-entropy-loss-fusion; --use-flash-attn; --use-legacy-models; --fp8-format hybrid; --DDP-impl local
+--recompute-granularity full; --no-load-rng; --apply-layernorm-1p; --add-qkv-bias; --openai-gelu; --rampup-batch-size 2 2 10
+--step-batch-size-schedule 0:32; --exit-signal-handler; --lr-warmup-iters 2; --start-weight-decay 0.1; --end-weight-decay 0.2
+--weight-decay-incr-style linear; --adam-eps 1e-8; --optimizer adam; --loss-scale 1024; --initial-loss-scale 65536
+--min-loss-scale 1.0; --loss-scale-window 500; --accumulate-allreduce-grads-in-fp32; --fp16-lm-cross-entropy
+--fp32-residual-connection; --cp-comm-type p2p; --use-cpu-initialization; --ds-sequence-parallel-size 1; --no-bias-swiglu-fusion
+--no-bias-dropout-fusion; --recompute-activations; --recompute-method uniform; --recompute-num-layers 1; --train-data-path /x
+--valid-data-path /x; --test-data-path /x; --num-workers 2; --reset-position-ids; --reset-attention-mask; --eod-mask-loss
+--mock-data; --mask-prob 0.15; --short-seq-prob 0.1; --bert-no-binary-head; --task MNLI; --train-data /x; --valid-data /x
+--epochs 3; --no-save-optim; --no-save-rng; --exit-on-missing-checkpoint; --ckpt-step 10; --load-tag x; --universal-checkpoint
+--skip-train; --profile; --profile-step-start 10; --profile-step-end 12; --profile-ranks 0; --dist-ckpt-format torch_dist
+--ckpt-fully-parallel-save; --no-async-tensor-model-parallel-allreduce; --num-key-value-heads 2
+--rotary-position-embeddings-theta 10000; --layernorm-epsilon 1e-5; --use-flash-attn-v2; --no-query-key-layer-scaling
+--overlap-p2p-communication; --train-tokens 1000; --lr-warmup-tokens 10; --lr-decay-tokens 900; --manual-gc-interval 10
+"""
+FLAGS = [flag.strip() for line in USED.strip().splitlines() for flag in line.split(";")]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=[flag.split()[0] for flag in FLAGS])
+def test_every_flag_in_use_is_known_with_its_number_of_values(flag: str) -> None:
+    line = scan(shlex.split(flag) + ["--seed", "1"])
+    assert not line.problems
+    assert line.settings[0].words == tuple(flag.split()[1:]) and line.settings[1].name == "seed"
+    try:
+        config_from_args(shlex.split(flag))  # alone it cannot be a run; what is said about it is never "unknown"
+    except ConfigError as error:
+        assert f"{flag.split()[0]} is unknown" not in str(error) and "unexpected" not in str(error)
+        assert f"{flag.split()[0]}: expected" not in str(error)

@@ -1,0 +1,102 @@
+"""Write docs/flags.md from the dataclasses of megatron_sp/config.py and the tables of foreign flags: ``make docs``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.config import GROUPS
+from megatron_sp.training import ignored_flags as dialect
+from megatron_sp.utils.field_kinds import FieldKind, field_kinds
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+
+_HEAD = """# Flags
+
+Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a test compares.
+
+- Underscores may stand for hyphens; names are never completed. A mistyped name ends the program with exit code 2 and the nearest names.
+- Later wins: defaults, then `--config FILE`, then the command line from left to right; a flag given twice takes the last value.
+- Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
+- `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
+- Choices ignore upper and lower case.
+"""
+
+
+def page() -> str:
+    """The whole text of docs/flags.md."""
+    return "\n".join([_HEAD, *_groups(), *_rewritten(), *_ignored(), *_refused()])
+
+
+def _groups() -> Iterator[str]:
+    for group, cls in GROUPS.items():
+        kinds = field_kinds(cls)
+        yield f"## {group}: {(cls.__doc__ or '').strip().rstrip('.').lower()}\n"
+        yield "| flag | value | default | meaning |\n|---|---|---|---|"
+        for item in dataclasses.fields(cls):
+            yield _row(item, kinds[item.name])
+        yield ""
+
+
+def _row(item: dataclasses.Field[Any], kind: FieldKind) -> str:
+    name = item.name.replace("_", "-")
+    shown = f"--no-{name}" if kind.base == "bool" and item.default is True else f"--{name}"
+    others = "".join(f"<br>`--{alias}`" for alias in item.metadata["aliases"])
+    value = "" if kind.base == "bool" else kind.metavar.replace("|", "\\|")
+    unit = f" ({item.metadata['unit']})" if item.metadata["unit"] else ""
+    return f"| `{shown}`{others} | {value}{unit} | {_default(item.default, kind)} | {item.metadata['help'].replace('|', chr(92) + '|')} |"
+
+
+def _default(value: Any, kind: FieldKind) -> str:
+    if kind.base == "bool":
+        return "on" if value else "off"
+    if value in (None, ()):
+        return ""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rewritten() -> Iterator[str]:
+    yield "## Other spellings of Megatron-LM and Megatron-DeepSpeed\n"
+    yield "| flag | means |\n|---|---|"
+    for name, rewrite in dialect.REWRITTEN.items():
+        meaning = " ".join(f"--{flag}" + ("" if value == "true" else f" {value or 'VALUE'}") for flag, value in rewrite.to)
+        yield f"| `--{name}{' VALUE' if rewrite.takes_value else ''}` | `{meaning}`{' unless that is given' if rewrite.weak else ''} |"
+    for name in dialect.TOKEN_FLAGS:
+        yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
+    yield "| `--profile pt --profile-steps A,B` | `--profile --profile-step-start A --profile-step-end B` |\n"
+
+
+def _ignored() -> Iterator[str]:
+    yield "## Accepted and ignored\n\nListed once when training starts.\n\n| flags | because |\n|---|---|"
+    yield from _by_reason({**dialect.IGNORED_SWITCHES, **{f"{name} VALUE": why for name, why in dialect.IGNORED_VALUES.items()}})
+    yield ""
+
+
+def _refused() -> Iterator[str]:
+    yield "## Refused\n\nThey would change the result, and what they ask for is not there.\n\n| flags | today |\n|---|---|"
+    prefixes = {f"{prefix}*": why for prefix, why in dialect.REFUSED_PREFIXES.items()}
+    yield from _by_reason({**dialect.REFUSED, **prefixes})
+    harmless = ", ".join(f"`--{name} {' or '.join(values)}`" for name, values in dialect.HARMLESS_VALUES.items())
+    yield f"\nIgnored with a value that asks for what happens anyway: {harmless}.\n"
+
+
+def _by_reason(table: dict[str, str]) -> Iterator[str]:
+    for why in dict.fromkeys(table.values()):
+        yield f"| {' '.join(f'`--{name}`' for name, reason in table.items() if reason == why)} | {why} |"
+
+
+def main() -> int:
+    """Write the page; with --check only compare."""
+    if sys.argv[1:] == ["--check"]:
+        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
