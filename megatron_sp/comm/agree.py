@@ -1,7 +1,8 @@
 """One rank's trouble becomes everybody's, at once and in one message, instead of a hang.
 
 Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. After it every
-rank knows whether all succeeded; if not, all raise the same error, that of the lowest rank that failed.
+rank knows whether all succeeded; if not, all raise the same error, that of the lowest rank that failed. A bug of ours (any other
+exception) travels the same way: it keeps its type and traceback where it happened, and the others need not wait for a timeout.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def all_ranks_agree(group: Group) -> Iterator[None]:
     if failure is not None and (failed[0] == group.rank() or not isinstance(failure, ReportedError)):
         raise failure
     message, exit_code = reports[failed[0]]
-    raise RemoteError(message, exit_code)
+    raise RemoteError(message, exit_code) from failure
 
 
 def _describe(error: Exception) -> tuple[str, int]:

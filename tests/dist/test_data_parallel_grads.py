@@ -1,0 +1,128 @@
+"""Data parallel: gradients summed over ranks are those of one process with all the micro-batches, whoever got which tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from errors import FP64, assert_law
+from ranks import run_ranks
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import OptimizerConfig
+from megatron_sp.optim.flat import FlatGradients
+from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.parallel.recompute import recompute
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2 with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.1},
+    "llama": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+}  # fmt: skip
+
+recompute(torch.sin, torch.ones(1, requires_grad=True))  # torch imports much on the first call: before the fork, not in every rank
+
+
+def share(name: str, rank: int, world_size: int, step: int) -> list[tiny.Batch]:
+    """Micro-batches of one rank: other tokens, another number of loss tokens on each, and on rank 1 none at all."""
+    config = tiny.shape(**SHAPES[name])
+    mask = 0.0 if rank == 1 else 0.3 + 0.2 * rank
+    return [tiny.make_batch(config, seed=100 * step + 10 * rank + i, mask=mask) for i in range(2 if world_size < 3 else 1)]
+
+
+def everything(name: str, world_size: int, step: int) -> list[tiny.Batch]:
+    return [batch for rank in range(world_size) for batch in share(name, rank, world_size, step)]
+
+
+def num_tokens(batches: list[tiny.Batch]) -> float:
+    return float(sum(b["loss_mask"].sum() for b in batches))
+
+
+def _steps(name: str, overlap: bool, kernels: dict[str, Any]) -> None:
+    """Two steps; each step's loss, gradients and norm, and the weights at the end."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    groups = ParallelGroups.create(torch.device("cpu"))
+    config = tiny.shape(**SHAPES[name])
+    sharded, alone = tiny.make_model(config, **kernels), tiny.make_model(config)
+    ours, reference = tiny.flatten(sharded, groups.dp_sp, overlap), tiny.flatten(alone)
+    settings = OptimizerConfig(optimizer="sgd", clip_grad=0.05)  # momentum, decay and clipping all on
+    optimizers = FlatOptimizer(ours.units, settings), FlatOptimizer(reference.units, settings)
+    for step in range(2):
+        whole = everything(name, world_size, step)
+        scale = 1 / num_tokens(whole)
+        want = tiny.reference_step(alone, whole, scale)
+        got = tiny.run_step(sharded, ours, share(name, rank, world_size, step), scale)
+        dist.all_reduce(got["loss"])  # type: ignore[arg-type]
+        assert_law(got, want, FP64)
+        tiny.run_step(alone, reference, whole, scale)
+        for optimizer in optimizers:
+            norm = float(optimizer.grad_norm())
+            assert norm > 0.05  # it is clipped
+            optimizer.step(0.05, 0.1, norm)
+        assert_law(dict(sharded.named_parameters()), dict(alone.named_parameters()), FP64)
+    _same_bits_everywhere(ours)
+
+
+def _same_bits_everywhere(gradients: FlatGradients) -> None:
+    for unit in gradients.units:
+        for buffer in (unit.params, unit.grads):
+            parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, buffer)
+            assert all(torch.equal(p, buffer) for p in parts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_steps_are_those_of_one_process(tmp_path: Path, world_size: int, name: str) -> None:
+    run_ranks(_steps, world_size, tmp_path, name, True, {})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_without_overlap(tmp_path: Path, name: str) -> None:
+    run_ranks(_steps, 2, tmp_path, name, False, {})
+
+
+@pytest.mark.parametrize("how", ["selective", "uniform 2", "block 1"])
+def test_with_recomputation(tmp_path: Path, how: str) -> None:
+    run_ranks(_steps, 2, tmp_path, "gpt2 with dropout", True, tiny.RECOMPUTE[how])
+
+
+def _frozen(frozen: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = tiny.make_model(tiny.BASE)
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen not in name)
+    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_sp)
+    for step in range(2):
+        whole = [tiny.make_batch(seed=10 * step + r) for r in range(world_size)]
+        got = tiny.run_step(model, gradients, [whole[rank]])
+        dist.all_reduce(got["loss"])  # type: ignore[arg-type]
+        assert_law(got, tiny.reference_step(model, whole), FP64)
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "decoder.layers.1.", "decoder.final_layernorm", "bias"])
+def test_frozen_parameters_and_units(tmp_path: Path, frozen: str) -> None:
+    run_ranks(_frozen, 2, tmp_path, frozen)
+
+
+def _collectives_are_in_flight_together() -> None:
+    """With overlap a unit's sum starts in backward, before the next unit's gradients exist."""
+    model = tiny.make_model(tiny.BASE)
+    gradients = tiny.flatten(model, ParallelGroups.create(torch.device("cpu")).dp_sp)
+    gradients.start_step()
+    loss = tiny.loss_of(model, tiny.make_batch(seed=dist.get_rank()), gradients.unit_done)
+    gradients.last_micro_batch()
+    loss.backward()
+    assert list(gradients._handles) == [4, 3, 2, 1]
+    gradients.finish_step()
+    assert not gradients._handles
+
+
+def test_sums_start_under_backward(tmp_path: Path) -> None:
+    run_ranks(_collectives_are_in_flight_together, 2, tmp_path)

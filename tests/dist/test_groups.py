@@ -1,0 +1,70 @@
+"""The groups of a layout: who is in them, for every way to split a world."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _layout(tp: int, sp: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp)
+    base, rest = rank - rank % (tp * sp), rank % (tp * sp)
+    assert _members(groups.tp) == [rank - rank % tp + i for i in range(tp)]
+    assert _members(groups.sp) == [base + rest % tp + tp * i for i in range(sp)]
+    assert _members(groups.dp) == list(range(rest, world, tp * sp))
+    assert sorted(_members(groups.dp_sp)) == list(range(rank % tp, world, tp))
+    assert _members(groups.world) == _members(groups.control) == list(range(world))
+    assert (groups.rank, groups.world_size) == (rank, world)
+    assert (groups.dp_rank, groups.dp_size) == (rank // (tp * sp), world // (tp * sp))
+    for group in (groups.tp, groups.sp, groups.dp, groups.dp_sp):
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=group)
+        assert x == sum(_members(group))
+
+
+@pytest.mark.parametrize("world, tp, sp", [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2), (2, 2, 1), (2, 1, 2)])
+def test_members(tmp_path: Path, world: int, tp: int, sp: int) -> None:
+    run_ranks(_layout, world, tmp_path, tp, sp)
+
+
+def _indivisible() -> None:
+    with pytest.raises(ValueError, match=r"world_size \(3\) must be a multiple of tp_size \* sp_size \(2 \* 1\)"):
+        ParallelGroups.create(torch.device("cpu"), tp_size=2)
+
+
+def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
+    run_ranks(_indivisible, 3, tmp_path)
+
+
+def test_a_plain_python_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR"):
+            monkeypatch.delenv(name)
+    launch = Launch.from_env()
+    assert launch == Launch(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0)
+    init_process_group(launch, torch.device("cpu"), "auto", timedelta(seconds=20))
+    try:
+        groups = ParallelGroups.create(torch.device("cpu"))
+        assert groups.world_size == groups.dp_size == 1 and groups.dp_sp.size() == 1
+    finally:
+        destroy_process_group()
+    destroy_process_group()  # leaving twice is harmless
+
+
+def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert Launch.from_env() == Launch(rank=5, local_rank=1, world_size=8, local_world_size=4, attempt=2)

@@ -1,0 +1,133 @@
+"""Schedules against the formulas of Megatron's optimizer_param_scheduler.py, written here from its definitions, and against common sense."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron_sp.config import BatchConfig, OptimizerConfig
+from megatron_sp.optim.schedule import Schedule
+
+GBS = 4
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+def schedule(iters: int = 100, samples: int | None = None, **optimizer: Any) -> Schedule:
+    config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.1} | optimizer)
+    return Schedule.from_config(config, BatchConfig(train_iters=None if samples else iters, train_samples=samples), GBS)
+
+
+def megatron(n: int, style: str, wsd: str = "linear", warmup: int = 0, horizon: int = 400, anneal: int = 0, peak: float = 1.0, floor: float = 0.1, init: float = 0.0) -> float:
+    """n, warmup, horizon and anneal in samples."""
+    if warmup > 0 and n <= warmup:
+        return init + (peak - init) * n / warmup
+    if style == "constant":
+        return peak
+    if n > horizon:
+        return floor
+    if style == "inverse-square-root":
+        return max(floor, peak * max(warmup, 1) ** 0.5 / max(n, 1) ** 0.5)
+    if style == "WSD":
+        share = (n - (horizon - anneal)) / anneal
+        coefficient = 1.0 if share <= 0 else {
+            "linear": 1 - share, "cosine": 0.5 * (math.cos(math.pi * share) + 1), "exponential": 2 * 0.5**share - 1, "minus_sqrt": 1 - math.sqrt(max(share, 0)),
+        }[wsd]  # fmt: skip
+    else:
+        ratio = (n - warmup) / (horizon - warmup)
+        coefficient = 1 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
+    return floor + coefficient * (peak - floor)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("wsd", WSD)
+@pytest.mark.parametrize("warmup, init", [(0, 0.0), (10, 0.0), (10, 0.3), (1, 0.0), (99, 0.0)])
+def test_is_megatrons(style: str, wsd: str, warmup: int, init: float) -> None:
+    anneal = 20 if warmup < 80 else 1
+    s = schedule(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=warmup, lr_warmup_init=init, lr_wsd_decay_iters=anneal)
+    for n in range(0, 130 * GBS):
+        assert s.lr(n) == pytest.approx(megatron(n, style, wsd, warmup * GBS, 100 * GBS, anneal * GBS, init=init), abs=1e-12), n
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("wsd", WSD)
+def test_rises_then_never_rises_again_and_stays_between_floor_and_peak(style: str, wsd: str) -> None:
+    s = schedule(lr_decay_style=style, lr_wsd_decay_style=wsd, lr_warmup_iters=10, lr_wsd_decay_iters=30)
+    values = [s.lr(n) for n in range(1, 120 * GBS)]
+    peak = values.index(max(values))
+    assert peak == 10 * GBS - 1 and values[peak] == 1.0
+    assert all(a < b for a, b in zip(values[:peak], values[1 : peak + 1], strict=False))
+    assert all(a >= b - 1e-15 for a, b in zip(values[peak:], values[peak + 1 :], strict=False))
+    assert min(values[peak:]) >= 0.1 - 1e-15
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
+def test_the_edges(style: str) -> None:
+    s = schedule(lr_decay_style=style, lr_warmup_iters=10, lr_wsd_decay_iters=30)
+    assert s.lr(0) == 0.0
+    assert s.lr(GBS) == pytest.approx(0.1)  # the first step already moves
+    assert s.lr(10 * GBS) == 1.0
+    assert s.lr(100 * GBS) == pytest.approx(0.1)
+    assert s.lr(100 * GBS + 1) == s.lr(10**9) == 0.1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_without_warm_up_the_first_step_has_nearly_the_peak(style: str) -> None:
+    s = schedule(lr_decay_style=style, lr_wsd_decay_iters=30)
+    assert s.lr(0) == 1.0
+    if style != "inverse-square-root":
+        assert s.lr(GBS) >= 0.98
+
+
+def test_wsd_is_stable_until_its_decay() -> None:
+    s = schedule(lr_decay_style="WSD", lr_warmup_iters=10, lr_wsd_decay_iters=30)
+    assert {s.lr(n) for n in range(10 * GBS, 70 * GBS + 1)} == {1.0}
+    assert s.lr(70 * GBS + 1) < 1.0
+    for style in WSD:
+        assert schedule(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=30).lr(100 * GBS) == pytest.approx(0.1)
+
+
+def test_steps_and_samples_say_the_same() -> None:
+    in_iters = schedule(lr_decay_style="WSD", lr_warmup_iters=10, lr_decay_iters=90, lr_wsd_decay_iters=30)
+    in_samples = schedule(samples=100 * GBS, lr_decay_style="WSD", lr_warmup_samples=10 * GBS, lr_decay_samples=90 * GBS, lr_wsd_decay_samples=30 * GBS)
+    assert in_iters == in_samples
+
+
+@pytest.mark.parametrize("fraction, warmup", [(0.0, 0), (0.1, 10), (0.5, 50)])
+def test_warm_up_as_a_share_of_the_horizon(fraction: float, warmup: int) -> None:
+    assert schedule(lr_warmup_fraction=fraction) == schedule(lr_warmup_iters=warmup)
+    assert schedule(lr_warmup_fraction=fraction, lr_decay_iters=50).warmup == warmup * GBS / 2
+    assert schedule(lr_warmup_fraction=fraction, lr_warmup_iters=33).warmup == warmup * GBS  # the fraction wins
+
+
+def test_the_horizon_is_the_run_unless_said_otherwise() -> None:
+    assert schedule(iters=70).horizon == 70 * GBS
+    assert schedule(iters=70, lr_decay_iters=30).lr(31 * GBS) == 0.1
+    assert schedule(samples=123).horizon == 123
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_the_ramp_of_the_weight_decay_is_megatrons(style: str) -> None:
+    ramp = {} if style == "constant" else {"start_weight_decay": 0.04}
+    s = schedule(weight_decay_incr_style=style, end_weight_decay=0.4, **ramp)
+    for n in range(0, 130 * GBS):
+        ratio = min(n / (100 * GBS), 1.0)
+        share = {"constant": 1.0, "linear": ratio, "cosine": 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)}[style]
+        assert s.weight_decay(n) == pytest.approx((ramp.get("start_weight_decay", 0.4)) * (1 - share) + 0.4 * share, abs=1e-12)
+
+
+def test_the_weight_decay_is_constant_by_default() -> None:
+    s = schedule(weight_decay=0.3)
+    assert {s.weight_decay(n) for n in (0, 1, 200, 10**6)} == {0.3}
+
+
+def test_the_horizon_of_the_learning_rate_does_not_bend_the_weight_decay() -> None:
+    s = schedule(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=1.0, lr_decay_iters=10)
+    assert s.weight_decay(50 * GBS) == pytest.approx(0.5)
+
+
+def test_it_can_be_stored_and_rebuilt() -> None:
+    s = schedule(lr_decay_style="WSD", lr_wsd_decay_iters=7)
+    assert Schedule(**s.state()) == s
