@@ -298,7 +298,7 @@ def test_the_command_line_comes_after_the_file_wherever_it_stands(tmp_path: Path
     [
         ("num_layesr: 3", "run.yaml line 1: num_layesr is unknown: did you mean num-layers?"),
         ("lr: 1\n\nlr-warmup: 3", "run.yaml line 3: lr-warmup is unknown"),
-        ("modle:\n  num_layers: 3", "run.yaml line 1: modle is no group of flags; the groups are model, parallel"),
+        ("modelz:\n  num_layers: 3", "run.yaml line 1: modelz is no group of flags; the groups are model, parallel"),
         ("model:\n  num_layers: three", "run.yaml line 2: num_layers: expected an integer, got 'three'"),
         ("lr: [1, 2]", "run.yaml line 1: lr: expected a number, got 1 2"),
         ("bf16: 3", "run.yaml line 1: bf16: expected true or false, got '3'"),

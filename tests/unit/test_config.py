@@ -164,6 +164,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"logging__wandb_exp_name": "x"}, "--wandb-exp-name needs --wandb-project"),
     ({"logging__profile": True, "logging__profile_step_end": 10}, "profile_step_end (10) must be above profile_step_start (10)"),
     ({"logging__profile": True, "logging__profile_ranks": (0, 1)}, "profile_ranks names rank 1, but the ranks are 0 to 0"),
+    ({"logging__peak_tflops": "0"}, "peak_tflops (0) must be above 0"),
+    (
+        {"optimizer__lr_decay_style": "WSD", "optimizer__lr_wsd_decay_iters": 5, "optimizer__lr_warmup_iters": 10},
+        "lr_warmup_iters (10) must be below the decay horizon (10,",
+    ),
     ({"logging__peak_tflops": "-3"}, "peak_tflops (-3) must be above 0"),
 ]
 
@@ -192,6 +197,10 @@ def test_sizes_that_fit_one_process_may_not_fit_four() -> None:
     fields = {"batch__global_batch_size": 6, "batch__micro_batch_size": 2}
     config(**fields).validate(world_size=3)
     assert "(2 * 4 = 8): 6 = 0 * 8 + 6; use 8" in message(world_size=4, **fields)
+
+
+def test_no_processes() -> None:
+    assert "the number of processes (0) must be at least 1" in message(world_size=0)
 
 
 def test_several_mistakes_are_numbered_in_one_message() -> None:
@@ -224,7 +233,14 @@ def test_a_huge_number_of_heads_is_answered_at_once() -> None:
         {"optimizer__lr_decay_style": "WSD", "optimizer__lr_wsd_decay_iters": 5, "optimizer__lr_warmup_iters": 5},
         {"optimizer__weight_decay_incr_style": "cosine", "optimizer__start_weight_decay": 0.1, "optimizer__end_weight_decay": 0.0},
         {"logging__peak_tflops": "h100-bf16"},
+        {"logging__peak_tflops": "0.5"},
         {"optimizer__lr": 0.0},
+        {"model__max_position_embeddings": 32},
+        {"model__position_embedding_type": "rope", "model__rotary_percent": 0.125},
+        {"kernels__use_flash_attn": True, "precision__bf16": True, "model__kv_channels": 256},
+        {"batch__global_batch_size": 4, "batch__rampup_batch_size": (1, 1, 1)},
+        {"batch__seed": 2**32 - 1},
+        {"precision__fp16": True, "precision__initial_loss_scale": 2.0, "precision__min_loss_scale": 2.0},
     ],
 )
 def test_unusual_but_sound(fields: dict[str, Any]) -> None:

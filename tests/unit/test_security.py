@@ -9,15 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = {".git", "runs", "build", "dist", "__pycache__", "docs"}
-# The letter in brackets keeps this file from finding itself.
+# The (?:...) and [.] keep this file from finding itself.
 FORBIDDEN = {
-    "[p]ickle": r"\b(import|from)\s+(c|cloud)?[p]ickle|\b(c|cloud)?[p]ickle\.(load|dump|Unpick|Pick)|allow_[p]ickle\s*=\s*True",
-    "unsafe torch files": r"weights_only\s*=\s*[F]alse|\btorch\.(load|save)\s*\(",
-    "yaml with objects": r"yaml\.(unsafe_|full_)?[l]oad(_all)?\s*\(|yaml\.([U]nsafe|Full)?Loader\b",
-    "code from text": r"(?<![\w.])[e]val\s*\(|(?<![\w.])[e]xec\s*\(",
-    "remote code": r"trust_remote_code\s*=\s*[T]rue",
-    "object collectives": r"\b(all_gather|broadcast|gather|scatter|send|recv)_[o]bject(_list)?\b",
-    "shells": r"shell\s*=\s*[T]rue|os\.[s]ystem\s*\(",
+    "pickles": r"\b(import|from)\s+(c|cloud)?(?:pickle)|\b(c|cloud)?(?:pickle)\.(load|dump|Unpick|Pick)|allow_(?:pickle)\s*=\s*True",
+    "unsafe torch files": r"weights_only\s*=\s*(?:False)|\btorch\.(load|save)\s*\(",
+    "yaml with objects": r"yaml\.(unsafe_|full_)?(?:load)(_all)?\s*\(|yaml\.(Unsafe|Full)?Loader\b",
+    "code from text": r"(?<![\w.])(?:eval)\s*\(|(?<![\w.])(?:exec)\s*\(",
+    "remote code": r"trust_remote_code\s*=\s*(?:True)",
+    "object collectives": r"\b(all_gather|broadcast|gather|scatter|send|recv)_(?:object)(_list)?\b",
+    "shells": r"shell\s*=\s*(?:True)|os\.(?:system)\s*\(",
 }
 
 
@@ -41,8 +41,8 @@ def test_the_tree_has_no(rule: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "line"),
     [
-        ("[p]ickle", "import " + "pickle"),
-        ("[p]ickle", "np.load(f, allow_" + "pickle=True)"),
+        ("pickles", "import " + "pickle"),
+        ("pickles", "np.load(f, allow_" + "pickle=True)"),
         ("unsafe torch files", "torch." + "load(path)"),
         ("unsafe torch files", "load(weights_only = " + "False)"),
         ("yaml with objects", "yaml." + "load(text)"),
