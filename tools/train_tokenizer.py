@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--json-key", default="text", metavar="KEY", help="text of a line (default: text)")
     add("--output", required=True, metavar="FILE", help="the .model file to write")
     add("--vocab-size", type=int, default=8000, metavar="N", help="ids, 256 bytes and <eod> among them (default: 8000)")
-    add("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"text to train on, at most (default: {SAMPLE_BYTES})")
+    add("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"text to train on, about (default: {SAMPLE_BYTES})")
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:

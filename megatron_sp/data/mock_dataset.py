@@ -28,7 +28,7 @@ class MockGPTDataset:
         self.seq_length, self._num_samples = seq_length, num_samples
         self._key = np.array([seed & (2**64 - 1), _SPLITS[name]], np.uint64)
         self._eod, self._mask_eod = tokenizer.eod, eod_mask_loss
-        others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod]
+        others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod][:_RING]
         self._ring = np.array(others, np.int64)
         self._fingerprint = hash_of(
             kind="mock-1", seed=seed, split=name, seq_length=seq_length, tokenizer=tokenizer.fingerprint(), mask_eod=eod_mask_loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import struct
@@ -31,7 +32,8 @@ def write(prefix: Path, documents: list[list[int]], **options: object) -> Path:
 
 def raw_pair(
     prefix: Path, *, lengths: list[int], pointers: list[int] | None = None, documents: list[int] | None = None, code: int = 8,
-    version: int = 1, magic: bytes = MAGIC, num_sequences: int | None = None, num_documents: int | None = None, bin_bytes: int | None = None,
+    version: int = 1, magic: bytes = MAGIC, num_sequences: int | None = None,
+    num_documents: int | None = None, bin_bytes: int | None = None,
 ) -> Path:  # fmt: skip
     size = DTYPES.get(code, np.dtype("u2")).itemsize
     pointers = [size * sum(lengths[:i]) for i in range(len(lengths))] if pointers is None else pointers
@@ -86,7 +88,7 @@ def test_round_trip(documents: list[list[int]], how: str) -> None:
         data = IndexedDataset(folder + "/x")
         assert len(data) == sum(bool(d) for d in documents)  # an empty document has no sequence
         bounds = data.document_index
-        got = [[t for i in range(a, b) for t in data.get(i).tolist()] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        got = [[t for i in range(a, b) for t in data.get(i).tolist()] for a, b in itertools.pairwise(bounds)]
         assert got == documents
         assert data.verify(1000).num_tokens == sum(map(len, documents))
 

@@ -8,6 +8,7 @@ thread, so the same text gives the same model, byte for byte.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -42,7 +43,7 @@ def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int
         texts: documents.
         model: path of the ``.model`` file.
         vocab_size: ids, the 256 bytes and the end of a document (``<eod>``) among them.
-        sample_bytes: how much of the text to train on, at most.
+        sample_bytes: about how much of the text to train on.
     Raises:
         ConfigError: a vocabulary that cannot be, or no sentencepiece.
         DataError: too little text for so many pieces.
@@ -103,10 +104,11 @@ def _text_of(line: str, key: str, where: str) -> str:
 
 
 def _sample(texts: list[str], sample_bytes: int) -> list[str]:
-    """Lines of all texts; every k-th when they are more than ``sample_bytes``."""
+    """Lines of all texts; evenly spaced ones when they are more than ``sample_bytes``."""
     lines = [line for text in texts for line in text.split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4]
     total = sum(len(line.encode()) for line in lines)
-    return lines[:: max(1, -(-total // sample_bytes))]
+    count = len(lines) if total <= sample_bytes else len(lines) * sample_bytes // total
+    return [lines[k * len(lines) // count] for k in range(count)]
 
 
 def _report(tokenizer: SentencePieceTokenizer, lines: list[str]) -> TrainReport:
@@ -124,5 +126,6 @@ def _write(path: Path, contents: bytes) -> None:
         os.replace(temporary, path)
         fsync_dir(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise DiskError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,239 @@
+"""GPT samples from files, blends and mock data, and what bad data get."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.build import Datasets, build_datasets
+from megatron_sp.data.gpt_dataset import GPTDataset
+from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_sp.data.mock_dataset import MockGPTDataset
+from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_sp.utils.errors import ConfigError, DataError
+
+S = 8
+EOD = 256
+
+
+def corpus(folder: Path, name: str = "a", num_documents: int = 60, seed: int = 0, low: int = 1) -> str:
+    random = np.random.RandomState(seed)
+    with IndexedDatasetWriter(folder / name, vocab_size=257) as writer:
+        for length in random.randint(low, 40, num_documents):
+            writer.add_document(np.append(random.randint(0, 256, length), EOD))
+    return str(folder / name)
+
+
+def build(folder: Path, n: tuple[int, int, int] = (100, 5, 5), seed: int = 1234, **data: object) -> Datasets:
+    config = DataConfig(**({"split": "8,1,1"} | data))  # type: ignore[arg-type]
+    return build_datasets(config, seq_length=S, seed=seed, tokenizer=ByteTokenizer(), num_samples=n)
+
+
+def everything(dataset: object) -> list[list[int]]:
+    return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]  # type: ignore[index, arg-type]
+
+
+def test_samples_are_the_stream_of_shuffled_documents(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path, low=0)
+    indexed = IndexedDataset(prefix)
+    data = GPTDataset(indexed, (5, 40), seq_length=S, num_samples=300, seed=3, tokenizer=ByteTokenizer())
+    stream = np.concatenate([indexed.get(i) for i in data.index.document.tolist()])
+    assert data.num_epochs > 1 and set(data.index.document.tolist()) == set(range(5, 40))
+    for i in range(len(data)):
+        start = int(data.index.shuffle[i]) * S
+        sample = data[i]
+        assert sample["tokens"].tolist() == stream[start : start + S].tolist()
+        assert sample["labels"].tolist() == stream[start + 1 : start + S + 1].tolist()
+        assert sample["loss_mask"].tolist() == [1.0] * S
+    assert (sample["tokens"].dtype, sample["labels"].dtype, sample["loss_mask"].dtype) == (np.int64, np.int64, np.float32)
+    for i in (-1, len(data)):
+        with pytest.raises(IndexError):
+            data[i]
+
+
+def test_splits_share_nothing_and_have_enough(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path, num_documents=200)
+    sets = build(tmp_path, (500, 40, 30), data_path=(prefix,))
+    used = [set(d.index.document.tolist()) for d in (sets.train, sets.valid, sets.test)]  # type: ignore[union-attr]
+    assert [len(u) for u in used] == [160, 20, 20] and len(set.union(*used)) == 200
+    assert [len(d) >= n for d, n in zip((sets.train, sets.valid, sets.test), (500, 40, 30), strict=True)] == [True] * 3  # type: ignore[arg-type]
+
+
+def test_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    one = build(tmp_path, data_path=(prefix,))
+    again = build(tmp_path, data_path=(prefix + ".bin",), data_cache_path=str(tmp_path / "other"))
+    assert everything(one.train) == everything(again.train) and one.fingerprint == again.fingerprint
+    other = build(tmp_path, data_path=(prefix,), seed=1)
+    assert everything(one.train) != everything(other.train) and one.fingerprint != other.fingerprint
+
+
+def test_loss_mask_of_document_ends(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    plain, masked = (build(tmp_path, data_path=(prefix,), eod_mask_loss=flag) for flag in (False, True))
+    assert plain.train and masked.train and plain.fingerprint != masked.fingerprint
+    ends = 0
+    for i in range(len(masked.train)):
+        sample = masked.train[i]
+        assert (sample["loss_mask"] == (sample["tokens"] != EOD)).all()
+        ends += int((sample["tokens"] == EOD).sum())
+    assert ends > 10
+
+
+def test_none_where_nothing_is_wanted(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    sets = build(tmp_path, (10, 0, 5), data_path=(prefix,))
+    assert sets.train and sets.valid is None and sets.test
+    sets = build(tmp_path, (10, 5, 5), data_path=(prefix,), split="9,1")
+    assert sets.train and sets.valid and sets.test is None
+    sets = build(tmp_path, (0, 0, 5), data_path=(prefix,))
+    assert sets.train is None and sets.fingerprint == sets.test.fingerprint()  # type: ignore[union-attr]
+    assert build(tmp_path, (0, 0, 0), data_path=(prefix,)).fingerprint == ""
+
+
+def test_paths_for_each_split(tmp_path: Path) -> None:
+    a, b = corpus(tmp_path, "a"), corpus(tmp_path, "b", 10, seed=1)
+    sets = build(tmp_path, (20, 5, 5), train_data_path=(a,), valid_data_path=(b,))
+    assert set(sets.train.index.document.tolist()) == set(range(60))  # type: ignore[union-attr]
+    assert set(sets.valid.index.document.tolist()) == set(range(10)) and sets.test is None  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="exclude each other"):
+        build(tmp_path, data_path=(a,), valid_data_path=(b,))
+    with pytest.raises(ConfigError, match="there is no data"):
+        build(tmp_path)
+
+
+def test_weighted_blend(tmp_path: Path) -> None:
+    a, b = corpus(tmp_path, "a"), corpus(tmp_path, "b", 30, seed=1)
+    sets = build(tmp_path, (1000, 10, 0), data_path=("3", a, "7", b))
+    assert sets.train is not None and len(sets.train) == 1000
+    single = [
+        GPTDataset(IndexedDataset(p), bounds, seq_length=S, num_samples=n, seed=1234, tokenizer=ByteTokenizer())
+        for p, bounds, n in [(a, (0, 48), 302), (b, (0, 24), 704)]
+    ]
+    assert sets.train[0]["tokens"].tolist() == single[1][0]["tokens"].tolist()  # golden order of .3/.7: 1 0 1 1 0 1
+    assert sets.train[1]["tokens"].tolist() == single[0][0]["tokens"].tolist()
+    assert sets.train[5]["tokens"].tolist() == single[1][3]["tokens"].tolist()
+    assert sets.fingerprint != build(tmp_path, (1000, 10, 0), data_path=("4", a, "6", b)).fingerprint
+    for i in (-1, 1000):
+        with pytest.raises(IndexError):
+            sets.train[i]
+
+
+def test_blend_by_size(tmp_path: Path) -> None:
+    paths = (corpus(tmp_path, "a", 80), corpus(tmp_path, "b", 40, seed=1), corpus(tmp_path, "c", 40, seed=2))
+    small = build(tmp_path, (50, 0, 0), data_path=paths)
+    assert [d.num_epochs for d in small.train.datasets] == [1, 1, 1]  # type: ignore[union-attr]
+    shares = np.bincount(small.train.sets) / 50  # type: ignore[union-attr]
+    assert shares.tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.06)
+    large = build(tmp_path, (5000, 0, 0), data_path=paths)
+    assert len(large.train) == 5000 and large.train.datasets[0].num_epochs > 1  # type: ignore[union-attr, arg-type]
+    everything(large.train)
+
+
+def test_blend_indices_are_cached(tmp_path: Path) -> None:
+    a, b = corpus(tmp_path, "a"), corpus(tmp_path, "b", 30, seed=1)
+    options = dict(data_path=("3", a, "7", b), data_cache_path=str(tmp_path / "cache"))
+    first = everything(build(tmp_path, (100, 0, 0), **options).train)
+    assert len(list((tmp_path / "cache").glob("blend-*-sample.npy"))) == 1
+    assert everything(build(tmp_path, (100, 0, 0), **options).train) == first
+
+
+def test_cyclic_trains_on_one_epoch(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    sets = build(tmp_path, (10_000, 500, 0), data_path=(prefix,), dataloader_type="cyclic")
+    assert sets.train.num_epochs == 1 and len(sets.train) < 10_000  # type: ignore[union-attr, arg-type]
+    assert len(sets.valid) >= 500  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("969,30,1", r"the test split is empty \(0 of 60 sequences\); one sample needs seq_length \+ 1 = 9 tokens"),
+        ("58,1,1", r"the valid split has \d+ tokens \(sequences 58 to 58 of 60\); one sample needs seq_length \+ 1 = 65 tokens"),
+    ],
+)
+def test_splits_that_are_too_small(split: str, message: str, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    with pytest.raises(DataError, match=message):
+        build_datasets(
+            DataConfig(data_path=(prefix,), split=split), seq_length=S if "969" in split else 64, seed=1, tokenizer=ByteTokenizer(),
+            num_samples=(1, 1, 1),
+        )  # fmt: skip
+
+
+def test_exactly_enough_tokens_for_one_sample(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", vocab_size=257) as writer:
+        writer.add_document(list(range(S + 1)))
+    data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S, num_samples=1, seed=1, tokenizer=ByteTokenizer())
+    assert len(data) == 1 and data[0]["tokens"].tolist() == list(range(S)) and data[0]["labels"].tolist() == list(range(1, S + 1))
+    with pytest.raises(DataError, match="has 9 tokens"):
+        GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S + 1, num_samples=1, seed=1, tokenizer=ByteTokenizer())
+
+
+def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", vocab_size=1000) as writer:
+        writer.add_document([1] * 20)
+        writer.add_document([1] * 5 + [300] + [1] * 20)
+    build_with = dict(seq_length=S, num_samples=20, seed=1, tokenizer=ByteTokenizer())
+    data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 2), **build_with)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"x\.bin: byte offset 50: sequence 1, token 5 is 300: expected 0 to 256"):
+        everything(data)
+    everything(GPTDataset(IndexedDataset(tmp_path / "x"), (0, 2), vocab_size=301, **build_with))  # type: ignore[arg-type]
+
+
+def test_the_bin_shrinks_while_training(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path)
+    sets = build(tmp_path, data_path=(prefix,))
+    os.truncate(prefix + ".bin", 100)
+    with pytest.raises(DataError, match="has become shorter"):
+        everything(sets.train)
+
+
+def test_fingerprint_covers_what_decides_the_samples(tmp_path: Path) -> None:
+    a, b = corpus(tmp_path, "a"), corpus(tmp_path, "b", seed=9)
+    base = dict(seq_length=S, num_samples=20, seed=1, tokenizer=ByteTokenizer())
+
+    def fingerprint(prefix: str = a, bounds: tuple[int, int] = (0, 50), **changes: object) -> str:
+        return GPTDataset(IndexedDataset(prefix), bounds, **(base | changes)).fingerprint()  # type: ignore[arg-type]
+
+    assert fingerprint() == fingerprint()
+    assert fingerprint(num_samples=30) == fingerprint()  # a longer run inside one epoch has the same order
+    others = [
+        fingerprint(b), fingerprint(bounds=(0, 49)), fingerprint(seq_length=9), fingerprint(seed=2), fingerprint(num_samples=1000),
+        fingerprint(tokenizer=NullTokenizer(257)), fingerprint(eod_mask_loss=True),
+    ]  # fmt: skip
+    assert len({fingerprint(), *others}) == 8
+
+
+def test_mock_data_need_no_file_and_can_be_learned() -> None:
+    tokenizer = NullTokenizer(1000)
+    config = DataConfig(mock_data=True, eod_mask_loss=True)
+    sets = build_datasets(config, seq_length=300, seed=7, tokenizer=tokenizer, num_samples=(200, 20, 0))
+    assert sets.train and sets.valid and sets.test is None and len(sets.train) == 200
+    sample = sets.train[5]
+    assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
+    assert sets.train[5]["tokens"].tolist() == sample["tokens"].tolist() != sets.train[6]["tokens"].tolist()
+    assert sets.valid[5]["tokens"].tolist() != sample["tokens"].tolist()
+    tokens = np.concatenate([sets.train[i]["tokens"] for i in range(200)])
+    labels = np.concatenate([sets.train[i]["labels"] for i in range(200)])
+    assert tokens.min() == 0 and set(tokens[tokens > 511].tolist()) == {999} and len(set(tokens.tolist())) == 513
+    steps = (labels - tokens)[(tokens != 999) & (labels != 999)] % 512
+    entropy = -sum(p * math.log(p) for p in np.unique(steps, return_counts=True)[1] / steps.size)
+    assert 1.1 < entropy < 1.3  # far below ln(1000) = 6.9
+    assert (sample["loss_mask"] == (sample["tokens"] != 999)).all()
+    with pytest.raises(IndexError):
+        sets.train[200]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3, 257, 512, 513, 70_000])
+def test_mock_data_stay_inside_any_vocabulary(vocab_size: int) -> None:
+    data = MockGPTDataset(seq_length=600, num_samples=3, seed=-5, tokenizer=NullTokenizer(vocab_size))
+    tokens = np.concatenate([data[i]["tokens"] for i in range(3)])
+    assert tokens.min() >= 0 and tokens.max() < vocab_size
+    other = MockGPTDataset(seq_length=600, num_samples=3, seed=-4, tokenizer=NullTokenizer(vocab_size))
+    assert data.fingerprint() != other.fingerprint()

@@ -1,0 +1,133 @@
+"""The index cache: damage is rebuilt, nothing is unpickled, and a folder that cannot be written is no obstacle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_sp.data import index_cache
+from megatron_sp.data.index_cache import Arrays, Expected, cached_arrays
+
+EXPECTED: Expected = {"a": ((5,), np.dtype(np.int32)), "b": ((3, 2), np.dtype(np.int64))}
+
+
+def make() -> Arrays:
+    make.calls += 1  # type: ignore[attr-defined]
+    return {"a": np.arange(5, dtype=np.int32), "b": np.arange(6, dtype=np.int64).reshape(3, 2)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    make.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(index_cache, "_warned", set())
+
+
+def check(arrays: Arrays) -> None:
+    assert arrays["a"].tolist() == [0, 1, 2, 3, 4] and arrays["b"].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_built_once_then_mapped(tmp_path: Path) -> None:
+    for _ in range(3):
+        arrays = cached_arrays(tmp_path / "c", "k", EXPECTED, make)
+        check(arrays)
+        assert isinstance(arrays["a"], np.memmap) and not arrays["a"].flags.writeable
+    assert make.calls == 1  # type: ignore[attr-defined]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["k-a.npy", "k-b.npy", "k.json", "k.lock"]
+    check(cached_arrays(tmp_path / "c", "other", EXPECTED, make))
+    check(cached_arrays(None, "k", EXPECTED, make))
+    assert make.calls == 3  # type: ignore[attr-defined]
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def hostile(folder: Path) -> None:
+    """A .npy of objects: whoever unpickles it makes a folder."""
+    header = "{'descr': '|O', 'fortran_order': False, 'shape': (5,), }".ljust(117) + "\n"
+    payload = f"cos\nmkdir\n(S'{folder}/canary'\ntR.".encode()
+    (folder / "k-a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + payload)
+
+
+DAMAGE = {
+    "flipped": lambda f: flip(f / "k-a.npy", -3),
+    "header": lambda f: flip(f / "k-a.npy", 20),
+    "cut": lambda f: os.truncate(f / "k-b.npy", 150),
+    "empty": lambda f: os.truncate(f / "k-b.npy", 0),
+    "shape": lambda f: np.save(f / "k-a.npy", np.arange(6, dtype=np.int32)),
+    "dtype": lambda f: np.save(f / "k-a.npy", np.arange(5, dtype=np.uint32)),
+    "order": lambda f: np.save(f / "k-b.npy", np.asfortranarray(np.arange(6, dtype=np.int64).reshape(3, 2))),
+    "objects": hostile,
+    "no json": lambda f: (f / "k.json").write_text("{"),
+    "list": lambda f: (f / "k.json").write_text("[]"),
+    "deep": lambda f: (f / "k.json").write_text("[" * 100_000),
+    "not text": lambda f: (f / "k.json").write_bytes(b"\xff\xfe"),
+    "missing name": lambda f: (f / "k.json").write_text(json.dumps({"a": 1})),
+    "wrong sum": lambda f: (f / "k.json").write_text(json.dumps({"a": 1, "b": 2})),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_rebuilt_with_a_warning(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cached_arrays(tmp_path, "k", EXPECTED, make)
+    DAMAGE[name](tmp_path)
+    with caplog.at_level(logging.WARNING):
+        check(cached_arrays(tmp_path, "k", EXPECTED, make))
+    assert make.calls == 2 and "is damaged and is built anew" in caplog.text  # type: ignore[attr-defined]
+    assert not (tmp_path / "canary").exists()
+    caplog.clear()
+    check(cached_arrays(tmp_path, "k", EXPECTED, make))
+    assert make.calls == 2 and not caplog.records  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["k-a.npy", "k-b.npy", "k.json"])
+def test_half_a_set_is_rebuilt(name: str, tmp_path: Path) -> None:
+    cached_arrays(tmp_path, "k", EXPECTED, make)
+    (tmp_path / name).unlink()
+    check(cached_arrays(tmp_path, "k", EXPECTED, make))
+    assert make.calls == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("where", ["under a file", "full"])
+def test_a_folder_that_cannot_be_written(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cache"
+    if where == "full":
+        folder = tmp_path / "cache"
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(np, "save", full)
+    with caplog.at_level(logging.WARNING):
+        for key in ("k", "l", "m"):
+            check(cached_arrays(folder, key, EXPECTED, make))
+    assert make.calls == 3  # type: ignore[attr-defined]
+    assert len(caplog.records) == 1 and "stay in memory" in caplog.text and "--data-cache-path" in caplog.text
+    assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_what_a_killed_builder_left_is_removed_when_old(tmp_path: Path) -> None:
+    old, young = tmp_path / ".k-a.0.tmp", tmp_path / ".k-a.1.tmp"
+    for path in (old, young):
+        path.write_text("")
+    os.utime(old, (time.time() - 7200,) * 2)
+    cached_arrays(tmp_path, "k", EXPECTED, make)
+    assert not old.exists() and young.exists()
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cache, "fcntl", None)
+    check(cached_arrays(tmp_path, "k", EXPECTED, make))
+    check(cached_arrays(tmp_path, "k", EXPECTED, make))
+    assert make.calls == 1  # type: ignore[attr-defined]
