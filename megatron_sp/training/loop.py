@@ -25,7 +25,7 @@ from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.step import StepResult, evaluate_batches
+from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
@@ -54,7 +54,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
                 status.open(run_dir)
         if launch.rank != 0 and config.checkpoint.save:
             status.open(run_dir)
-        run = Run(config, task, launch, groups, run_dir, signals, faults, status)
+        run = Run(config, task, launch, groups, peers, run_dir, signals, faults, status)
         stack.callback(run.close)
         try:
             run.prepare()
@@ -120,10 +120,7 @@ def _one_step(run: Run) -> StepResult:
     size, count = plan.global_batch_size(progress.consumed_samples), plan.num_microbatches(progress.consumed_samples)
     step, end = progress.step + 1, progress.consumed_samples + size
     run.watchdog.beat(f"step {step}")
-    micro_batches = [
-        {k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()}
-        for micro in run.train_loader.step(progress.consumed_samples, count)
-    ]
+    micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
     lr, weight_decay = run.schedule.lr(end), run.schedule.weight_decay(end)
     result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
     result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count)
@@ -132,6 +129,15 @@ def _one_step(run: Run) -> StepResult:
     _count_bad_steps(run, result)
     run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, units=run.units, size=size)
     return result
+
+
+def _next_micro_batches(run: Run, loader: BatchLoader, consumed_samples: int, count: int) -> list[MicroBatch]:
+    try:
+        micro_batches = loader.step(consumed_samples, count)
+    except ReportedError as error:
+        error.on_all_ranks = False  # the others are waiting in a collective already
+        raise
+    return [{k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()} for micro in micro_batches]
 
 
 def _count_bad_steps(run: Run, result: StepResult) -> None:
@@ -150,9 +156,9 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
     )
     if progress.bad_steps > limit:
         raise NumericsError(
-            f"{progress.bad_steps} non-finite steps in a row (--max-bad-steps {limit}): stopped at step {progress.step}. The weights are those"
-            f" of the last finite step. Sample ids and the norm of every layer's gradient are in {report}. Lower --lr, look at these"
-            " samples, or resume an earlier checkpoint with --ckpt-step."
+            f"{progress.bad_steps} non-finite steps in a row (--max-bad-steps {limit}): stopped at step {progress.step}. The weights are"
+            f" those of the last finite step. The sample ids and the norm of every layer's gradient are in {report}."
+            " Lower --lr, look at these samples, or resume an earlier checkpoint with --ckpt-step."
         )
 
 
@@ -179,10 +185,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> Non
     total = torch.zeros(2 * len(run.task.loss.names), dtype=torch.float64, device=run.groups.device)
     for index in range(batch.eval_iters):
         run.watchdog.beat(f"{kind} batch {index}")
-        micro_batches = [
-            {k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()}
-            for micro in loader.step(start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
-        ]
+        micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
         total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name)
     values = all_reduce(total, run.groups.dp_sp).tolist()
     run.model.train()

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.peers import Peers
 from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
@@ -64,12 +65,13 @@ class Run:
         task: Task,
         launch: Launch,
         groups: ParallelGroups,
+        peers: Peers,
         run_dir: Path,
         signals: StopSignals,
         faults: FaultPlan,
         status: RunStatus,
     ) -> None:
-        self.config, self.task, self.launch, self.groups = config, task, launch, groups
+        self.config, self.task, self.launch, self.groups, self.peers = config, task, launch, groups, peers
         self.run_dir, self.signals, self.faults, self.status = run_dir, signals, faults, status
         self.console = Console(launch.rank, progress_bar=not config.logging.no_progress_bar)
         self.started = time.monotonic()
@@ -244,7 +246,10 @@ class Run:
             "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=self.launch.attempt,
             world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - self.started,
         )  # fmt: skip
-        self.status.write("running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size)
+        self.status.write(
+            "running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size,
+            hosts=self.peers.hosts, pids=self.peers.pids,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop threads and files; safe to call at any time."""

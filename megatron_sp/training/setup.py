@@ -20,7 +20,7 @@ import torch
 
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.config import Config
-from megatron_sp.utils.errors import ConfigError, PeerError, ReportedError
+from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
 
 
@@ -61,9 +61,8 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
         code = body(status)
     except ReportedError as error:
         code = error.exit_code
-        # what all ranks found out together is said once; a lost peer is said by whoever noticed
-        if launch.rank == 0 or isinstance(error, PeerError):
-            prefix = f"[rank {launch.rank}] " if isinstance(error, PeerError) else ""
+        if launch.rank == 0 or not error.on_all_ranks:
+            prefix = "" if error.on_all_ranks else f"[rank {launch.rank}] "
             print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
             status.write("failed", code, str(error))
     except Exception as error:

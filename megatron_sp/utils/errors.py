@@ -19,9 +19,13 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything is saved, start the same command 
 
 
 class ReportedError(Exception):
-    """A failure that is explained by its message alone; ``exit_code`` says which kind it is."""
+    """A failure that is explained by its message alone; ``exit_code`` says which kind it is.
+
+    ``on_all_ranks``: every rank raises it, so rank 0 alone says it; set it to False on an error that one rank has met on its own.
+    """
 
     exit_code = 1
+    on_all_ranks = True
 
 
 class ConfigError(ReportedError, ValueError):
@@ -58,6 +62,7 @@ class PeerError(ReportedError):
     """Another rank died, or did not answer in time."""
 
     exit_code = EXIT_PEER
+    on_all_ranks = False
 
 
 class LockError(ReportedError):

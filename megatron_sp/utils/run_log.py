@@ -1,0 +1,50 @@
+"""Reading ``metrics.jsonl``, which several processes may have written one after the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.utils.errors import DataError
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """All records of a run, in the order they were written.
+
+    Args:
+        path: a run folder, or the file itself.
+    Returns:
+        (records, each with ``kind`` and ``step``; sentences about lines that were left out, such as one that a dying process cut off).
+    Raises:
+        DataError: there is no such file.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
+        raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
+    records, notes, bad = [], [], []
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        record = _parse(line)
+        if record is not None:
+            records.append(record)
+        elif index == len(lines) - 1:
+            notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
+        else:
+            bad.append(index + 1)
+    if bad:
+        notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
+    return records, notes
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    usable = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
+    return record if usable else None

@@ -1,0 +1,76 @@
+"""The result of a run in a few lines: ``python tools/summarize_run.py runs/x``.
+
+Reads metrics.jsonl. Where a run was interrupted and resumed, the steps that were taken twice are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.run_log import read_records
+
+
+def repeated_steps(records: list[dict[str, Any]]) -> tuple[int, int]:
+    """(logged steps taken more than once, those of them that were equal to the last bit in loss, gradient norm and samples)."""
+    seen: dict[int, list[tuple[Any, ...]]] = {}
+    for record in records:
+        if record.get("kind") == "train":
+            seen.setdefault(record["step"], []).append(tuple(record.get(k) for k in ("loss_hex", "grad_norm_hex", "samples_sha")))
+    repeated = [results for results in seen.values() if len(results) > 1]
+    return len(repeated), sum(len(set(results)) == 1 for results in repeated)
+
+
+def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Rows of (what, value).
+
+    Raises:
+        DataError: no step has been logged.
+    """
+    train = [r for r in records if r.get("kind") == "train"]
+    if not train:
+        raise DataError(f"{run}/metrics.jsonl has no training step yet")
+    starts = [r for r in records if r.get("kind") == "start"]
+    rows = [("run folder", str(run)), ("steps", f"{train[-1]['step']}, {train[-1]['consumed_tokens']:,} tokens")]
+    rows.append(("speed", f"{statistics.median(r['tokens_per_s'] for r in train):,.0f} tokens/s (median)"))
+    if len(starts) > 1:
+        twice, equal = repeated_steps(records)
+        rows.append(("interruptions", f"{len(starts) - 1}, resumed at step {', '.join(str(s['step']) for s in starts[1:])}"))
+        if twice:
+            same = "all equal to the last bit" if equal == twice else f"{equal} of them equal to the last bit"
+            rows.append(("logged steps taken twice", f"{twice}: loss, gradient norm and samples {same}"))
+    for kind in ("valid", "test"):
+        last = [r for r in records if r.get("kind") == kind]
+        if last:
+            rows.append((f"{kind} loss", f"{float(last[-1]['loss']):.4f} (perplexity {math.exp(min(float(last[-1]['loss']), 700)):.1f})"))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The result of a run in a few lines.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
+    args = parser.parse_args(argv)
+    try:
+        rows = summary(args.run, read_records(args.run)[0])
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    rows += [(n, v) for n, _, v in (extra.partition("=") for extra in args.extra)]
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
