@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class GPTModel(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens, positions, ctx)
         ctx = self._prepare(ctx, positions, x.dtype)
-        layers = list(self.decoder.layers)
+        layers = cast("list[TransformerBlock]", list(self.decoder.layers))
         for first, last, again in self._recompute_plan(len(layers)):
             if again and torch.is_grad_enabled():
                 # a boundary inside a recomputed chunk would fire with its unit; one in front of each chunk is enough

@@ -123,7 +123,7 @@ def _one_step(run: Run) -> StepResult:
     micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
     lr, weight_decay = run.schedule.lr(end), run.schedule.weight_decay(end)
     result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
-    result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count)
+    result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count).tolist()
     progress.step, progress.consumed_samples = step, end
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
     _count_bad_steps(run, result)
