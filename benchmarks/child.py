@@ -7,6 +7,7 @@ two talk in JSON lines over pipes; what a library prints in the child goes to it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -35,24 +36,34 @@ class Child:
         Raises:
             ChildError: the process ended, or answered with an error.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        self.send(action, **arguments)
+        return self.receive()
+
+    def send(self, action: str, **arguments: Any) -> None:
+        """Have one action begun; ``receive`` must follow."""
+        assert self._process.stdin is not None
+        self._action = action
+        with contextlib.suppress(BrokenPipeError):  # ``receive`` tells
             self._process.stdin.write(json.dumps({"action": action, **arguments}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the empty answer below tells
+
+    def receive(self) -> dict[str, Any]:
+        """The answer to ``send``; raises ChildError as ``ask`` does."""
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ChildError(f"{self.name}: the process ended with code {self._process.wait()} during '{action}'; its messages are above")
+            code = self._process.wait()
+            raise ChildError(f"{self.name}: the process ended with code {code} during '{self._action}'; its messages are above")
         answer = json.loads(line)
         if "error" in answer:
             raise ChildError(f"{self.name}: {answer['error']}")
-        return answer
+        return dict(answer)
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -141,7 +141,7 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
             table.add_column(name, justify="left" if index == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        Console(soft_wrap=not sys.stdout.isatty()).print(table)
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
     for note in notes:
         print(note)
 
@@ -175,7 +175,8 @@ def _print_plain_table(title: str, header: Sequence[str], rows: list[list[str]])
     widths = [max(len(row[i]) for row in [list(header), *rows]) for i in range(len(header))]
     print(title)
     for row in [list(header), *rows]:
-        print("  " + "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))))
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  " + "  ".join([first.strip().ljust(widths[0]), *others]))
 
 
 def _field_of(path: str, name: str) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from child import serve  # noqa: E402
-from common import memory_bytes, peak_memory_bytes, reset_peak_memory  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from child import serve
+from common import memory_bytes, peak_memory_bytes, reset_peak_memory
+from torch import Tensor
 
 SEED = 1234
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
@@ -38,10 +38,12 @@ class Ours:
     """GPTModel with flat buffers and the flat optimizer, put together as in training."""
 
     def __init__(self) -> None:
-        import megatron_sp.models.gpt  # noqa: F401  so that the imports are part of the baseline
+        import megatron_sp.models.gpt
         import megatron_sp.optim.optimizer  # noqa: F401
 
     def build(self, shape: dict[str, int], dropout: float) -> None:
+        from datetime import timedelta
+
         from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
         from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.gpt import GPTModel
@@ -49,7 +51,6 @@ class Ours:
         from megatron_sp.ops.attention import choose_kernel
         from megatron_sp.optim.flat import FlatGradients, FlatUnit
         from megatron_sp.optim.optimizer import FlatOptimizer
-        from datetime import timedelta
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],

@@ -138,7 +138,8 @@ def report(results: dict[str, Any], raw: dict[str, Any], options: argparse.Names
         memory.append(["  during measured steps", f"{results['steps_peak_bytes_ratio']:.3f}", ""])
     rows += memory
     rows.append(["tokens/s, ours", results["tokens_per_s"].text("", digits=0), ""])
-    for name, label in (("large_product", f"{SMOKE_PRODUCT if options.smoke else LARGE_PRODUCT}^3"), ("step_products", "the step's products")):
+    large = f"{SMOKE_PRODUCT if options.smoke else LARGE_PRODUCT}^3"
+    for name, label in (("large_product", large), ("step_products", "the step's products")):
         rows.append([f"matmul rate, {label}", results[f"{name}_rate"].text("GFLOP/s", 1e-9, 0), ""])
         rows.append(["  model FLOP/s of it, causal half", results[f"share_of_{name}_halved"].text(""), ""])
         rows.append(["  model FLOP/s of it, full", results[f"share_of_{name}_full"].text(""), _bounds("matmul_share", ">=")])
@@ -146,7 +147,7 @@ def report(results: dict[str, Any], raw: dict[str, Any], options: argparse.Names
     if "hf" in raw:
         notes.append(f"losses, peer: {' '.join(f'{v:.6f}' for v in raw['hf']['losses'])}")
     notes.append("peak memory is VmHWM of each process's whole life, nothing subtracted")
-    notes.append(f"load average {max(raw['load_average']):.1f} at most (one busy process of {options.threads} threads counts {options.threads})")
+    notes.append(f"load average {max(raw['load_average']):.1f} at most; the benchmark itself makes {options.threads}")
     print_table("One training step, fp32, CPU", ["", "median (min-max)", "target"], rows, notes)
 
 
@@ -165,7 +166,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default: 2)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of each contender (default: 2)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of both contenders, everywhere (default: 0; losses then are not compared)")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, help="of both contenders, everywhere (default: 0; above it losses are not compared)"
+    )
     parser.add_argument("--seq-length", type=int, help="instead of the default shape's")
     parser.add_argument("--batch", type=int, help="sequences, instead of the default shape's")
     parser.add_argument("--peer-python", default=str(REPOSITORY / ".venv-peers" / "bin" / "python"), help="the peer's interpreter")
@@ -183,7 +186,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if not options.no_peer and not Path(options.peer_python).exists():
-        print(f"the peer's interpreter {options.peer_python} does not exist: run benchmarks/setup_peers.sh, or use --no-peer", file=sys.stderr)
+        way_out = "run benchmarks/setup_peers.sh, or use --no-peer"
+        print(f"the peer's interpreter {options.peer_python} does not exist: {way_out}", file=sys.stderr)
         return 2
     shape = dict(SMOKE if options.smoke else GPT2_SMALL)
     shape |= {name: getattr(options, name) for name in ("seq_length", "batch") if getattr(options, name)}

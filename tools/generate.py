@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError, ReportedError  # noqa: E402
+from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError, ReportedError
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sampling.add_argument("--greedy", action="store_true", help="same as --temperature 0")
     sampling.add_argument("--seed", type=int, default=1234, help="of the draws (default: 1234)")
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation behind this text; may be repeated")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation behind this; may be repeated")
     return parser.parse_args(argv)
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError  # noqa: E402
-from megatron_sp.utils.sparkline import sparkline  # noqa: E402
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
+from megatron_sp.utils.sparkline import sparkline
 
 FORMATS = (".png", ".svg", ".pdf")
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "training time (minutes)"}
@@ -187,7 +187,9 @@ def draw(runs: list[Run], axis: str, output: Path, title: str | None) -> None:
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "svg.fonttype": "none"}):
+    with pyplot.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "svg.fonttype": "none"}
+    ):
         figure = pyplot.figure(figsize=(9, 6.4), layout="constrained")
         grid = figure.add_gridspec(2, len(PANELS), height_ratios=(3, 1))
         main = figure.add_subplot(grid[0, :])
@@ -265,7 +267,9 @@ def _short(value: float) -> str:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)"
+    )
     parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
     parser.add_argument("--title", help="default: the run's name")
     parser.add_argument("--text", action="store_true", help="draw text even where matplotlib is installed")

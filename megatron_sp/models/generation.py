@@ -198,7 +198,7 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
         )
     outside = [t for t in tokens if not 0 <= t < vocab]
     if outside:
-        raise ConfigError(f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its own tokenizer")
+        raise ConfigError(f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its tokenizer")
     return tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
         raise ValueError(f"width ({width}) must be at least 1")
     columns = min(width, len(values))
     bounds = [i * len(values) // columns for i in range(columns + 1)] if columns else []
-    means = [_mean(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [_mean(values[a:b]) for a, b in itertools.pairwise(bounds)]
     finite = [m for m in means if m is not None]
     if not finite:
         return " " * columns

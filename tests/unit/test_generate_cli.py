@@ -70,7 +70,9 @@ def test_takes_the_step_that_is_asked_for(byte_run: tuple[Path, GPTModel], capsy
     assert "step 1" in err
 
 
-def test_several_prompts_and_samples_have_headings(byte_run: tuple[Path, GPTModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_and_samples_have_headings(
+    byte_run: tuple[Path, GPTModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, _ = byte_run
     (tmp_path / "prompts.txt").write_text("ab\n\ncd\n")
     code, out, err = call(capsys, run, "--prompt-file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2", "--num-samples", "2")
@@ -142,7 +144,9 @@ def test_a_damaged_shard_is_exit_code_3(byte_run: tuple[Path, GPTModel], capsys:
     assert code == 3 and shard.name in err
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_exit_code_4(byte_run: tuple[Path, GPTModel], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_is_larger_than_the_model_is_exit_code_4(
+    byte_run: tuple[Path, GPTModel], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = generate.parse(["--load", str(byte_run[0]), "--device", "cpu", "--prompt", "a"])
     model, tokenizer, _ = generate.load(options)
     assert model.config.vocab_size == 259 and tokenizer.vocab_size == 257

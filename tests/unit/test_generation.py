@@ -127,7 +127,9 @@ def test_temperature_extremes() -> None:
     torch.testing.assert_close(huge, torch.full((4,), 0.25, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "changes", [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_impossible_sampling_is_an_error(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         Sampling(**changes)  # type: ignore[arg-type]

@@ -125,7 +125,9 @@ def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
     output = tmp_path / name
     assert plot_metrics.main([str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
     data = output.read_bytes()
-    assert data.startswith(b"\x89PNG") or (b"<svg" in data and b"resumed: validation, last 3.500" in data and b"long: train (running mean)" in data)
+    assert data.startswith(b"\x89PNG") or (
+        b"<svg" in data and b"resumed: validation, last 3.500" in data and b"long: train (running mean)" in data
+    )
 
 
 def test_the_default_is_a_picture_in_the_run_folder(resumed: Path) -> None:

@@ -1,0 +1,259 @@
+"""One training step on one GPU in bf16: ours, Hugging Face's GPT-2 (plain, and under torch.compile on request), and bare matmul.
+
+    python benchmarks/gpu/step.py [--shape 124M|350M|1.3B] [--compile] [--json docs/benchmarks/gpu_step.json]
+
+Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gradients, master weights and AdamW state. The peer
+does the usual thing: fp32 parameters under bf16 autocast, fused AdamW. Where transformers is not installed only ours and the
+matrix products run. Contenders take turns in one process, each with its peak of allocated memory; times are between two
+synchronised points.
+MFU is model FLOP/s (both conventions, see megatron_sp/training/flops.py) over the data sheet's dense bf16 peak, if the GPU is
+known; the share of the matmul rate measured in the same run stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from common import Stats, print_table, write_json
+
+SHAPES = {
+    "124M": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304, "batch": 16, "seq_length": 1024},
+    "350M": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "vocab_size": 50304, "batch": 16, "seq_length": 1024},
+    "1.3B": {"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "vocab_size": 50304, "batch": 8, "seq_length": 2048},
+    "smoke": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 128, "batch": 2, "seq_length": 16},
+}
+LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.1, 1.0, 1234
+
+Step = Callable[[Any, int], Any]
+
+
+def synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
+    """Our step and the name of its attention kernel."""
+    import torch
+
+    from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
+    from megatron_sp.config import KernelConfig, OptimizerConfig
+    from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.models.transformer import ForwardContext, attach_sink
+    from megatron_sp.ops.attention import AttentionMask, choose_kernel
+    from megatron_sp.optim.flat import FlatGradients, FlatUnit
+    from megatron_sp.optim.optimizer import FlatOptimizer
+
+    init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
+    groups = ParallelGroups.create(device)
+    kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
+    model = GPTModel(model_config(shape), KernelConfig(), seed=SEED, dtype=torch.bfloat16).to(device)
+    names = {id(p): n for n, p in model.named_parameters()}
+    units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
+    gradients = FlatGradients(units, groups.dp_sp)
+    optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
+    attach_sink(model, gradients)
+    loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
+    loss_mask[:, -1] = 0.0
+
+    def step(tokens: Any, _: int) -> Any:
+        gradients.start_step()
+        gradients.last_micro_batch()
+        loss_sum, _token_losses = model(
+            tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), gradients.unit_done
+        )
+        loss = loss_sum / loss_mask.sum()
+        loss.backward()
+        gradients.finish_step()
+        optimizer.step(LEARNING_RATE, WEIGHT_DECAY, optimizer.grad_norm().item())
+        return loss.detach()
+
+    return step, kernel
+
+
+def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
+    """The peer's step."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape["vocab_size"], n_positions=shape["seq_length"], n_embd=shape["hidden_size"], n_layer=shape["num_layers"],
+        n_head=shape["num_heads"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
+        use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).to(device).train()
+    run = torch.compile(model) if compiled else model
+    parameters = list(model.parameters())
+    decayed, plain = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}], lr=LEARNING_RATE, fused=True
+    )
+
+    def step(tokens: Any, _: int) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def model_config(shape: dict[str, int]) -> Any:
+    from megatron_sp.config import ModelConfig
+
+    return ModelConfig(
+        num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
+        seq_length=shape["seq_length"], vocab_size=shape["vocab_size"], attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+
+
+def measure_step(build: Callable[[], Step], shape: dict[str, int], device: Any, warmup: int, rounds: int) -> dict[str, Any]:
+    """Times, peak memory and last loss of one contender, which is gone from the device afterwards."""
+    import torch
+
+    step = build()
+    generator = torch.Generator().manual_seed(SEED)
+    batches = [
+        torch.randint(0, shape["vocab_size"], (shape["batch"], shape["seq_length"]), generator=generator).to(device)
+        for _ in range(warmup + rounds)
+    ]
+    seconds, loss = [], float("nan")
+    for index, tokens in enumerate(batches):
+        if index == warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        start = time.perf_counter()
+        result = step(tokens, index)
+        synchronize(device)
+        if index >= warmup:
+            seconds.append(time.perf_counter() - start)
+        loss = result.item()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"seconds": seconds, "peak_bytes": peak, "last_loss": loss}
+
+
+def matmul_rate(device: Any, size: int, rounds: int) -> Stats:
+    """FLOP/s of one large bf16 product."""
+    import torch
+
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    rates = []
+    for _ in range(rounds + 3):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        synchronize(device)
+        rates.append(2.0 * size**3 / (time.perf_counter() - start))
+    return Stats.of(rates[3:])
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="124M", help="model and batch (default: 124M, 16 x 1024 tokens)")
+    parser.add_argument("--batch", type=int, help="sequences, instead of the shape's")
+    parser.add_argument("--visits", type=int, default=2, help="how often the contenders take turns (default: 2)")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each visit (default: 10)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: 5)")
+    parser.add_argument("--compile", action="store_true", help="also the peer under torch.compile")
+    parser.add_argument("--no-peer", action="store_true", help="ours and the matrix products alone")
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape, on the CPU where there is no GPU: does it run at all?")
+    parser.add_argument("--json", help="write results there")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.shape, options.visits, options.rounds, options.warmup = "smoke", 1, 2, 1
+    if min(options.visits, options.rounds) < 1 or options.warmup < 0:
+        parser.error("--visits and --rounds must be at least 1, --warmup at least 0")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    import torch
+
+    from megatron_sp.comm.groups import destroy_process_group
+    from megatron_sp.training.flops import peak_tflops, step_flops_per_token
+
+    if not torch.cuda.is_available() and not options.smoke:
+        print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shape = dict(SHAPES[options.shape])
+    shape["batch"] = options.batch or shape["batch"]
+    kernel = ""
+
+    def ours() -> Step:
+        nonlocal kernel
+        destroy_process_group()
+        step, kernel = build_ours(shape, device)
+        return step
+
+    contenders: dict[str, Callable[[], Step]] = {"ours": ours}
+    if importlib.util.find_spec("transformers") is None and not options.no_peer:
+        print("note: transformers is not installed here: ours and the matrix products alone", file=sys.stderr)
+    elif not options.no_peer:
+        contenders["hf"] = lambda: build_peer(shape, device, compiled=False)
+        if options.compile:
+            contenders["hf compiled"] = lambda: build_peer(shape, device, compiled=True)
+    raw: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    rates: list[float] = []
+    for visit in range(options.visits):
+        for name, build in contenders.items():
+            raw[name].append(measure_step(build, shape, device, options.warmup, options.rounds))
+            gc.collect()  # models hold reference cycles; the next contender's peak must not contain them
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            rates += matmul_rate(device, 64 if options.smoke else 8192, options.rounds).values
+            print(f"visit {visit + 1}/{options.visits}: {name} {Stats.of(raw[name][-1]['seconds']).text('ms', 1e3, 1)}", file=sys.stderr)
+    destroy_process_group()
+    per_token = step_flops_per_token(model_config(shape))
+    tokens = shape["batch"] * shape["seq_length"]
+    peak, peak_name = peak_tflops(None, device, torch.bfloat16)
+    rate = Stats.of(rates)
+    results: dict[str, Any] = {"shape": shape, "kernel": kernel, "matmul_rate": rate.as_dict(), "peak": [peak, peak_name]}
+    rows = []
+    for name, visits in raw.items():
+        seconds = Stats.of(s for visit in visits for s in visit["seconds"])
+        peak_bytes, loss = max(v["peak_bytes"] for v in visits), visits[-1]["last_loss"]
+        flops = [f * tokens / seconds.median for f in per_token]  # causal, full
+        mfu = [f / (peak * 1e12) if peak else None for f in flops]
+        results[name] = {"seconds": seconds.as_dict(), "peak_bytes": peak_bytes, "last_loss": loss, "flops_causal": flops[0],
+                         "flops_full": flops[1], "mfu_causal": mfu[0], "mfu_full": mfu[1]}  # fmt: skip
+        rows.append([
+            name, seconds.text("ms", 1e3, 1), f"{tokens / seconds.median:,.0f}", f"{peak_bytes / 2**30:.2f} GiB",
+            f"{flops[0] / 1e12:.0f} / {flops[1] / 1e12:.0f}", " / ".join("?" if m is None else f"{100 * m:.1f} %" for m in mfu),
+            f"{flops[0] / rate.median:.2f} / {flops[1] / rate.median:.2f}", f"{loss:.4f}",
+        ])  # fmt: skip
+    if "hf" in raw:
+        results["time_ratio"] = results["ours"]["seconds"]["median"] / results["hf"]["seconds"]["median"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    header = ["", "step", "tokens/s", "peak memory", "TFLOP/s causal / full", "MFU causal / full", "of matmul rate", "last loss"]
+    notes = [f"matmul rate {rate.text('TFLOP/s', 1e-12, 0)}, peak {peak:g} TFLOP/s ({peak_name}), our attention kernel: {kernel}"]
+    notes += [f"time ratio ours / hf: {results['time_ratio']:.3f}"] if "time_ratio" in results else []
+    title = f"One training step in bf16 on {name}, {shape['batch']} x {shape['seq_length']} tokens, {options.shape}"
+    print_table(title, header, rows, notes)
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "gpu": name}
+    write_json(options.json, "gpu_step", results, versions)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

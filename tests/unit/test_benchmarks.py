@@ -1,0 +1,137 @@
+"""The benchmarks run, and their arithmetic is that of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.training.flops import step_flops_per_token
+
+REPOSITORY = Path(__file__).parent.parent.parent
+BENCHMARKS = REPOSITORY / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import child  # noqa: E402
+import common  # noqa: E402
+import step_vs_hf  # noqa: E402
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True, cwd=REPOSITORY)
+
+
+def test_stats_and_ratios() -> None:
+    stats = common.Stats.of([3.0, 1.0, 2.0, 10.0])
+    assert (stats.median, stats.low, stats.high) == (2.5, 1.0, 10.0)
+    assert stats.text("ms", 1e3, 0) == "2500 (1000-10000) ms"
+    assert common.ratios([1.0, 4.0], [2.0, 2.0]).values == (0.5, 2.0)
+    with pytest.raises(ValueError, match="no measurement"):
+        common.Stats.of([])
+    with pytest.raises(ValueError):
+        common.ratios([1.0], [1.0, 2.0])
+
+
+def test_memory_of_this_process() -> None:
+    before = common.memory_bytes()
+    held = torch.ones(16 * 2**20)  # 64 MiB, written
+    assert common.memory_bytes() - before > 60 * 2**20
+    assert common.peak_memory_bytes() >= common.memory_bytes() > 0
+    del held
+
+
+def test_child_environments() -> None:
+    environment = common.child_environment(3, ["A=b=c"])
+    assert environment["OMP_NUM_THREADS"] == "3" and environment["A"] == "b=c"
+    assert environment["PYTHONPATH"].split(":")[0] == str(REPOSITORY)
+    with pytest.raises(ValueError, match="'A' is not KEY=VALUE"):
+        common.child_environment(1, ["A"])
+
+
+def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    common.print_table("Title", ["a", "b"], [["row", "1"], ["longer", "22"]], ["note"])
+    assert capsys.readouterr().out.splitlines() == ["Title", "  a        b", "  row      1", "  longer  22", "note"]
+
+
+def test_flops_are_those_of_training() -> None:
+    shape = step_vs_hf.GPT2_SMALL
+    config = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50304)
+    causal, full = step_flops_per_token(config)
+    assert step_vs_hf.step_flops(shape, causal_halved=True) == causal * 2048
+    assert step_vs_hf.step_flops(shape, causal_halved=False) == full * 2048
+
+
+def test_the_listed_products_are_all_matrix_flops() -> None:
+    shape = step_vs_hf.GPT2_SMALL
+    products = step_vs_hf.step_products(shape)
+    listed = sum(count * flops for (count, _), flops in zip(products, step_vs_hf.product_flops([d for _, d in products]), strict=True))
+    both = [step_vs_hf.step_flops(shape, causal_halved=h) for h in (True, False)]
+    assert listed == both[1] - 2 * (both[1] - both[0])  # without attention
+
+
+CHILD = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
+import child, os
+def say(text): print('noise on stdout'); return {{'text': text}}
+def fail(): raise ValueError('no such thing')
+child.serve({{'say': say, 'fail': fail, 'die': lambda: os._exit(3)}})
+"""
+
+
+def test_a_child_answers_fails_and_dies_audibly() -> None:
+    with child.Child("it", [sys.executable, "-c", CHILD], common.child_environment(1)) as process:
+        assert process.ask("say", text="a\nb") == {"text": "a\nb"}
+        with pytest.raises(child.ChildError, match="it: ValueError during 'fail': no such thing"):
+            process.ask("fail")
+        assert process.ask("say", text="still there") == {"text": "still there"}
+        with pytest.raises(child.ChildError, match="ended with code 3 during 'die'"):
+            process.ask("die")
+    with pytest.raises(child.ChildError, match="cannot start"):
+        child.Child("it", ["/nowhere/python"], {})
+
+
+def test_step_benchmark_runs_without_the_peer(tmp_path: Path) -> None:
+    done = run("step_vs_hf.py", "--smoke", "--no-peer", "--rounds", "2", "--dropout", "0.1", "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["results"]["ours_seconds"]["median"] > 0 and record["results"]["ours_memory"]["peak_bytes"] > 2**20
+    assert set(record) == {"benchmark", "date", "command", "revision", "hardware", "versions", "results"}
+    assert "--smoke" in record["command"] and record["versions"]["torch"] == torch.__version__
+    assert "of it, causal" in done.stdout
+
+
+def test_step_benchmark_says_where_the_peer_comes_from(tmp_path: Path) -> None:
+    done = run("step_vs_hf.py", "--smoke", "--peer-python", str(tmp_path / "python"))
+    assert done.returncode == 2 and "setup_peers.sh" in done.stderr
+
+
+def test_the_other_benchmarks_run(tmp_path: Path) -> None:
+    done = run("save_stall.py", "--smoke", "--dir", str(tmp_path / "saves"), "--json", str(tmp_path / "s.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert set(results) == {"smoke, 2 ranks"}
+    one = results["smoke, 2 ranks"]
+    assert one["seconds"]["median"] > one["fsync_seconds"]["median"] > 0 and one["hash_seconds"]["median"] > 0
+    assert list((tmp_path / "saves").iterdir()) == []
+    done = run("startup.py", "--smoke", "--only", "help", "--json", str(tmp_path / "t.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "t.json").read_text())["results"]["help"]["median"] > 0
+
+
+def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
+    done = run("gpu/step.py", "--smoke", "--no-peer")
+    assert done.returncode == 0, done.stderr
+    assert "ours" in done.stdout and "last loss" in done.stdout
+    if not torch.cuda.is_available():
+        assert run("gpu/step.py").returncode == 2
+
+
+def test_setup_peers_refuses_unknown_arguments() -> None:
+    done = subprocess.run(["bash", str(BENCHMARKS / "setup_peers.sh"), "apex"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown argument 'apex'" in done.stderr
