@@ -589,6 +589,12 @@ def test_failing_to_prune_or_to_update_latest_does_not_unsave(
     assert checkpointer.find(tmp_path).name == "step-000020"
 
 
+def test_a_rank_with_nothing_to_write_has_its_kill_point_too(tmp_path: Path) -> None:
+    called: list[int] = []
+    assert saving.write_own_files(tmp_path, 3, [], 1 << 30, lambda: called.append(1)) == {"files": {}}
+    assert called == [1]
+
+
 # Killed while saving
 
 
@@ -613,6 +619,36 @@ def test_killed_at_any_point_of_a_save(point: str, tmp_path: Path, monkeypatch: 
     assert bool(notes) == (point in ("save.shard", "save.manifest", "save.rename"))
     assert not list((tmp_path / "checkpoints").glob("*.part-*"))
     assert_loads(Checkpointer(None).find(tmp_path), expected)
+
+
+def test_everything_is_on_the_disk_before_the_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def name(path: str | Path) -> str:
+        return "staging" if ".part-" in Path(path).name else Path(path).name
+
+    def watch_fsync(fd: int) -> None:
+        events.append(f"fsync {name(os.readlink(f'/proc/self/fd/{fd}'))}")
+        fsync(fd)
+
+    def watch_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {name(path)} to {name(target)}, {len(os.listdir(path))} files")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watch_fsync)
+    monkeypatch.setattr(Path, "rename", watch_rename)
+    save_steps(tmp_path, 10)
+    assert events[:-2] == [
+        "fsync rank00000-00000.safetensors",
+        "fsync staging",
+        "fsync state.json",
+        "fsync MANIFEST.json",
+        "fsync staging",
+        "rename staging to step-000010, 3 files",
+        "fsync checkpoints",
+    ]
+    assert events[-2].startswith("fsync .latest.") and events[-1] == "fsync checkpoints"
 
 
 def test_every_cut_of_the_commit_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
