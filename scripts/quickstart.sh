@@ -48,7 +48,7 @@ print(max((json.loads(line)["step"] for line in open(sys.argv[1]) if line.endswi
 if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "4. Training on $nproc processes; half-way it will be killed without warning"
     victim=$((steps / 2 + 11 < steps ? steps / 2 + 11 : steps))
-    bash scripts/launch.sh "$nproc" "${train[@]}" &
+    bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/first_attempt.err" & # torchrun reports the kill at length
     job=$!
     trap 'kill -TERM $job 2>/dev/null || true' EXIT
     while kill -0 "$job" 2>/dev/null && [ "$(reached)" -lt "$victim" ]; do sleep 0.5; done
@@ -61,7 +61,8 @@ if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
     wait "$job" 2>/dev/null || true
     trap - EXIT
     if [ ! -f "$out/killed" ]; then
-        echo "training ended before it could be killed: see the messages above" >&2
+        cat "$out/first_attempt.err" >&2
+        echo "training ended before it could be killed" >&2
         exit 1
     fi
     say "5. Killed (SIGKILL) at step $(reached). The same command again:"
