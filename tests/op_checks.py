@@ -28,7 +28,9 @@ def gradients(fn: Callable[[Inputs], Tensor], inputs: Inputs, grad_out: Tensor) 
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
 
 
 class PoisonedSink:

@@ -90,7 +90,9 @@ def flat_grads(gradients: FlatGradients) -> dict[str, Tensor]:
     return {slot.name: slot.view(unit.grads) for unit in gradients.units for slot in unit.slots}
 
 
-def run_step(model: GPTModel, gradients: FlatGradients, batches: list[Batch], scale: float = 1.0, **overrides: Any) -> dict[str, Tensor | None]:
+def run_step(
+    model: GPTModel, gradients: FlatGradients, batches: list[Batch], scale: float = 1.0, **overrides: Any
+) -> dict[str, Tensor | None]:
     """Loss and every gradient of a whole step through the flat buffers."""
     gradients.start_step()
     total = torch.zeros((), dtype=torch.float64)

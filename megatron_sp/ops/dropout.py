@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 
-
 @dataclass(frozen=True)
 class DropoutKeys:
     """Names the tokens of one micro-batch for dropout.

@@ -43,8 +43,9 @@ def linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: Activation | None, sink: GradSink | None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+        activation: Activation | None, sink: GradSink | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.params = weight, bias  # the sink knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.activation, ctx.sink = activation, sink

@@ -51,15 +51,16 @@ def lm_head_loss(
         weighting, detached).
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): whether there will be a backward is known here only
+    # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
     return _LMHeadLoss.apply(x, weight, labels, loss_mask, vocab_size, chunk, sink, torch.is_grad_enabled())
 
 
 class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int, chunk: int, sink: GradSink | None, train: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor,
+        vocab_size: int, chunk: int, sink: GradSink | None, train: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         x2, labels1, mask1 = x.reshape(-1, x.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)

@@ -1,7 +1,7 @@
 """Activation recomputation: torch's non-reentrant checkpointing, as a rule without random state to save.
 
-Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without stashing generators. The exception is attention
-dropout inside a fused kernel, which draws from torch's generator.
+Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without stashing generators. The exception is
+attention dropout inside a fused kernel, which draws from torch's generator.
 """
 
 from __future__ import annotations

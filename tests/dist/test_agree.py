@@ -41,7 +41,7 @@ def _bug(culprit: int) -> None:
     rank = dist.get_rank()
     with pytest.raises(KeyError if rank == culprit else RemoteError) as caught, all_ranks_agree(dist.group.WORLD):
         if rank == culprit:
-            {}["absent"]  # noqa: B018
+            {}["absent"]
     if rank != culprit:
         assert str(caught.value).endswith("KeyError: 'absent'\n") and "test_agree.py" in str(caught.value)  # where it happened
         assert caught.value.exit_code == 1  # type: ignore[attr-defined]

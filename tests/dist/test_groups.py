@@ -35,7 +35,9 @@ def _layout(tp: int, sp: int) -> None:
         assert x == sum(_members(group))
 
 
-@pytest.mark.parametrize("world, tp, sp", [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "world, tp, sp", [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 2), (2, 2, 1), (2, 1, 2)]
+)
 def test_members(tmp_path: Path, world: int, tp: int, sp: int) -> None:
     run_ranks(_layout, world, tmp_path, tp, sp)
 
@@ -65,6 +67,12 @@ def test_a_plain_python_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+    for name, value in {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     assert Launch.from_env() == Launch(rank=5, local_rank=1, world_size=8, local_world_size=4, attempt=2)

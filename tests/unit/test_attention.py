@@ -17,7 +17,14 @@ from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 
 D = 5
 KERNELS: tuple[KernelName, ...] = ("sdpa", "reference")
-SHAPES = {"multi-head": (7, 3, 4, 1), "grouped": (7, 3, 2, 3), "multi-query": (7, 3, 1, 4), "one token": (1, 2, 2, 2), "one of all": (1, 1, 1, 1), "long": (37, 1, 1, 2)}
+SHAPES = {
+    "multi-head": (7, 3, 4, 1),
+    "grouped": (7, 3, 2, 3),
+    "multi-query": (7, 3, 1, 4),
+    "one token": (1, 2, 2, 2),
+    "one of all": (1, 1, 1, 1),
+    "long": (37, 1, 1, 2),
+}
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, keep: Tensor | None = None, rate: float = 0.0) -> Tensor:
@@ -48,7 +55,9 @@ def loop_on_qkv(qkv: Tensor, g: int, r: int, mask: AttentionMask, keep: Tensor |
     s, b, _ = qkv.shape
     rows = qkv.reshape(s, b * g, r + 2, D)
     lengths = None if mask.key_lengths is None else mask.key_lengths.repeat_interleave(g)
-    return loop(rows[:, :, :r], rows[:, :, r : r + 1], rows[:, :, r + 1 :], AttentionMask(mask.causal, lengths), keep, rate).reshape(s, b, g * r * D)
+    return loop(rows[:, :, :r], rows[:, :, r : r + 1], rows[:, :, r + 1 :], AttentionMask(mask.causal, lengths), keep, rate).reshape(
+        s, b, g * r * D
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -152,7 +161,9 @@ def test_only_some_parts_are_used() -> None:
 
 
 def flash(available: bool) -> SimpleNamespace:
-    return SimpleNamespace(available=available, version="2.8" if available else None, reason="" if available else "flash-attn is not installed")
+    return SimpleNamespace(
+        available=available, version="2.8" if available else None, reason="" if available else "flash-attn is not installed"
+    )
 
 
 CHOICES = [
@@ -179,9 +190,12 @@ def test_the_choice_of_a_kernel(
 
 
 @pytest.mark.parametrize("device, dtype, found, lack", [
-    ("cpu", torch.bfloat16, True, "it needs a GPU"), ("cuda", torch.float32, True, "not float32"), ("cuda", torch.float16, False, "not installed"),
+    ("cpu", torch.bfloat16, True, "it needs a GPU"), ("cuda", torch.float32, True, "not float32"),
+    ("cuda", torch.float16, False, "not installed"),
 ])  # fmt: skip
-def test_flash_demanded_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, found: bool, lack: str) -> None:
+def test_flash_demanded_where_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, found: bool, lack: str
+) -> None:
     monkeypatch.setattr(attention_module.availability, "find", lambda name: flash(found))
     with pytest.raises(RuntimeError, match=lack) as error:
         choose_kernel("flash", device, dtype, 0.0)
@@ -189,7 +203,7 @@ def test_flash_demanded_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch, dev
 
 
 def test_the_flash_path_with_its_calling_convention_played_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn itself needs a GPU; its layout [m, s, heads, d], its names and its causal alignment (last query, last key) are pinned here."""
+    """flash-attn itself needs a GPU; its layout [m, s, heads, d], its names and its causal alignment are pinned here."""
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool) -> Tensor:
         assert dropout_p == 0.0

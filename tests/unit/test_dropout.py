@@ -53,10 +53,18 @@ def test_the_share_kept_of_every_row_and_every_channel(rate: float) -> None:
 
 
 NEIGHBOURS: dict[str, Callable[[], Tensor]] = {
-    "seed": lambda: rows(1235), "far seed": lambda: rows(1234 + 2**32), "step": lambda: rows(step=1), "layer": lambda: rows(layer=1),
-    "embedding": lambda: rows(layer=-1), "site": lambda: rows(site=1), "sample": lambda: rows(first_sample=1), "far sample": lambda: rows(first_sample=2**32),
-    "negative sample": lambda: rows(first_sample=-B), "position": lambda: rows(first_position=1), "far position": lambda: rows(first_position=2**32),
-}  # fmt: skip
+    "seed": lambda: rows(1235),
+    "far seed": lambda: rows(1234 + 2**32),
+    "step": lambda: rows(step=1),
+    "layer": lambda: rows(layer=1),
+    "embedding": lambda: rows(layer=-1),
+    "site": lambda: rows(site=1),
+    "sample": lambda: rows(first_sample=1),
+    "far sample": lambda: rows(first_sample=2**32),
+    "negative sample": lambda: rows(first_sample=-B),
+    "position": lambda: rows(first_position=1),
+    "far position": lambda: rows(first_position=2**32),
+}
 
 
 @pytest.mark.parametrize("what", NEIGHBOURS)
@@ -69,7 +77,9 @@ def test_no_two_row_keys_are_equal() -> None:
     """Across everything that has a name; 2^32 keys leave less than one collision among these 28 thousand to be expected."""
     keys = [make().flatten() for name, make in NEIGHBOURS.items() if name not in ("sample", "position", "negative sample")]
     # "sample" and "position" are shifts of the same rows and overlap on purpose
-    everything = torch.cat([rows().flatten(), *keys, *(rows(layer=layer, site=site).flatten() for layer in range(2, 18) for site in range(3))])
+    everything = torch.cat(
+        [rows().flatten(), *keys, *(rows(layer=layer, site=site).flatten() for layer in range(2, 18) for site in range(3))]
+    )
     assert everything.unique().numel() >= everything.numel() - 2
 
 
@@ -94,7 +104,9 @@ def test_no_pair_of_rows_or_channels_is_correlated(rate: float) -> None:
     for x in (mask, mask.t()):
         n = x.shape[0]
         pairs = (x @ x.t() / math.sqrt(x.shape[1]))[torch.triu(torch.ones(n, n, dtype=torch.bool), 1)]
-        assert float(pairs.abs().max()) < math.sqrt(2 * math.log(pairs.numel())) + (3 if rate != 0.5 else 1.5)  # skewed masks have heavier tails
+        assert float(pairs.abs().max()) < math.sqrt(2 * math.log(pairs.numel())) + (
+            3 if rate != 0.5 else 1.5
+        )  # skewed masks have heavier tails
         assert float(pairs.var()) == pytest.approx(1.0, abs=0.05)
 
 
@@ -124,7 +136,10 @@ def test_bits_of_a_row_key_spread(rate: float = 0.5) -> None:
     """
     keys = fold32(torch.randint(-(2**62), 2**62, (512,), generator=torch.Generator().manual_seed(0)) * 2)
     mask = keep_mask(keys, C, rate)
-    worst = {bit: correlation(mask, keep_mask(keys ^ (1 << bit if bit < 31 else -(2**31)), C, rate), rate) / math.sqrt(mask.numel()) for bit in range(32)}
+    worst = {
+        bit: correlation(mask, keep_mask(keys ^ (1 << bit if bit < 31 else -(2**31)), C, rate), rate) / math.sqrt(mask.numel())
+        for bit in range(32)
+    }
     assert max(abs(v) for v in worst.values()) < 0.4, worst
 
 
@@ -132,7 +147,11 @@ def test_bits_of_a_row_key_spread(rate: float = 0.5) -> None:
 def test_any_slice_of_tokens_or_channels_gets_its_slice_of_the_mask(rate: float) -> None:
     sample_ids, positions = torch.tensor([5, -3, 2**40, 0]), torch.arange(100, 108)
     whole = keep_mask(DropoutKeys.create(7, 3, sample_ids, positions).row_keys(2, 1), 10, rate)
-    for s, b, c in ((slice(2, 5), slice(1, 3), slice(4, 9)), (slice(7, 8), slice(0, 1), slice(9, 10)), (slice(0, 8), slice(3, 4), slice(0, 10))):
+    for s, b, c in (
+        (slice(2, 5), slice(1, 3), slice(4, 9)),
+        (slice(7, 8), slice(0, 1), slice(9, 10)),
+        (slice(0, 8), slice(3, 4), slice(0, 10)),
+    ):
         part = DropoutKeys.create(7, 3, sample_ids[b], positions[s]).row_keys(2, 1)
         assert torch.equal(keep_mask(part, c.stop - c.start, rate, c.start), whole[s, b, c])
 
@@ -160,7 +179,9 @@ def test_the_op_is_mask_times_scale(rate: float, first_channel: int, with_residu
     keys, grad = rows()[:8, :3], randn(8, 3, 5, seed=2)
     want = gradients(lambda i: naive(i["x"], keys, rate, first_channel, i.get("residual")), leaves(frozen, **tensors), grad)
     got = gradients(
-        lambda i: hash_dropout(i["x"] * 1, rate, keys, first_channel=first_channel, residual=i.get("residual")), leaves(frozen, **tensors), grad
+        lambda i: hash_dropout(i["x"] * 1, rate, keys, first_channel=first_channel, residual=i.get("residual")),
+        leaves(frozen, **tensors),
+        grad,
     )
     assert_law(got, want, FP64)
 
@@ -175,7 +196,9 @@ def test_recomputation_drops_the_same_elements() -> None:
     keys, grad = rows()[:8, :3], randn(8, 3, 5, seed=2)
     want = gradients(lambda i: hash_dropout(i["x"].sin(), 0.5, keys).cos(), leaves(x=randn(8, 3, 5)), grad)
     torch.manual_seed(0)
-    assert_law(gradients(lambda i: recompute(lambda x: hash_dropout(x.sin(), 0.5, keys).cos(), i["x"]), leaves(x=randn(8, 3, 5)), grad), want, FP64)
+    assert_law(
+        gradients(lambda i: recompute(lambda x: hash_dropout(x.sin(), 0.5, keys).cos(), i["x"]), leaves(x=randn(8, 3, 5)), grad), want, FP64
+    )
 
 
 def test_no_random_state_is_drawn_from() -> None:

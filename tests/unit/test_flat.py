@@ -122,7 +122,9 @@ def test_gradients_of_foreign_layers_come_through_autograd(dtype: torch.dtype) -
         for i in range(30):
             x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + i)).to(dtype)
             linear(module["foreign"](x), module["ours"].weight, module["ours"].bias, sink=gradients).sum().backward()
-            exact = torch.autograd.functional.vjp(lambda *w, x=x: _two(x.double(), w), tuple(p.double() for p in module.parameters()), torch.ones((), dtype=torch.float64))[1]
+            exact = torch.autograd.functional.vjp(
+                lambda *w, x=x: _two(x.double(), w), tuple(p.double() for p in module.parameters()), torch.ones((), dtype=torch.float64)
+            )[1]
             want = {n: total + g for (n, total), g in zip(want.items(), exact, strict=True)}
         gradients.finish_step()
         assert module["foreign"].weight.grad is None

@@ -47,7 +47,9 @@ def test_is_the_formula(name: ActivationName | None, bias: bool, residual: bool,
     assert_law(gradients(lambda i: ours(i, name), leaves(**kept), grad), want, tolerance)
 
 
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("weight", "bias"), ("x", "weight", "bias")])
+@pytest.mark.parametrize(
+    "frozen", [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("weight", "bias"), ("x", "weight", "bias")]
+)
 @pytest.mark.parametrize("with_sink", [True, False])
 def test_frozen_inputs_get_no_gradient(frozen: tuple[str, ...], with_sink: bool) -> None:
     inputs, grad = leaves(frozen, **tensors()), randn(S, B, OUT, seed=3)
@@ -104,7 +106,8 @@ def test_half_precision_accumulates_in_an_fp32_sink(dtype: torch.dtype, micro_ba
 def test_strides_of_inputs_and_gradient_do_not_matter() -> None:
     plain = tensors()
     odd = {
-        "x": randn(B, IN, S).permute(2, 0, 1), "weight": randn(IN, OUT).t(), "bias": randn(OUT, 2)[:, 0], "residual": randn(B, S, OUT).transpose(0, 1),
+        "x": randn(B, IN, S).permute(2, 0, 1), "weight": randn(IN, OUT).t(), "bias": randn(OUT, 2)[:, 0],
+        "residual": randn(B, S, OUT).transpose(0, 1),
     }  # fmt: skip
     assert all(odd[k].shape == plain[k].shape and not odd[k].is_contiguous() for k in plain)
     grad = randn(B, OUT, S, seed=5).permute(2, 0, 1)

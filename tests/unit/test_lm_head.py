@@ -149,7 +149,12 @@ def test_few_or_no_tokens(shape: tuple[int, int]) -> None:
 
 def test_strides_do_not_matter() -> None:
     b = batch()
-    odd = {"x": randn(B, H, S).permute(2, 0, 1), "weight": randn(H, ROWS).t(), "labels": b["labels"].t().contiguous().t(), "mask": b["mask"].t().contiguous().t()}
+    odd = {
+        "x": randn(B, H, S).permute(2, 0, 1),
+        "weight": randn(H, ROWS).t(),
+        "labels": b["labels"].t().contiguous().t(),
+        "mask": b["mask"].t().contiguous().t(),
+    }
     assert_law(run(odd, chunk=5), run(odd, plain=True), FP64)
 
 
@@ -202,7 +207,9 @@ def test_the_logits_of_a_sequence_never_exist(dtype: torch.dtype) -> None:
     tokens, vocab, chunk = 64, 96, 8
     x, weight = randn(tokens, 1, H, dtype=dtype).requires_grad_(), randn(vocab, H, dtype=dtype).requires_grad_()
     with LargestTensor() as seen:
-        loss, _ = lm_head_loss(x, weight, torch.ones(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), vocab_size=90, chunk_tokens=chunk)
+        loss, _ = lm_head_loss(
+            x, weight, torch.ones(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), vocab_size=90, chunk_tokens=chunk
+        )
         loss.backward()
     assert seen.numel == chunk * vocab
 

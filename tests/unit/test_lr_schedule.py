@@ -1,4 +1,4 @@
-"""Schedules against the formulas of Megatron's optimizer_param_scheduler.py, written here from its definitions, and against common sense."""
+"""Schedules against the formulas of Megatron's optimizer_param_scheduler.py, from its definitions, and against common sense."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ def schedule(iters: int = 100, samples: int | None = None, **optimizer: Any) -> 
     return Schedule.from_config(config, BatchConfig(train_iters=None if samples else iters, train_samples=samples), GBS)
 
 
-def megatron(n: int, style: str, wsd: str = "linear", warmup: int = 0, horizon: int = 400, anneal: int = 0, peak: float = 1.0, floor: float = 0.1, init: float = 0.0) -> float:
+def megatron(
+    n: int,
+    style: str,
+    wsd: str = "linear",
+    warmup: int = 0,
+    horizon: int = 400,
+    anneal: int = 0,
+    peak: float = 1.0,
+    floor: float = 0.1,
+    init: float = 0.0,
+) -> float:
     """n, warmup, horizon and anneal in samples."""
     if warmup > 0 and n <= warmup:
         return init + (peak - init) * n / warmup
@@ -33,7 +43,8 @@ def megatron(n: int, style: str, wsd: str = "linear", warmup: int = 0, horizon: 
     if style == "WSD":
         share = (n - (horizon - anneal)) / anneal
         coefficient = 1.0 if share <= 0 else {
-            "linear": 1 - share, "cosine": 0.5 * (math.cos(math.pi * share) + 1), "exponential": 2 * 0.5**share - 1, "minus_sqrt": 1 - math.sqrt(max(share, 0)),
+            "linear": 1 - share, "cosine": 0.5 * (math.cos(math.pi * share) + 1), "exponential": 2 * 0.5**share - 1,
+            "minus_sqrt": 1 - math.sqrt(max(share, 0)),
         }[wsd]  # fmt: skip
     else:
         ratio = (n - warmup) / (horizon - warmup)
@@ -58,7 +69,7 @@ def test_rises_then_never_rises_again_and_stays_between_floor_and_peak(style: st
     values = [s.lr(n) for n in range(1, 120 * GBS)]
     peak = values.index(max(values))
     assert peak == 10 * GBS - 1 and values[peak] == 1.0
-    assert all(a < b for a, b in zip(values[:peak], values[1 : peak + 1], strict=False))
+    assert values[: peak + 1] == sorted(set(values[: peak + 1]))
     assert all(a >= b - 1e-15 for a, b in zip(values[peak:], values[peak + 1 :], strict=False))
     assert min(values[peak:]) >= 0.1 - 1e-15
 
@@ -91,7 +102,9 @@ def test_wsd_is_stable_until_its_decay() -> None:
 
 def test_steps_and_samples_say_the_same() -> None:
     in_iters = schedule(lr_decay_style="WSD", lr_warmup_iters=10, lr_decay_iters=90, lr_wsd_decay_iters=30)
-    in_samples = schedule(samples=100 * GBS, lr_decay_style="WSD", lr_warmup_samples=10 * GBS, lr_decay_samples=90 * GBS, lr_wsd_decay_samples=30 * GBS)
+    in_samples = schedule(
+        samples=100 * GBS, lr_decay_style="WSD", lr_warmup_samples=10 * GBS, lr_decay_samples=90 * GBS, lr_wsd_decay_samples=30 * GBS
+    )
     assert in_iters == in_samples
 
 

@@ -15,7 +15,8 @@ from megatron_sp.models.transformer import KVCache
 
 ROPE = {"position_embedding_type": "rope"}
 LLAMA = ROPE | {
-    "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True,
+    "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -142,7 +143,10 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_stay_so(name: str) -> None:
         assert not got[table][37:].any()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("frozen", ["embedding.", "decoder.layers.1.", "mlp", "bias", "decoder.final_layernorm", "linear_qkv.weight", "decoder.layers.0.", "position"])
+@pytest.mark.parametrize(
+    "frozen",
+    ["embedding.", "decoder.layers.1.", "mlp", "bias", "decoder.final_layernorm", "linear_qkv.weight", "decoder.layers.0.", "position"],
+)
 @pytest.mark.parametrize("how", ["none", "uniform 2", "selective"])
 def test_frozen_parameters(frozen: str, how: str) -> None:
     """Whole units among them; everything else is as before."""
@@ -204,7 +208,9 @@ def test_logits_are_those_of_the_loss() -> None:
     model, batch = tiny.make_model(tiny.BASE), tiny.make_batch()
     with torch.no_grad():
         logits = model.logits(model.hidden(batch["tokens"], tiny.context(tiny.BASE, batch)))
-        token_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].t().flatten(), reduction="none").view(tiny.S, tiny.B)
+        token_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].t().flatten(), reduction="none").view(
+            tiny.S, tiny.B
+        )
         weights = dict(model.named_parameters())
         _, want = reference.gpt_loss(tiny.BASE, weights, batch["tokens"], batch["labels"], batch["loss_mask"])
     assert law_error(token_loss, want.t()) <= FP64

@@ -53,7 +53,10 @@ def ours(config: OptimizerConfig, dtype: torch.dtype = torch.float32, steps: int
 
 def torchs(make: Any, steps: int = 5, dtype: torch.dtype = torch.float32, **kwargs: Any) -> list[nn.Parameter]:
     params = parameters(dtype)
-    groups = [{"params": [p for p in params if is_decayed(p)], "weight_decay": DECAY}, {"params": [p for p in params if not is_decayed(p)], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if is_decayed(p)], "weight_decay": DECAY},
+        {"params": [p for p in params if not is_decayed(p)], "weight_decay": 0.0},
+    ]
     optimizer = make(groups, lr=1.0, **kwargs)
     for step in range(steps):
         for p, g in zip(params, gradients(step), strict=True):
@@ -229,7 +232,9 @@ def test_the_loss_scale_goes_on_from_its_state() -> None:
             assert second.scale == scale
 
 
-@pytest.mark.parametrize("overrides, scale", [({"enabled": False}, 1.0), ({"fixed": 128.0}, 128.0), ({"enabled": False, "fixed": 128.0}, 1.0)])
+@pytest.mark.parametrize(
+    "overrides, scale", [({"enabled": False}, 1.0), ({"fixed": 128.0}, 128.0), ({"enabled": False, "fixed": 128.0}, 1.0)]
+)
 def test_a_fixed_scale_never_moves_and_no_overflow_is_ordinary(overrides: dict[str, Any], scale: float) -> None:
     s = scaler(**overrides)
     for overflow, _, _ in TABLE:

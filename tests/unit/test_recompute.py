@@ -16,7 +16,10 @@ from megatron_sp.parallel.recompute import recompute
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_every_unit_but_the_first_is_announced_once_with_complete_gradients(how: str, dropout: float) -> None:
     """The gradient buffer at the callback is compared with that after backward."""
-    model, batches = tiny.make_model(tiny.shape(hidden_dropout=dropout), **tiny.RECOMPUTE[how]), [tiny.make_batch(seed=seed) for seed in (0, 1, 2)]
+    model, batches = (
+        tiny.make_model(tiny.shape(hidden_dropout=dropout), **tiny.RECOMPUTE[how]),
+        [tiny.make_batch(seed=seed) for seed in (0, 1, 2)],
+    )
     gradients = tiny.flatten(model)
     gradients.start_step()
     for batch in batches:
@@ -99,7 +102,12 @@ def test_a_foreign_layer_is_complete_at_the_boundary_too() -> None:
     grads: dict[int, dict[str, Tensor | None]] = {}
     x = torch.randn(4, 6, requires_grad=True)
     for i, layer in enumerate(layers):
-        x = x + layer(unit_boundary(x, lambda unit: grads.update({unit: {n: p.grad.clone() for n, p in layers[unit].named_parameters()}}), i)).tanh()
+        x = (
+            x
+            + layer(
+                unit_boundary(x, lambda unit: grads.update({unit: {n: p.grad.clone() for n, p in layers[unit].named_parameters()}}), i)
+            ).tanh()
+        )
     x.square().sum().backward()
     assert sorted(grads) == [0, 1, 2]
     for i, at_callback in grads.items():
