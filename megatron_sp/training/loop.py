@@ -76,15 +76,16 @@ def train(run: Run) -> int:
         run.console.start_progress(run.train_iters, progress.step)
         reason = _steps(run)
         _save(run)
-        kept = "" if run.saved_step == progress.step else "; nothing was saved"
-        run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{kept}")
+        run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
         if reason == "signal":
             code = EXIT_PREEMPTED
-    if code == EXIT_OK:
-        finished = progress.step >= run.train_iters
-        if finished or config.batch.skip_train:
-            _evaluate(run, "valid", run.valid_loader, progress.step)
-            _evaluate(run, "test", run.test_loader, progress.step)
+    finished = progress.step >= run.train_iters or config.batch.skip_train
+    if (
+        code == EXIT_OK
+        and finished
+        and not (_evaluate(run, "valid", run.valid_loader, progress.step) and _evaluate(run, "test", run.test_loader, progress.step))
+    ):
+        code = EXIT_PREEMPTED
     if run.save_failed:
         run.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
         run.console.line(
@@ -102,13 +103,21 @@ def _steps(run: Run) -> str:
         while progress.step < run.train_iters:
             result = _one_step(run)
             profiler()
-            interval = run.config.checkpoint.save_interval
-            if interval and progress.step % interval == 0 and progress.step < run.train_iters:
-                _save(run)
-            if batch.eval_interval and progress.step % batch.eval_interval == 0 and progress.step < run.train_iters:
-                _evaluate(run, "valid", run.valid_loader, progress.step)
-            if result.stop_requested:
+            if result.stop_requested:  # before anything that takes long: whoever sent the signal will not wait
                 return "signal" if _any_signal(run) else "duration"
+            if progress.step >= run.train_iters:
+                break
+            interval = run.config.checkpoint.save_interval
+            if interval and progress.step % interval == 0:
+                _save(run)
+                if _any_signal(run):
+                    return "signal"
+            if (
+                batch.eval_interval
+                and progress.step % batch.eval_interval == 0
+                and not _evaluate(run, "valid", run.valid_loader, progress.step)
+            ):
+                return "signal"
             if batch.exit_interval and progress.step % batch.exit_interval == 0:
                 return "interval"
     return "done"
@@ -168,18 +177,22 @@ def _wants_stop(run: Run) -> bool:
 
 
 def _any_signal(run: Run) -> bool:
-    """Whether the agreed stop comes from a signal on any rank (else from --exit-duration-in-mins)."""
+    """Whether some rank has got a signal, the same answer on every rank. Collective."""
     flag = torch.tensor([float(run.signals.requested)])
     return bool(all_reduce(flag, run.groups.control, "max") > 0)
 
 
-def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> None:
-    """Mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one."""
+def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> bool:
+    """Mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one.
+
+    Returns:
+        False if a signal to some rank broke it off; then there is no result.
+    """
     batch = run.config.batch
     if loader is None or batch.eval_iters == 0:
-        return
+        return True
     run.model.eval()
-    passes_before = 0 if kind == "test" or not batch.eval_interval else (step - 1) // batch.eval_interval
+    passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
     start, full = passes_before * batch.eval_iters * run.plan.full, run.plan.full
     began = time.monotonic()
     total = torch.zeros(2 * len(run.task.loss.names), dtype=torch.float64, device=run.groups.device)
@@ -187,6 +200,10 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> Non
         run.watchdog.beat(f"{kind} batch {index}")
         micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
         total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name)
+        if _any_signal(run):
+            run.model.train()
+            run.console.line(f"{kind} at step {step}: broken off by a signal")
+            return False
     values = all_reduce(total, run.groups.dp_sp).tolist()
     run.model.train()
     num_terms = len(run.task.loss.names)
@@ -199,6 +216,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> Non
     )
     run.metrics.write(kind, step=step, loss=losses[0], loss_hex=losses[0].hex(), perplexity=perplexity, seconds=time.monotonic() - began)
     run.reporter.pause_ended()
+    return True
 
 
 def _save(run: Run) -> None:
@@ -240,9 +258,15 @@ def _profiler(run: Run) -> Iterator[Callable[[], None]]:
         yield profiler.step
 
 
+def _what_is_kept(run: Run, reason: str) -> str:
+    if run.saved_step != run.state.progress.step:
+        return "; nothing was saved" + (", for there is no --save" if run.config.checkpoint.save is None else " at this step")
+    return "; the same command with --auto-resume goes on from here" if reason == "signal" else ""
+
+
 _STOP_REASONS = {
     "done": "the run is complete",
-    "signal": "a signal asked for it; the same command with --auto-resume goes on from the last checkpoint",
+    "signal": "a signal asked for it",
     "duration": "--exit-duration-in-mins",
     "interval": "--exit-interval",
 }

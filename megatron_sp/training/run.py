@@ -115,14 +115,17 @@ class Run:
     def _find_checkpoint(self) -> Path | None:
         """The step folder to load; None for a fresh start, which is only ever meant, never a fallback.
 
-        A run that goes on (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load.
+        A run that goes on (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and then the newest of them:
+        --ckpt-step belongs to --load if that names another run.
         """
         checkpoint, run_dir = self.config.checkpoint, self.run_dir
+        loads_own = checkpoint.load is not None and run_dir.resolve() in (Path(checkpoint.load) / "_").resolve().parents
         has_own = checkpoint.save is not None and self.checkpointer.has_checkpoint(run_dir)
         self.goes_on = has_own and (checkpoint.auto_resume or self.launch.attempt > 0)
         if self.goes_on:
-            return self.checkpointer.find(run_dir, checkpoint.ckpt_step, checkpoint.resume_fallback)
-        if has_own and (checkpoint.load is None or run_dir.resolve() not in (Path(checkpoint.load) / "_").resolve().parents):
+            own_step = checkpoint.ckpt_step if checkpoint.load is None or loads_own else None
+            return self.checkpointer.find(run_dir, own_step, checkpoint.resume_fallback)
+        if has_own and not loads_own:
             raise CheckpointError(
                 f"{run_dir} already holds checkpoints, and this would write another run beside them:"
                 f" add --auto-resume (or --load {run_dir}) to go on from them, or choose another --save"

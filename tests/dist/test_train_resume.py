@@ -1,0 +1,145 @@
+"""A run that was stopped or killed and goes on is, bit for bit, the run that never stopped."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from training import KILLED, assert_same_run, assert_same_tensors, records, saved_steps, state, status, tensors, trace, train, write_data
+
+SAVE_EVERY_2 = ("--save-interval", 2)
+VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
+    "accumulation, 1 rank": (1, ("--micro-batch-size", 1)),
+    "2 ranks, warm-up, decays": (2, (
+        "--lr-decay-style", "cosine", "--lr-warmup-iters", 2, "--start-weight-decay", 0.01, "--end-weight-decay", 0.3,
+        "--weight-decay-incr-style", "linear",
+    )),
+    "bf16, ramp-up, cyclic, no workers": (2, (
+        "--bf16", "--micro-batch-size", 1, "--rampup-batch-size", 2, 2, 10, "--dataloader-type", "cyclic", "--num-workers", 0,
+    )),
+    "fp16, SGD": (2, ("--fp16", "--optimizer", "sgd", "--initial-loss-scale", 2.0**19, "--hysteresis", 1, "--loss-scale-window", 2)),
+    "recompute, validation, rotary": (1, (
+        "--recompute-granularity", "full", "--eval-interval", 2, "--eval-iters", 2, "--position-embedding-type", "rope",
+        "--normalization", "RMSNorm", "--untie-embeddings-and-output-weights",
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
+    ranks, flags = VARIANTS[name]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "8,1,1", "--vocab-size", 60)
+    for run, more in ((whole, ()), (parts, ("--exit-interval", 3)), (parts, ("--auto-resume",))):
+        train(tmp_path, *flags, "--save", run, *more, ranks=ranks, data=data).expect(0)
+    assert sorted(trace(whole)) == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(parts)] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(parts, "start")] == [0, 3]
+    assert_same_run(parts, whole)
+    same = ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "num_updates", "loss_scaler", "schedule", "data_fingerprint")
+    assert {k: state(parts)[k] for k in same} == {k: state(whole)[k] for k in same}
+    validations = [[(r["step"], r["loss_hex"]) for r in records(run, kind)] for run in (parts, whole) for kind in ("valid", "test")]
+    assert validations[:2] == validations[2:]
+    if name.startswith("fp16"):
+        scales = [r["loss_scale"] for r in records(whole)]
+        assert len(set(scales)) > 2 and 0 < state(whole)["num_updates"] < 6, f"the scale was meant to move: {scales}"
+
+
+@cache
+def _clean(folder: Path) -> Path:
+    train(folder, "--save", folder / "clean", *SAVE_EVERY_2, ranks=2).expect(0)
+    return folder / "clean"
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _clean(tmp_path_factory.mktemp("clean"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["step.forward", "step.backward", "optim.step"])
+def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) -> None:
+    run = tmp_path / "run"
+    flags = ("--save", run, *SAVE_EVERY_2, "--auto-resume")
+    outcome = train(tmp_path, *flags, ranks=2, fault=f"kill:rank={rank}:at={point}:step=4")
+    other = 1 - rank
+    assert outcome.codes[rank] == KILLED and outcome.codes[other] == 7, outcome.text
+    assert outcome.ended[other] - outcome.ended[rank] < 5
+    assert f"[rank {other}] error: rank {rank} (pid " in outcome.texts[other] and ") died: " in outcome.texts[other], outcome.text
+    assert "--auto-resume" in outcome.texts[other].splitlines()[-1]
+    assert (status(run)["status"], status(run)["exit_code"]) == ("failed", 7)
+    assert f"rank {rank} " in status(run)["message"]
+    train(tmp_path, *flags, ranks=2).expect(0, "resumed from", "step-000002", "(step 2, 8 samples)")
+    assert_same_run(run, clean)
+    assert status(run)["status"] == "done" and status(run)["message"] == ""
+    assert not (run / "LOCK").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["begin", "shard", "manifest", "rename", "prune"])
+def test_killed_in_a_save(tmp_path: Path, clean: Path, point: str, rank: int) -> None:
+    run = tmp_path / "run"
+    flags = ("--save", run, *SAVE_EVERY_2, "--auto-resume")
+    at = 6 if point == "prune" else 4  # the first save that finds one too many
+    outcome = train(tmp_path, *flags, ranks=2, fault=f"kill:rank={rank}:at=save.{point}:step={at}")
+    assert outcome.codes[rank] == KILLED and outcome.codes[1 - rank] == 7, outcome.text
+    assert outcome.ended[1 - rank] - outcome.ended[rank] < 5
+    assert set(saved_steps(run)) <= {2, 4, at} and at - 2 in saved_steps(run)
+    committed = at in saved_steps(run)
+    assert committed or (point, rank) != ("prune", 0)
+    step = at if committed else at - 2
+    outcome = train(tmp_path, *flags, ranks=2).expect(0, f"resumed from {run}/checkpoints/step-{step:06d}")
+    assert not list((run / "checkpoints").glob("*.part-*"))
+    if not committed and point != "begin":
+        assert ".part-" in outcome.text, "what was removed is said"
+    assert_same_run(run, clean)
+
+
+def test_every_rank_killed(tmp_path: Path, clean: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--save", run, *SAVE_EVERY_2, "--auto-resume")
+    train(tmp_path, *flags, ranks=2, fault="kill:at=step.forward:step=6").expect(KILLED)
+    assert (run / "LOCK").exists() and status(run)["status"] == "running"
+    train(tmp_path, *flags, ranks=2).expect(0, "took over the lock")
+    assert_same_run(run, clean)
+
+
+def test_a_restart_by_the_launcher_goes_on_without_auto_resume(tmp_path: Path, clean: Path) -> None:
+    run = tmp_path / "run"
+    train(tmp_path, "--save", run, *SAVE_EVERY_2, ranks=2, fault="kill:rank=1:at=step.forward:step=4:attempt=0")
+    train(tmp_path, "--save", run, *SAVE_EVERY_2, ranks=2, fault="kill:rank=1:at=step.forward:step=4:attempt=0", attempt=1).expect(0)
+    assert_same_run(run, clean)
+
+
+def test_a_restart_before_the_first_save_starts_again(tmp_path: Path, clean: Path) -> None:
+    run = tmp_path / "run"
+    train(tmp_path, "--save", run, *SAVE_EVERY_2, ranks=2, fault="kill:rank=0:at=step.forward:step=1")
+    train(tmp_path, "--save", run, *SAVE_EVERY_2, ranks=2, attempt=1).expect(0)
+    assert_same_run(run, clean)
+
+
+def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with(tmp_path: Path, clean: Path) -> None:
+    """--load and --ckpt-step say where the run began; after a restart the run's own checkpoints decide."""
+    run = tmp_path / "run"
+    flags = ("--load", clean, "--ckpt-step", 4, "--save", run, "--save-interval", 1)
+    train(tmp_path, *flags, ranks=2, fault="kill:rank=1:at=step.forward:step=6")
+    assert saved_steps(run) == [5]
+    train(tmp_path, *flags, ranks=2, attempt=1).expect(0, "step-000005")
+    assert_same_tensors(tensors(run), tensors(clean))
+    train(tmp_path, *flags, "--auto-resume", ranks=2).expect(0, "step-000006")
+
+
+def test_more_steps_than_planned_at_first(tmp_path: Path, clean: Path) -> None:
+    """The schedule of a constant rate has another length: refused until one of the two flags says which counts."""
+    run = tmp_path / "run"
+    refused = train(tmp_path, "--load", clean, "--save", run, "--train-iters", 8, ranks=2).expect(2, "--override-opt-param-scheduler")
+    assert "length: 24 in the checkpoint, 32 here" in refused.text and "horizon: 24" in refused.text
+    assert refused.texts[1] == "", "rank 0 alone says what all ranks met"
+    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+        run = tmp_path / flag
+        train(tmp_path, "--load", clean, "--save", run, "--train-iters", 8, flag, ranks=2).expect(0)
+        assert [r["step"] for r in records(run)] == [7, 8]
+    assert os.listdir(clean / "checkpoints"), "the source is left alone"
+    assert saved_steps(clean) == [4, 6]

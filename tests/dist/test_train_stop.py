@@ -1,0 +1,190 @@
+"""Stopping on purpose: signals, --exit-interval, --exit-duration-in-mins; what is saved, said and returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training import Outcome, assert_same_run, records, saved_steps, status, train, wait_until
+
+from megatron_sp.training import loop, signals
+
+LONG = ("--train-iters", 400, "--override-opt-param-scheduler")
+
+
+def after_steps(run: Path, count: int, act: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
+    """For ``during``: act once so many steps are in the log."""
+
+    def wait(pids: list[int]) -> None:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= count)
+        act(pids)
+
+    return wait
+
+
+def stopped_at(outcome: Outcome) -> int:
+    line = next(line for line in outcome.texts[0].splitlines() if line.startswith("stopped at step "))
+    return int(line.split()[3].rstrip(":"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, number: signal.Signals) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    act = after_steps(run, 2, lambda pids: os.kill(pids[1], number))
+    outcome = train(tmp_path, "--save", run, *LONG, ranks=2, during=act).expect(75, "a signal asked for it")
+    assert "stop requested" in outcome.texts[1] and "stop requested" not in outcome.texts[0]
+    step = stopped_at(outcome)
+    assert 2 <= step < 400 and saved_steps(run) == [step] and f"saved step {step}" in outcome.text
+    assert (status(run)["status"], status(run)["exit_code"], status(run)["saved_step"]) == ("preempted", 75, step)
+    assert not (run / "LOCK").exists()
+    more = ("--train-iters", step + 2, "--override-opt-param-scheduler")
+    train(tmp_path, "--save", run, "--auto-resume", *more, ranks=2).expect(0)
+    train(tmp_path, "--save", whole, *more, ranks=2).expect(0)
+    assert_same_run(run, whole)
+
+
+def test_a_signal_to_all_ranks_and_its_echo_save_once(tmp_path: Path) -> None:
+    """torchrun passes a signal on that the terminal has sent to everybody already."""
+    run = tmp_path / "run"
+
+    def twice(pids: list[int]) -> None:
+        for pid in [*pids, *pids]:
+            os.kill(pid, signal.SIGTERM)
+
+    outcome = train(tmp_path, "--save", run, *LONG, ranks=2, during=after_steps(run, 2, twice)).expect(75)
+    assert outcome.text.count("saved step") == 1 and len(saved_steps(run)) == 1
+    assert "leaving at once" not in outcome.text
+
+
+def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def slow_and_impatient(rank: int) -> None:
+        signals._ECHO_SECONDS = 0.05
+        original = loop.Run.prepare
+
+        def prepare(self: loop.Run) -> None:
+            original(self)
+            step = self.train_step.run
+
+            def slow_third_step(*args: object, **kwargs: object) -> object:
+                if args[1] == 3:
+                    Path("third").touch()
+                    time.sleep(20)
+                return step(*args, **kwargs)  # type: ignore[arg-type]
+
+            self.train_step.run = slow_third_step  # type: ignore[assignment, method-assign]
+
+        loop.Run.prepare = prepare  # type: ignore[method-assign]
+
+    def act(pids: list[int]) -> None:
+        wait_until((tmp_path / "third").exists)
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(0.15)
+        os.kill(pids[0], signal.SIGTERM)
+
+    flags = ("--save", run, "--save-interval", 2)
+    outcome = train(tmp_path, *flags, setup=slow_and_impatient, during=act)
+    outcome.expect(128 + signal.SIGTERM, "second signal: leaving at once")
+    assert saved_steps(run) == [2] and outcome.ended[0] < 15
+    train(tmp_path, *flags, "--auto-resume").expect(0, "(step 2,")
+
+
+def test_a_signal_during_a_save_takes_no_further_step(tmp_path: Path) -> None:
+    """The grace of a scheduler is short: what has just been saved need not be saved again one step later."""
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--save-interval", 2, ranks=2, fault="sigterm:rank=1:at=save.shard:step=4").expect(75)
+    assert stopped_at(outcome) == 4 and saved_steps(run) == [2, 4] and outcome.text.count("saved step 4") == 1
+    assert status(run)["status"] == "preempted"
+
+
+def slow_evaluation(rank: int) -> None:
+    """Every validation batch takes 50 ms; rank 1 gets a signal in the third."""
+    original, calls = loop.evaluate_batches, []
+
+    def evaluate(*args: object) -> object:
+        calls.append(1)
+        time.sleep(0.05)
+        if rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)  # type: ignore[arg-type]
+
+    loop.evaluate_batches = evaluate  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("flags", [("--eval-interval", 2), ("--train-iters", 2)], ids=["between steps", "at the end"])
+def test_a_signal_during_validation_breaks_it_off(tmp_path: Path, flags: tuple[object, ...]) -> None:
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--eval-iters", 100, *flags, ranks=2, setup=slow_evaluation).expect(75)
+    assert outcome.text.count("broken off by a signal") == 1 and saved_steps(run) == [2]
+    assert records(run, "valid") == [], "half a validation is none"
+    assert status(run)["status"] == "preempted"
+
+
+def test_a_stop_at_a_validation_step_saves_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--save", run, "--eval-interval", 2, "--eval-iters", 2)
+    train(tmp_path, *flags, ranks=2, fault="sigterm:rank=0:at=step.forward:step=1").expect(75)
+    assert saved_steps(run) == [2] and records(run, "valid") == []
+
+
+def test_a_signal_while_starting_up(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def setup(rank: int) -> None:
+        original = loop.Run.prepare
+
+        def prepare(self: loop.Run) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            original(self)
+
+        loop.Run.prepare = prepare  # type: ignore[method-assign]
+
+    train(tmp_path, "--save", run, setup=setup, ranks=2).expect(75, "stopped at step 1: a signal")
+    assert saved_steps(run) == [1]
+
+
+def test_a_signal_without_save_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    outcome = train(tmp_path, fault="sigterm:at=step.forward:step=2").expect(75, "nothing was saved")
+    assert "--auto-resume" not in outcome.text
+    (run,) = (tmp_path / "runs").iterdir()
+    assert status(run)["status"] == "preempted" and not (run / "checkpoints").exists()
+
+
+def test_no_exit_signal_handler_dies_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--no-exit-signal-handler", fault="sigterm:at=step.forward:step=2")
+    assert outcome.codes == [-signal.SIGTERM] and saved_steps(run) == []
+
+
+def test_exit_interval(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--exit-interval", 4, "--eval-iters", 2, ranks=2).expect(
+        0, "stopped at step 4: --exit-interval"
+    )
+    assert saved_steps(run) == [4] and "valid at" not in outcome.text and "test at" not in outcome.text
+    assert status(run)["step"] == 4 and status(run)["train_iters"] == 6
+    train(tmp_path, "--save", run, "--exit-interval", 4, "--auto-resume", ranks=2).expect(0, "the run is complete")
+    assert saved_steps(run) == [4, 6]
+
+
+def test_exit_duration_is_agreed_on(tmp_path: Path) -> None:
+    """The clock of one rank is ahead: both stop after the same step."""
+    run = tmp_path / "run"
+
+    def setup(rank: int) -> None:
+        original = loop.Run.prepare
+
+        def prepare(self: loop.Run) -> None:
+            original(self)
+            self.started -= 3600 * rank
+
+        loop.Run.prepare = prepare  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, "--save", run, "--exit-duration-in-mins", 50, ranks=2, setup=setup)
+    outcome.expect(0, "stopped at step 1: --exit-duration-in-mins")
+    assert saved_steps(run) == [1] and status(run)["exit_code"] == 0
