@@ -39,7 +39,7 @@ from pretrain_gpt import GPT
 TINY = (
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--lr", "1e-2",
     "--lr-decay-style", "constant", "--log-interval", "1", "--eval-iters", "0", "--num-threads", "1", "--device", "cpu",
-    "--peak-tflops", "1", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6",
+    "--peak-tflops", "1", "--micro-batch-size", "2", "--global-batch-size", "4",
 )  # fmt: skip
 MOCK = ("--mock-data", "--vocab-size", "60")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
@@ -78,7 +78,7 @@ def train(
     tmp_path: Path, *flags: object, ranks: int = 1, fault: str = "", attempt: int = 0, setup: Callable[[int], None] | None = None,
     during: Callable[[list[int]], None] | None = None, timeout_s: float = 60.0, data: Sequence[object] = MOCK,
 ) -> Outcome:  # fmt: skip
-    """Train the tiny model on ``ranks`` forked processes.
+    """Train the tiny model on ``ranks`` forked processes, for six steps if the flags do not say how many.
 
     Args:
         tmp_path: for the output of the ranks.
@@ -90,7 +90,8 @@ def train(
         timeout_s: after which all are killed and the case fails.
         data: flags of data and tokenizer.
     """
-    words = [str(word) for word in (*TINY, *data, *flags)] + (["--enable-fault-injection"] if fault else [])
+    length = () if "--train-samples" in flags or "--train-iters" in flags else ("--train-iters", 6)
+    words = [str(word) for word in (*TINY, *length, *data, *flags)] + (["--enable-fault-injection"] if fault else [])
     environment = _store_address() | {
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": str(attempt), FAULT_VARIABLE: fault,
     }  # fmt: skip

@@ -57,7 +57,7 @@ class Task:
 
 
 class Run:
-    """The objects of a run and the loop over its steps."""
+    """The objects of a run; ``prepare`` builds them, ``training/loop.py`` uses them."""
 
     def __init__(
         self,
@@ -104,6 +104,11 @@ class Run:
                 self._differences = check_structure(stored, config)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
         self.train_iters = config.batch.train_iters or self.plan.steps_for(config.batch.train_samples or 0)
+        if self.train_iters == 0 and not config.batch.skip_train:
+            raise ConfigError(
+                f"train_samples ({config.batch.train_samples}) is less than one step takes ({self.plan.global_batch_size(0)}):"
+                " raise --train-samples, or lower --global-batch-size"
+            )
         self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.full)
         self._build_data()
         self._build_model()
@@ -136,9 +141,9 @@ class Run:
 
     def _build_data(self) -> None:
         batch, full = self.config.batch, self.plan.full
-        train = self.plan.samples_after(self.train_iters)
+        train = 0 if batch.skip_train else self.plan.samples_after(self.train_iters)
         interval = batch.eval_interval or max(self.train_iters, 1)
-        passes = self.train_iters // interval + 1
+        passes = 1 if batch.skip_train else self.train_iters // interval + 1
         samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
         with all_ranks_agree(self.groups.control):
             self.datasets = self.task.build_datasets(self.config, self.tokenizer, samples)
@@ -173,14 +178,15 @@ class Run:
     def _load(self, source: Path, stored: dict[str, Any]) -> None:
         checkpoint = self.config.checkpoint
         finetune = checkpoint.finetune and not self.goes_on
-        weights_only = finetune or (checkpoint.no_load_optim and not self.goes_on)
+        only_validates = self.config.batch.skip_train
+        weights_only = finetune or only_validates or (checkpoint.no_load_optim and not self.goes_on)
         with all_ranks_agree(self.groups.control):
             if not weights_only and not stored.get("has_optimizer"):
                 raise CheckpointError(
                     f"{source} has no optimizer state (it was saved with --no-save-optim): add --no-load-optim to go on with a fresh"
                     " optimizer, or --finetune to start anew from its weights"
                 )
-            if not finetune:
+            if not finetune and not only_validates:
                 self._check_schedule(stored)
                 self._check_data(stored)
         wanted = {**self.state.weights(), **({} if weights_only else self.state.optimizer_tensors())}
