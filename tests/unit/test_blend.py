@@ -70,6 +70,7 @@ def test_no_set_is_asked_for_more_than_it_was_built_with(weights: list[float], n
 def test_requests_are_rounded_up_twice() -> None:
     assert samples_per_set(np.array([0.3, 0.7]), 10) == [4, 8]
     assert samples_per_set(np.array([0.5, 0.5]), 1000) == [503, 503]
+    assert samples_per_set(np.array([0.5]), 1) == [2]  # the share is rounded up before the surplus, and again after it
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_sp.config import DataConfig
 from megatron_sp.data.build import Datasets, build_datasets
-from megatron_sp.data.gpt_dataset import GPTDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
@@ -122,6 +122,14 @@ def test_weighted_blend(tmp_path: Path) -> None:
     for i in (-1, 1000):
         with pytest.raises(IndexError):
             sets.train[i]
+
+
+def test_a_blend_cannot_ask_for_more_than_there_is(tmp_path: Path) -> None:
+    part = GPTDataset(IndexedDataset(corpus(tmp_path)), (0, 60), seq_length=S, num_samples=5, seed=1, tokenizer=ByteTokenizer())
+    n = len(part)
+    everything(BlendedDataset([part], np.ones(1), np.zeros(n, np.int16), np.arange(n)))
+    with pytest.raises(DataError, match=f"the blend needs {n + 1} samples of it, it has {n}"):
+        BlendedDataset([part], np.ones(1), np.zeros(n + 1, np.int16), np.arange(n + 1))
 
 
 def test_blend_by_size(tmp_path: Path) -> None:

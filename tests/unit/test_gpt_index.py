@@ -108,8 +108,11 @@ def test_last_epoch_is_shuffled_apart_only_when_little_of_it_is_used() -> None:
     for num_samples, apart in [(11, True), (17, True), (18, False), (20, False)]:  # 8 of 10 are needed of the second epoch
         plan = plan_epochs(101, 10, num_samples)
         assert (plan.num_epochs, plan.separate_last) == (2, apart), num_samples
+    assert plan_epochs(50, 10, 6).separate_last is True  # 4 samples in an epoch of 50 tokens, not 5; 2 are wanted of the second
+    assert plan_epochs(50, 10, 7).separate_last is False
     assert plan_epochs(101, 10, 11).num_samples_before_last == 10
     assert plan_epochs(101, 10, None) == plan_epochs(101, 10, 10)
+    assert (plan_epochs(40, 4, 10).num_epochs, plan_epochs(41, 4, 10).num_epochs) == (2, 1)  # the last label needs one token more
     with pytest.raises(ValueError, match="without tokens"):
         plan_epochs(0, 10, 1)
 

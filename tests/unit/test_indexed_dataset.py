@@ -276,6 +276,8 @@ def test_the_writer_refuses_ids_that_do_not_fit(ids: list[int], bad: int, tmp_pa
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match="expected 0 to 127"):
         write(tmp_path / "x", [[128]], dtype=np.int8)
+    with pytest.raises(DataError, match="expected 0 to 255"):
+        write(tmp_path / "x", [[256]], dtype=np.uint8, vocab_size=1000)
 
 
 def test_the_writer_needs_a_dtype(tmp_path: Path) -> None:

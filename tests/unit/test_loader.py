@@ -93,6 +93,16 @@ def test_errors_come_out_at_the_call_that_needs_the_sample(num_workers: int) -> 
         assert loader.step(8, 1)[0]["sample_ids"].tolist() == [8, 9]  # and the loader lives on
 
 
+def test_a_step_that_failed_can_be_asked_for_again() -> None:
+    data = Counting(bad=5)
+    with BatchLoader(data, micro_batch_size=2, num_workers=1) as loader:
+        loader.step(0, 2)
+        with pytest.raises(DataError):
+            loader.step(4, 2)
+        data.bad = None  # the file is back
+        assert [b["sample_ids"].tolist() for b in loader.step(4, 2)] == [[4, 5], [6, 7]]
+
+
 def test_an_error_in_a_wrong_guess_concerns_nobody() -> None:
     data = Counting(bad=5)
     with BatchLoader(data, micro_batch_size=2, num_workers=1) as loader:
