@@ -69,18 +69,23 @@ class _LMHeadLoss(torch.autograd.Function):
         grad_weight = torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
         if grad_weight is not None and x2.shape[0] == 0:
             grad_weight.zero_()  # no chunk will write it
+        logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
-            log_probs = _log_probs(x2[part], weight, vocab_size, wide)
+            logits = _logits(x2[part], weight, vocab_size, wide, logits)
             picked = labels1[part].clamp(0, vocab_size - 1)[:, None]
-            token_loss[part] = log_probs.gather(1, picked).neg_()[:, 0]
+            token_loss[part], sums = _loss_and_exp_(logits, picked)
             if grad_x is None and grad_weight is None:
                 continue
-            # d loss / d logits = softmax - onehot; the token's weight multiplies the small operands of the two GEMMs
-            grad_logits = log_probs.exp_()
-            grad_logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=wide))
-            grad_logits = grad_logits.to(x.dtype)
-            row_weight = mask1[part, None].to(x.dtype)
+            # d loss / d logits = exp / sums - onehot. The division by the row's sum, like the token's weight, is left to the small
+            # operands of the two GEMMs; 16-bit operands are divided here, in the pass that rounds them.
+            grad_logits = logits.scatter_add_(1, picked, -sums)
+            row_weight = mask1[part, None]
+            if grad_logits.dtype == x.dtype:
+                row_weight = row_weight / sums
+            else:
+                grad_logits = torch.div(grad_logits, sums).to(x.dtype)
+            row_weight = row_weight.to(x.dtype)
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
@@ -112,14 +117,28 @@ def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
     return (x @ weight[:vocab_size].t()).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
 
 
-def _log_probs(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype) -> Tensor:
-    if x.is_cuda and x.dtype != wide:
-        logits = torch.mm(x, weight.t(), out_dtype=wide)
-    else:
+def _logits(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
+    """[t, rows] in ``wide``; padding rows are -inf. ``buffer`` is reused where it fits."""
+    if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
+    else:
+        fits = buffer is not None and buffer.shape[0] == x.shape[0]
+        logits = buffer if fits and buffer is not None else torch.empty(x.shape[0], weight.shape[0], dtype=wide, device=x.device)
+        if x.dtype == wide:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.mm(x, weight.t(), out_dtype=wide, out=logits)
     if vocab_size < weight.shape[0]:
         logits[:, vocab_size:] = float("-inf")
-    return torch.log_softmax(logits, dim=-1)
+    return logits
+
+
+def _loss_and_exp_(logits: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each row [t]; turns ``logits`` into exp(logits - row maximum) and returns the row sums of that [t, 1]."""
+    logits.sub_(logits.amax(1, keepdim=True))
+    at_label = logits.gather(1, picked)
+    sums = logits.exp_().sum(1, keepdim=True)
+    return sums.log().sub_(at_label)[:, 0], sums
 
 
 def _accumulate(total: Tensor, grad_logits: Tensor, x: Tensor, *, first: bool) -> None:
