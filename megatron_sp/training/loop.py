@@ -10,11 +10,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
-from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import Launch
@@ -23,7 +21,7 @@ from megatron_sp.config import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
-from megatron_sp.training.setup import RunStatus, join, open_run_dir, run_main
+from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
@@ -44,16 +42,13 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     groups = join(config, launch)
     peers = Peers.create(groups.control)
     with contextlib.ExitStack() as stack:
-        run_dir = Path(".")
-        with all_ranks_agree(groups.control):
-            if launch.rank == 0 or config.checkpoint.save:
-                run_dir = open_run_dir(config, task.name)
+        run_dir = open_run_dir(config, task.name, groups)
         with all_ranks_agree(groups.control):
             if launch.rank == 0:
-                stack.enter_context(contextlib.closing(RunLock(run_dir)))
+                stack.enter_context(contextlib.closing(lock_run_dir(run_dir)))
                 status.open(run_dir)
-        if launch.rank != 0 and config.checkpoint.save:
-            status.open(run_dir)
+                status.write("running")
+        status.open(run_dir)
         run = Run(config, task, launch, groups, peers, run_dir, signals, faults, status)
         stack.callback(run.close)
         try:
@@ -207,7 +202,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     values = all_reduce(total, run.groups.dp_sp).tolist()
     run.model.train()
     num_terms = len(run.task.loss.names)
-    losses = [s / max(c, 1.0) for s, c in zip(values[:num_terms], values[num_terms:], strict=True)]
+    losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms:], strict=True)]
     perplexity = math.exp(min(losses[0], 700.0))
     run.console.line(
         f"{kind} at step {step}: "

@@ -115,18 +115,21 @@ class TrainStep:
             lr, weight_decay: of this step.
             stop: this rank wants to stop after the step.
         """
+        if self.drops and self.kernel != "reference":
+            # attention dropout inside a kernel draws from torch's generator: key it, so that a resumed run draws the same
+            torch.manual_seed(_step_seed(self.seed, step, self.groups.dp_rank))
         totals = self._start_totals(micro_batches, stop)
         self.gradients.start_step()
         sums = self._forward_backward(micro_batches, step, totals)
         sums_handle = all_reduce_async(sums, self.groups.dp_sp)
         if self.faults.poisons("grad", step):
-            self.gradients.units[0].grads[0] = float("nan")
+            next(unit for unit in self.gradients.units if unit.slots).grads[0] = float("nan")
         self.gradients.finish_step()
         norm = self.optimizer.grad_norm() / self.scaler.scale
         # the only point of the step where the host waits for the device
         values = torch.cat([sums_handle.wait(), self._totals, norm.to(sums.device).reshape(1)]).tolist()
         num_terms = len(self.loss.names)
-        losses = [s / max(c, 1.0) for s, c in zip(values[:num_terms], values[num_terms : 2 * num_terms], strict=True)]
+        losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms : 2 * num_terms], strict=True)]
         grad_norm = values[-1]
         return self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
 
@@ -148,7 +151,7 @@ class TrainStep:
                 terms = [term * float("nan") for term in terms]
             self.faults.at("step.forward", step)
             if inverse is None:
-                inverse = 1.0 / totals.wait()[:-1].clamp(min=1.0)
+                inverse = _inverse_or_zero(totals.wait()[:-1])
             sums += torch.stack([term.detach().double() for term in terms])
             loss = sum((term * inverse[i].to(term.dtype) for i, term in enumerate(terms[1:], 1)), terms[0] * inverse[0].to(terms[0].dtype))
             if index == len(micro_batches) - 1:
@@ -176,6 +179,15 @@ class TrainStep:
         if updated:
             self.optimizer.step(lr, weight_decay, grad_norm, scale)
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
+
+
+def _step_seed(seed: int, step: int, dp_rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{dp_rank}".encode()).digest()[:8], "little") >> 1
+
+
+def _inverse_or_zero(counts: Tensor) -> Tensor:
+    """1 / counts; 0 for a term that no token of the step counts for, whose sum is 0 too."""
+    return torch.where(counts > 0, 1.0 / counts, 0.0)
 
 
 @torch.no_grad()
