@@ -42,7 +42,7 @@ class Peers:
             f"rank {dead[0]} (pid {self.pids[dead[0]]} on {self.hosts[dead[0]]}) died" if dead
             else "a rank died or did not answer, none of those on this host; the launcher's report names it"
         )  # fmt: skip
-        return f"{who}: a collective failed ({str(error).splitlines()[0][:200]}). Start the same command again with --auto-resume."
+        return f"{who}: a collective failed ({first_line(error)}). Start the same command again with --auto-resume."
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -50,6 +50,11 @@ def is_peer_failure(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BROKEN)
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's text, or its type when it has none."""
+    return next((line[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _is_running(pid: int) -> bool:

@@ -33,7 +33,7 @@ from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.state import TrainingState, adopt_checkpoint_args, check_structure
 from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
-from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError
 from megatron_sp.utils.faults import FaultPlan
 
 
@@ -76,7 +76,12 @@ class Run:
         self.console = Console(launch.rank, progress_bar=not config.logging.no_progress_bar)
         self.started = time.monotonic()
         timeout_s = timedelta(minutes=config.parallel.distributed_timeout_minutes).total_seconds()
-        self.watchdog = Watchdog(1.5 * timeout_s, run_dir / f"stacks-rank{launch.rank}.txt", launch.rank)
+        self.watchdog = Watchdog(
+            1.5 * timeout_s,
+            run_dir / f"stacks-rank{launch.rank}.txt",
+            launch.rank,
+            lambda message: status.write("failed", EXIT_PEER, message),
+        )
         self.loaders: list[BatchLoader] = []
         self.save_failed = False
         self.saved_step = -1

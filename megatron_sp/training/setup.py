@@ -18,9 +18,13 @@ from typing import Any
 
 import torch
 
+from megatron_sp.checkpoint.lock import RunLock
+from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.objects import broadcast_json
+from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
-from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.errors import ConfigError, DiskError, PeerError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
 
 
@@ -36,6 +40,10 @@ class RunStatus:
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "run_status.json"
+
+    def has_failed(self) -> bool:
+        """Whether some rank has told already why this attempt fails."""
+        return self.path is not None and read_status(self.path.parent).get("status") == "failed"
 
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
         """Replace the file; trouble with the disk is not worth stopping for."""
@@ -64,7 +72,10 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
         if launch.rank == 0 or not error.on_all_ranks:
             prefix = "" if error.on_all_ranks else f"[rank {launch.rank}] "
             print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
-            status.write("failed", code, str(error))
+            if not (
+                isinstance(error, PeerError) and status.has_failed()
+            ):  # the rank that died has said why: that counts, not our wait for it
+                status.write("failed", code, str(error))
     except Exception as error:
         code = 1
         traceback.print_exc()
@@ -108,32 +119,60 @@ def set_threads(config: Config, launch: Launch) -> int:
 
 
 def join(config: Config, launch: Launch) -> ParallelGroups:
-    """Choose the device, join the process group and build the layout."""
+    """Choose the device, join the process group and build the layout. Collective.
+
+    Raises:
+        PeerError: not all ranks came.
+    """
     device = choose_device(config, launch)
     set_threads(config, launch)
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    init_process_group(launch, device, config.parallel.distributed_backend, timeout)
     parallel = config.parallel
-    return ParallelGroups.create(
-        device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout
-    )
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    try:
+        init_process_group(launch, device, parallel.distributed_backend, timeout)
+        return ParallelGroups.create(
+            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        if not is_peer_failure(error):
+            raise
+        where = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise PeerError(
+            f"the {launch.world_size} ranks did not find each other at {where}: {first_line(error)}. See that all were started, that the"
+            " host can be reached, and that no other job has the port (torchrun --standalone chooses a free one)."
+        ) from error
 
 
-def open_run_dir(config: Config, name: str) -> Path:
-    """The run folder: --save, or a fresh one named after the program and the time. Created if absent.
+def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
+    """The run folder, the same on every rank: --save, or a fresh one named after the program and the time. Created if absent. Collective.
 
     Raises:
         ConfigError: it cannot be created.
     """
-    path = Path(config.checkpoint.save or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run folder {path} cannot be created: {error.strerror}; choose another --save") from None
+    fresh = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    path = Path(broadcast_json(config.checkpoint.save or fresh, groups.control))
+    with all_ranks_agree(groups.control):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the run folder {path} cannot be created: {error.strerror}; choose another --save") from None
     return path
+
+
+def lock_run_dir(run_dir: Path) -> RunLock:
+    """Take the run's lock; for rank 0 alone.
+
+    Raises:
+        LockError: another job writes there.
+        DiskError: we may not.
+    """
+    try:
+        return RunLock(run_dir)
+    except OSError as error:
+        raise DiskError(f"the run folder {run_dir} cannot be written: {error.strerror}; choose another --save") from None
 
 
 def dtype_of(config: Config) -> torch.dtype:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_sp.utils.errors import EXIT_PEER
@@ -22,10 +23,14 @@ class Watchdog:
         timeout_s: longest silence; the first beat may take ``startup_s`` longer.
         report: file that receives the stacks of all threads.
         rank: for the message.
+        on_end: told the message before the end.
+        startup_s: see above.
     """
 
-    def __init__(self, timeout_s: float, report: Path, rank: int, startup_s: float = 600.0) -> None:
-        self._timeout_s, self._report, self._rank = timeout_s, report, rank
+    def __init__(
+        self, timeout_s: float, report: Path, rank: int, on_end: Callable[[str], None] = lambda _: None, startup_s: float = 600.0
+    ) -> None:
+        self._timeout_s, self._report, self._rank, self._on_end = timeout_s, report, rank, on_end
         self._deadline = time.monotonic() + timeout_s + startup_s
         self._what = "start-up"
         self._stop = threading.Event()
@@ -56,5 +61,7 @@ class Watchdog:
             message += f": the stacks of this rank are in {self._report}"
         except OSError:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        os.write(2, (message + ". Raise --distributed-timeout-minutes if a step may take that long.\n").encode())
+        message += ". Raise --distributed-timeout-minutes if a step may take that long."
+        os.write(2, f"{message}\n".encode())
+        self._on_end(message)
         os._exit(EXIT_PEER)

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from training import (
-    assert_same_run, assert_same_tensors, copy_run, records, saved_steps, state, status, tensors, train, write_data,
+    assert_same_run,
+    assert_same_tensors,
+    copy_run,
+    records,
+    saved_steps,
+    state,
+    status,
+    tensors,
+    train,
+    write_data,
 )  # fmt: skip
 
 from megatron_sp.training import loop

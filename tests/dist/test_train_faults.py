@@ -1,0 +1,318 @@
+"""Trouble from outside: damaged data, full disks, two jobs in one folder, ranks that stand still or never come."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training import KILLED, assert_same_run, records, saved_steps, status, train, wait_until, write_data
+
+from megatron_sp.checkpoint import saving
+from megatron_sp.comm.peers import Peers
+from megatron_sp.data.loader import BatchLoader
+from megatron_sp.training import loop, setup
+
+
+def data_flags(prefix: Path, *more: object) -> tuple[object, ...]:
+    return ("--data-path", prefix, "--split", "1", "--vocab-size", 60, *more)
+
+
+# Data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_token_outside_the_vocabulary(tmp_path: Path, workers: int) -> None:
+    """It is met by one rank in the middle of the run; the launcher's code must be that rank's, not its peers'."""
+    prefix = write_data(tmp_path / "d" / "x", num_documents=40)
+    tokens = np.fromfile(f"{prefix}.bin", np.uint16)
+    tokens[len(tokens) // 2] = 60
+    tokens.tofile(f"{prefix}.bin")
+    run = tmp_path / "run"
+    flags = ("--train-iters", 25, "--num-workers", workers, "--dataloader-type", "cyclic", "--save", run, "--save-interval", 1)
+    outcome = train(tmp_path, *flags, ranks=2, data=data_flags(prefix))
+    assert sorted(outcome.codes) == [4, 7], outcome.text
+    bad = outcome.codes.index(4)
+    message = outcome.texts[bad]
+    assert (
+        f"[rank {bad}] error: " in message
+        and f"{prefix}.bin" in message
+        and "60" in message
+        and "sequence" in message
+        and "offset" in message
+    )
+    assert status(run)["exit_code"] == 4 and f"{prefix}.bin" in status(run)["message"]
+    assert saved_steps(run), "what was saved before stays"
+
+
+def test_a_file_cut_before_the_start(tmp_path: Path) -> None:
+    prefix = write_data(tmp_path / "d" / "x")
+    os.truncate(f"{prefix}.bin", os.path.getsize(f"{prefix}.bin") - 2)
+    outcome = train(tmp_path, "--save", tmp_path / "run", ranks=2, data=data_flags(prefix)).expect(4, f"{prefix}.bin")
+    assert outcome.text.count("error: ") == 1 and status(tmp_path / "run")["exit_code"] == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_cut_while_training(tmp_path: Path, workers: int) -> None:
+    prefix, run = write_data(tmp_path / "d" / "x", num_documents=500), tmp_path / "run"
+
+    def cut(pids: list[int]) -> None:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)
+        os.truncate(f"{prefix}.bin", 100)
+
+    flags = ("--train-iters", 5000, "--num-workers", workers, "--dataloader-type", "cyclic", "--save", run)
+    outcome = train(tmp_path, *flags, ranks=2, data=data_flags(prefix), during=cut)
+    assert 4 in outcome.codes and set(outcome.codes) <= {4, 7}, outcome.text
+    assert f"{prefix}.bin" in outcome.text and "Traceback" not in outcome.text and status(run)["exit_code"] == 4
+
+
+def test_a_missing_index_names_the_nearest(tmp_path: Path) -> None:
+    prefix = write_data(tmp_path / "d" / "corpus_text_document")
+    wrong = prefix.with_name("corpus_txt_document")
+    train(tmp_path, ranks=2, data=data_flags(wrong)).expect(4, str(wrong), "corpus_text_document")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_missing_on_one_host_ends_all_ranks(tmp_path: Path, rank: int) -> None:
+    prefix = write_data(tmp_path / "d" / "x")
+
+    def elsewhere(own: int) -> None:
+        if own == rank:
+            original = loop.Run._build_data
+
+            def build(self: loop.Run) -> None:
+                self.config.data.data_path = (str(tmp_path / "gone" / "x"),)
+                original(self)
+
+            loop.Run._build_data = build  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, ranks=2, data=data_flags(prefix), setup=elsewhere).expect(4, f"{tmp_path}/gone/x")
+    assert outcome.text.count("error: ") == 1 and "error: " in outcome.texts[0] and "Traceback" not in outcome.text
+
+
+def test_the_end_of_the_data(tmp_path: Path) -> None:
+    """An empty split is an error of the start, not of the first step."""
+    prefix = write_data(tmp_path / "d" / "x", num_documents=1, longest=10)
+    train(tmp_path, ranks=2, data=data_flags(prefix)).expect(4, "the train split has", "--seq-length")
+
+
+# One writer
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def second(pids: list[int]) -> None:
+        wait_until((run / "run_status.json").exists)
+        before = status(run).get("pids", pids)
+        outcome = train(tmp_path / "second", "--save", run, "--auto-resume", ranks=2).expect(
+            8, f"pid {pids[0]} on ", "is in use by", "--save"
+        )
+        assert outcome.text.count("error: ") == 1
+        assert status(run)["status"] == "running" and before == pids, "the first job's status is not touched"
+        os.kill(pids[0], signal.SIGTERM)
+
+    train(tmp_path, "--save", run, "--train-iters", 5000, ranks=2, during=second).expect(75)
+    assert len(saved_steps(run)) == 1
+
+
+# Disks
+
+
+def test_records_that_cannot_be_written_do_not_stop_the_training(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").mkdir(parents=True)
+    outcome = train(tmp_path, "--save", run, ranks=2).expect(0, "training goes on")
+    assert outcome.text.count("metrics.jsonl cannot be written") == 1, "one warning, not one for each step"
+    assert saved_steps(run) == [6]
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    outcome = train(tmp_path, "--save", tmp_path / "file" / "run", ranks=2).expect(2, "cannot be created", "--save")
+    assert outcome.text.count("error: ") == 1
+
+
+def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
+    """A folder without write permission (root may write anywhere, so the failure is made)."""
+
+    def read_only(rank: int) -> None:
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        setup.RunLock = refuse  # type: ignore[assignment, misc]
+
+    outcome = train(tmp_path, "--save", tmp_path / "run", ranks=2, setup=read_only).expect(6, "Permission denied", str(tmp_path / "run"))
+    assert "Traceback" not in outcome.text
+
+
+def limit_files(size: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_disk_that_is_full_to_the_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--save-interval", 2, ranks=2, setup=lambda rank: limit_files(50_000))
+    outcome.expect(6, "step 2 was not saved", "step 4 was not saved", "training goes on", "error: the last checkpoint could not be written")
+    assert (status(run)["status"], status(run)["exit_code"]) == ("failed", 6)
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6] and os.listdir(run / "checkpoints") == []
+    assert [(r["step"], r["saved"]) for r in records(run, "save")] == [(2, False), (4, False), (6, False)]
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """The second save fails, the later ones work: nothing is lost and the run is a success."""
+
+    def setup(rank: int) -> None:
+        original = saving.open_staging
+
+        def open_staging(folder: Path, step: int, num_bytes: int, make_room: object) -> dict[str, str]:
+            limit_files(50_000 if step == 4 else resource.RLIM_INFINITY)
+            return original(folder, step, num_bytes, make_room)  # type: ignore[arg-type]
+
+        saving.open_staging = open_staging  # type: ignore[assignment]
+
+    run, clean = tmp_path / "run", tmp_path / "clean"
+    train(tmp_path, "--save", run, "--save-interval", 2, setup=setup).expect(0, "step 4 was not saved")
+    assert saved_steps(run) == [2, 6] and status(run)["status"] == "done"
+    train(tmp_path, "--save", clean).expect(0)
+    assert_same_run(run, clean)
+
+
+def test_preempted_with_a_full_disk_is_not_called_preempted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--save", run, "--train-iters", 50)
+    train(tmp_path, *flags, setup=lambda rank: limit_files(50_000), fault="sigterm:at=step.forward:step=2").expect(6, "nothing was saved")
+    assert status(run)["exit_code"] == 6
+
+
+# Ranks
+
+
+def test_a_rank_that_stands_still(tmp_path: Path) -> None:
+    """It ends itself and leaves its stacks; the one that waited for it ends by the collective's timeout."""
+
+    def stand_still(rank: int) -> None:
+        Peers.dead_here.__defaults__ = (0.0,)  # its patience is as long as these timeouts
+        if rank == 1:
+            original = BatchLoader.step
+
+            def step(self: BatchLoader, consumed_samples: int, num_microbatches: int) -> object:
+                if consumed_samples == 8:
+                    time.sleep(100)
+                return original(self, consumed_samples, num_microbatches)
+
+            BatchLoader.step = step  # type: ignore[method-assign, assignment]
+
+    run = tmp_path / "run"
+    flags = ("--save", run, "--distributed-timeout-minutes", 0.02, "--save-interval", 1)
+    outcome = train(tmp_path, *flags, ranks=2, setup=stand_still).expect(7, "rank 1: no progress in 'step 3' for 2 s")
+    stacks = (run / "stacks-rank1.txt").read_text()
+    assert "no progress in 'step 3'" in stacks and "_next_micro_batches" in stacks and "watchdog" in stacks
+    assert "did not answer" in outcome.texts[0] and max(outcome.ended) < 12
+    assert status(run)["exit_code"] == 7 and saved_steps(run)[-1] == 2
+    assert not (run / "stacks-rank0.txt").exists()
+
+
+def test_a_single_process_that_stands_still_says_so_in_its_status(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def stand_still(rank: int) -> None:
+        BatchLoader.step = lambda *_: time.sleep(100)  # type: ignore[assignment, method-assign]
+
+    train(tmp_path, "--save", run, "--distributed-timeout-minutes", 0.005, setup=stand_still).expect(7, "no progress in 'step 1'")
+    assert status(run)["exit_code"] == 7 and "no progress in 'step 1'" in status(run)["message"]
+
+
+def test_a_frozen_rank(tmp_path: Path) -> None:
+    """SIGSTOP stops its watchdog too: the others end by the timeout and say that nobody has died here."""
+    run = tmp_path / "run"
+
+    def freeze(pids: list[int]) -> None:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_until(lambda: status(run)["status"] == "failed")
+        os.kill(pids[1], signal.SIGKILL)
+
+    flags = ("--save", run, "--distributed-timeout-minutes", 0.03, "--train-iters", 5000)
+    outcome = train(tmp_path, *flags, ranks=2, during=freeze)
+    assert outcome.codes == [7, KILLED] and "did not answer" in outcome.texts[0], outcome.text
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    def setup(rank: int) -> None:
+        if rank == 1:
+            os._exit(1)
+
+    outcome = train(tmp_path, "--distributed-timeout-minutes", 0.01, ranks=2, setup=setup)
+    assert outcome.codes == [7, 1] and "error: " in outcome.texts[0] and "Traceback" not in outcome.texts[0], outcome.text
+    assert "ranks [1] of 2 did not join" in outcome.texts[0]
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+
+        def taken(rank: int) -> None:
+            del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+            os.environ["MASTER_PORT"] = str(port)
+
+        outcome = train(tmp_path, "--distributed-timeout-minutes", 0.02, setup=taken)
+    outcome.expect(7, "no other job has the port", f"at 127.0.0.1:{port}")
+    assert "Traceback" not in outcome.text
+
+
+def test_a_rank_that_dies_while_starting(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def setup(rank: int) -> None:
+        if rank == 1:
+            loop.Run._build_model = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+
+    outcome = train(tmp_path, "--save", run, ranks=2, setup=setup)
+    assert outcome.codes == [7, KILLED] and "rank 1 (pid " in outcome.texts[0], outcome.text
+    assert status(run)["exit_code"] == 7
+    train(tmp_path, "--save", run, "--auto-resume", ranks=2).expect(0)
+
+
+def test_a_bug_on_one_rank_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def setup(rank: int) -> None:
+        if rank == 1:
+            original = loop.Run._build_step
+
+            def build(self: loop.Run) -> None:
+                original(self)
+                self.train_step.run = lambda *a, **k: {}["no such key"]  # type: ignore[assignment, method-assign]
+
+            loop.Run._build_step = build  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, "--save", run, ranks=2, setup=setup)
+    assert outcome.codes == [7, 1] and "KeyError: 'no such key'" in outcome.texts[1] and "rank 1 " in outcome.texts[0], outcome.text
+    assert status(run)["exit_code"] == 1 and "KeyError" in status(run)["message"]
+
+
+def test_faults_are_refused_unless_enabled(tmp_path: Path) -> None:
+    def inherited(rank: int) -> None:
+        os.environ["MEGATRON_SP_FAULT"] = "kill:at=step.forward"
+
+    train(tmp_path, ranks=2, setup=inherited).expect(2, "--enable-fault-injection was not given")
+
+
+def test_ranks_other_than_0_leave_their_files_in_the_run_folder(tmp_path: Path) -> None:
+    """Also without --save, where rank 0 makes up the folder's name."""
+    flags = ("--profile", "--profile-step-start", 1, "--profile-step-end", 3, "--profile-ranks", 0, 1)
+    train(tmp_path, *flags, ranks=2).expect(0)
+    (run,) = (tmp_path / "runs").iterdir()
+    for rank in (0, 1):
+        events = json.loads((run / f"profile-rank{rank}.json").read_text())["traceEvents"]
+        assert sorted({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep")}) == ["ProfilerStep#1", "ProfilerStep#2"]
