@@ -99,6 +99,8 @@ def test_gzip_and_given_format(tmp_path: Path) -> None:
     assert documents(tmp_path / "out_text_document") == ["zipped", "json by flag"]
     run(tmp_path, str(tmp_path / "data"))
     assert documents(tmp_path / "out_text_document") == ['{"text": "json by flag"}']
+    run(tmp_path, str(tmp_path / "a.jsonl.gz"))
+    assert documents(tmp_path / "out_text_document") == ["zipped"]
     whole = (tmp_path / "a.jsonl.gz").read_bytes()
     for damaged in (whole[:-9], b"not gzip"):
         (tmp_path / "b.jsonl.gz").write_bytes(damaged)
@@ -137,6 +139,12 @@ def test_bad_lines(name: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"], "nothing is left of the output"
     report = run(tmp_path, str(tmp_path / "a.jsonl"), skip_bad_lines=True)
     assert report.num_skipped == 1 and documents(tmp_path / "out_text_document") == ["one", "", "two"]
+
+
+def test_a_bad_paragraph_is_named_by_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n\n\ntwo\nthree\n\xff\n\nfour\n")
+    with pytest.raises(DataError, match=r"a\.txt:4: 'utf-8' codec"):
+        run(tmp_path, str(tmp_path / "a.txt"))
 
 
 def test_a_line_that_is_bad_under_one_key_is_left_out_of_all(tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_a_trained_model_is_lossless(text: str, trained: SentencePieceTokenizer)
     assert not {0, 1} & set(ids), "text never becomes <unk> or the end of a document"
 
 
+def test_pieces_do_not_depend_on_what_is_before_the_line(trained: SentencePieceTokenizer) -> None:
+    (newline,) = trained.encode("\n")
+    line = trained.encode("alpha beta")
+    assert trained.encode("alpha beta\nalpha beta\n") == [*line, newline, *line, newline]  # no space is put in front of a text
+    assert trained._processor.IdToPiece(newline) == "\n"  # a piece of its own, not the byte
+
+
 def test_decoding_generated_ids(trained: SentencePieceTokenizer) -> None:
     ids = trained.encode("x = 1\n")
     assert trained.decode([*ids, trained.eod]) == "x = 1\n"
