@@ -243,7 +243,7 @@ def _save(run: Run) -> None:
 def _profiler(run: Run) -> Iterator[Callable[[], None]]:
     """torch's profiler over the steps of --profile-step-start/-end; yields what is to be called after each step."""
     logging, rank = run.config.logging, run.launch.rank
-    if not logging.profile or rank not in logging.profile_ranks:
+    if not logging.profile or rank not in logging.profile_ranks or run.state.progress.step >= logging.profile_step_end:
         yield lambda: None
         return
     start = max(logging.profile_step_start - run.state.progress.step, 0)

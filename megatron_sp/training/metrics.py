@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class MetricsLog:
         self._sinks: list[Callable[[dict[str, Any]], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._warned: set[str] = set()
+        self._is_first = True
         if rank != 0:
             return
         self._sinks.append(self._append)
@@ -55,8 +57,13 @@ class MetricsLog:
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps({k: _plain(v) for k, v in record.items()}) + "\n"
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(line)
+        with open(self._path, "ab+") as file:
+            if self._is_first and file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a process was killed while it wrote: its half line must not swallow this one
+                    file.write(b"\n")
+            file.write(line.encode())
+        self._is_first = False
 
     def _add_tensorboard(self, config: LoggingConfig) -> None:
         writer = availability.load("tensorboard").SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)

@@ -24,13 +24,19 @@ from megatron_sp.training.step import StepResult, sample_digest
 
 
 class StepReporter:
-    """Turns step results into lines and records; rates are over the steps since the last line, pauses left out."""
+    """Turns step results into lines and records; rates are over the steps since the last line, pauses left out.
+
+    Args:
+        config, groups, console, metrics: of the run.
+        train_iters: steps of the whole run.
+        valid_rows: how many rows of a tensor with padding rows count.
+    """
 
     def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, num_params: int
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, valid_rows: dict[str, int]
     ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
-        self._train_iters, self._num_params = train_iters, num_params
+        self._train_iters, self._valid_rows = train_iters, valid_rows
         self._flops_causal, self._flops_full = step_flops_per_token(config.model)
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
@@ -76,7 +82,9 @@ class StepReporter:
         if self._config.logging.log_params_norm:
             record["params_norm"] = math.sqrt(sum(float(squared_norm(u.master)) for u in units))
         if self._config.logging.log_num_zeros_in_grad:
-            record["num_zeros_in_grad"] = sum(int((slot.view(u.grads) == 0).sum()) for u in units for slot in u.slots)
+            record["num_zeros_in_grad"] = sum(
+                int((slot.view(u.grads)[: self._valid_rows.get(slot.name)] == 0).sum()) for u in units for slot in u.slots
+            )
         return record
 
     def _line(self, r: dict[str, Any], seconds_left: float) -> str:

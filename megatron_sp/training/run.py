@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -249,8 +250,8 @@ class Run:
     def _announce(self) -> None:
         groups, config, progress = self.groups, self.config, self.state.progress
         self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
-        num_params = sum(p.numel() for p in self.model.parameters())
-        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, num_params)
+        num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
+        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, self.state.valid_rows)
         self.console.line(
             f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
             f" (dp {groups.dp_size}), attention: {self.kernel.name} ({self.kernel.reason}), global batch {self.plan.full} x"

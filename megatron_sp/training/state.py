@@ -51,7 +51,7 @@ class TrainingState:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress = Progress()
         tables = getattr(model, "vocab_tables", None)
-        self._rows: dict[str, int] = tables() if tables is not None else {}
+        self.valid_rows: dict[str, int] = tables() if tables is not None else {}  # of the tensors that have padding rows
 
     def weights(self) -> dict[str, GlobalTensor]:
         """Every parameter, trainable or frozen, once."""
@@ -74,7 +74,7 @@ class TrainingState:
 
     def _whole(self, name: str, tensor: Tensor) -> GlobalTensor:
         """A tensor that every rank holds whole, without its padding rows."""
-        valid = tensor[: self._rows[name]] if name in self._rows else tensor
+        valid = tensor[: self.valid_rows[name]] if name in self.valid_rows else tensor
         return GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
 
     def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, int]) -> dict[str, Any]:
