@@ -1,0 +1,71 @@
+"""The batch plan against a step-by-step simulation and against the rule it implements."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sp.config import BatchConfig
+from megatron_sp.training.microbatches import BatchPlan
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    micro, dp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    unit = micro * dp
+    start, increments, increment = (draw(st.integers(1, 4)) * unit, draw(st.integers(1, 6)), draw(st.integers(1, 3)) * unit)
+    if draw(st.booleans()):
+        return BatchPlan(micro, dp, start)
+    return BatchPlan(micro, dp, start + increments * increment, start, increment, draw(st.integers(1, 400)))
+
+
+def rule(plan: BatchPlan, consumed: int) -> int:
+    """The ramp in whole numbers: one increment after each equal share of the ramp's samples."""
+    if plan.ramp_samples == 0:
+        return plan.full
+    increments = (plan.full - plan.start) // plan.increment
+    passed = sum(consumed * increments >= k * plan.ramp_samples for k in range(1, increments + 1))
+    return plan.start + passed * plan.increment
+
+
+@given(plans(), st.integers(0, 600))
+@settings(max_examples=300, deadline=None)
+def test_size_of_a_batch(plan: BatchPlan, consumed: int) -> None:
+    size = plan.global_batch_size(consumed)
+    assert size == rule(plan, consumed)
+    assert plan.num_microbatches(consumed) * plan.micro_batch_size * plan.dp_size == size
+
+
+@given(plans(), st.integers(0, 60))
+@settings(max_examples=200, deadline=None)
+def test_sums_over_steps(plan: BatchPlan, num_steps: int) -> None:
+    consumed = 0
+    for _ in range(num_steps):
+        consumed += plan.global_batch_size(consumed)
+    assert plan.samples_after(num_steps) == consumed
+    assert plan.steps_for(consumed) == num_steps, "exactly enough"
+    if consumed:
+        assert plan.steps_for(consumed - 1) == num_steps - 1, "a batch that is not full is dropped"
+    assert plan.steps_for(consumed + plan.global_batch_size(consumed) - 1) == num_steps
+
+
+def test_long_runs_are_a_product() -> None:
+    plan = BatchPlan(4, 8, 1024, 64, 64, 300_000)
+    steps = plan.steps_for(10**12)
+    assert plan.samples_after(steps) <= 10**12 < plan.samples_after(steps + 1)
+
+
+@pytest.mark.parametrize("dp, size", product((1, 2, 4), (None, 8)))
+def test_from_config(dp: int, size: int | None) -> None:
+    plan = BatchPlan.from_config(BatchConfig(micro_batch_size=2, global_batch_size=size), dp)
+    assert plan.global_batch_size(0) == plan.full == (size or 2 * dp)
+
+
+def test_the_ramp_does_not_depend_on_the_ranks() -> None:
+    config = BatchConfig(micro_batch_size=1, global_batch_size=32, rampup_batch_size=(8, 8, 100))
+    sizes = [[BatchPlan.from_config(config, dp).global_batch_size(c) for c in range(0, 140)] for dp in (1, 2, 4, 8)]
+    assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
+    assert (sizes[0][33], sizes[0][34], sizes[0][99], sizes[0][100]) == (8, 16, 24, 32)

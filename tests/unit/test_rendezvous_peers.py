@@ -1,0 +1,160 @@
+"""Several attempts on one store, and who is said to have died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sp.comm import rendezvous
+from megatron_sp.comm.peers import Peers, first_line, is_peer_failure
+from megatron_sp.comm.rendezvous import fresh_store
+
+SHORT = timedelta(seconds=10)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SHORT)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return server
+
+
+def join(world_size: int, order: list[int], pause_s: float = 0.0) -> dict[int, dist.Store]:
+    """All ranks of one attempt, coming in this order."""
+    stores: dict[int, dist.Store] = {}
+    threads = []
+    for rank in order:
+        threads.append(Thread(target=lambda rank=rank: stores.__setitem__(rank, fresh_store(rank, world_size, SHORT))))
+        threads[-1].start()
+        time.sleep(pause_s)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(stores) == list(range(world_size))
+    return stores
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_attempts_do_not_see_each_other(store: dist.TCPStore, order: list[int]) -> None:
+    for attempt in range(4):
+        stores = join(3, order, pause_s=0.01)
+        assert not stores[1].check(["address"]), "a key of an earlier attempt"
+        stores[0].set("address", f"attempt {attempt}")
+        assert stores[1].get("address") == stores[2].get("address") == f"attempt {attempt}".encode()
+
+
+def test_an_attempt_in_which_a_rank_died_half_way(store: dist.TCPStore) -> None:
+    """Its greeting, its token's answer and its confirmation stay in the store; the next attempt is not taken in."""
+    space = dist.PrefixStore("megatron_sp", store)
+    space.set("hello/1", "old-token")
+    space.set("answer/old-token", "old-prefix")
+    space.set("confirmed/old-prefix/1", "1")
+    space.set("hello/2", "another-old-token")  # died before it was answered
+    stores = join(3, [0, 1, 2], pause_s=0.05)
+    stores[2].set("k", "v")
+    assert stores[0].get("k") == stores[1].get("k") == b"v"
+    assert not dist.PrefixStore("old-prefix", store).check(["k"])
+
+
+def test_a_rank_that_does_not_come(store: dist.TCPStore) -> None:
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] of 3 did not join within 0 s") as caught:
+        fresh_store(0, 3, timedelta(seconds=0.2))
+    assert is_peer_failure(caught.value)
+    with pytest.raises(dist.DistStoreError) as missing:
+        fresh_store(1, 2, timedelta(seconds=0.3))
+    assert is_peer_failure(missing.value)
+
+
+def test_a_world_of_one_waits_for_nobody(store: dist.TCPStore) -> None:
+    fresh_store(0, 1, SHORT).set("k", "v")
+    assert rendezvous._POLL_S < 1
+
+
+# Peers
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_the_dead_rank_is_named(dead_pid: int) -> None:
+    here = socket.gethostname()
+    peers = Peers([here, "elsewhere", here], [os.getpid(), 1, dead_pid])
+    assert peers.dead_here() == [2]
+    text = peers.explain(RuntimeError("[gloo] Connection closed by peer\nmore"))
+    assert text.startswith(f"rank 2 (pid {dead_pid} on {here}) died: a collective failed ([gloo] Connection closed by peer)")
+    assert "--auto-resume" in text
+
+
+def test_a_zombie_has_died() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    time.sleep(0.05)
+    try:
+        assert Peers([socket.gethostname()], [pid]).dead_here() == [0]
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_a_process_that_dies_a_little_later() -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(0.15)
+        os._exit(0)
+    assert Peers([socket.gethostname()], [pid]).dead_here(5.0) == [0]
+    os.waitpid(pid, 0)
+
+
+def test_nobody_died_here(dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pid of another host says nothing about ours."""
+    monkeypatch.setattr(Peers.dead_here, "__defaults__", (0.0,))
+    peers = Peers([socket.gethostname(), "elsewhere"], [os.getpid(), dead_pid])
+    assert peers.dead_here() == []
+    assert "none of those on this host" in peers.explain(RuntimeError(""))
+
+
+def test_first_line() -> None:
+    assert first_line(RuntimeError("\n  \nwhat\nmore")) == "what"
+    assert first_line(ValueError()) == "ValueError" and len(first_line(ValueError("x" * 999))) == 200
+
+
+@pytest.mark.parametrize("error, expected", [
+    (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+    (RuntimeError("Timed out waiting 1200ms for recv operation to complete"), True),
+    (dist.DistBackendError("NCCL error"), True),
+    (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+    (RuntimeError("expected scalar type Float but found Half"), False),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+    (ValueError("connection closed"), False),
+    (KeyError("store"), False),
+])  # fmt: skip
+def test_what_counts_as_a_lost_peer(error: Exception, expected: bool) -> None:
+    assert is_peer_failure(error) is expected
+
+
+def test_kill_is_seen(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(30)
+        os._exit(0)
+    peers = Peers([socket.gethostname()], [pid])
+    assert peers.dead_here(0.0) == []
+    os.kill(pid, signal.SIGKILL)
+    assert peers.dead_here() == [0]
+    os.waitpid(pid, 0)

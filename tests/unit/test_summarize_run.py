@@ -1,0 +1,68 @@
+"""tools/summarize_run.py on logs of uninterrupted, resumed and diverged runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location("summarize_run", Path(__file__).parents[2] / "tools" / "summarize_run.py")
+assert _SPEC is not None and _SPEC.loader is not None
+tool = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(tool)
+
+
+def step(number: int, loss: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "train", "step": number, "consumed_tokens": 128 * number, "tokens_per_s": 100.0 + number, "loss": loss,
+        "loss_hex": loss.hex(), "grad_norm_hex": "0x1p0", "samples_sha": f"s{number}", **more,
+    }  # fmt: skip
+
+
+def start(number: int) -> dict[str, Any]:
+    return {"kind": "start", "step": number}
+
+
+def write(folder: Path, *records: dict[str, Any], end: str = "") -> Path:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + end)
+    return folder
+
+
+def test_an_uninterrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    valid = [{"kind": "valid", "step": s, "loss": v} for s, v in ((1, 9.0), (3, 2.0))]
+    write(tmp_path, start(0), step(1), step(2), step(3), *valid)
+    assert tool.main([str(tmp_path), "--extra", "picture=a=b.png"]) == 0
+    text = capsys.readouterr().out
+    assert "3, 384 tokens" in text and "102 tokens/s (median)" in text and "2.0000 (perplexity 7.4)" in text and "a=b.png" in text
+    assert "interruptions" not in text and "twice" not in text
+
+
+def test_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, start(0), step(1), step(2), step(3), start(1), step(2), step(3), step(4), end='{"kind": "tr')
+    assert tool.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "1, resumed at step 1" in text and "2: loss, gradient norm and samples all equal to the last bit" in text
+
+
+@pytest.mark.parametrize("change", [{"loss_hex": "0x1.0000001p0"}, {"grad_norm_hex": "0x1.1p0"}, {"samples_sha": "other"}])
+def test_a_run_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str]) -> None:
+    write(tmp_path, start(0), step(1), step(2), start(0), step(1), {**step(2), **change})
+    assert tool.main([str(tmp_path)]) == 0
+    assert "2: loss, gradient norm and samples 1 of them equal to the last bit" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, step(1), {"kind": "valid", "step": 1, "loss": "nan"}, {"kind": "test", "step": 1, "loss": "inf"})
+    assert tool.main([str(tmp_path)]) == 0
+    assert "nan" in capsys.readouterr().out
+
+
+def test_nothing_to_summarise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([str(tmp_path / "absent")]) == 4
+    write(tmp_path, start(0))
+    assert tool.main([str(tmp_path)]) == 4
+    text = capsys.readouterr().err
+    assert "cannot be read" in text and "no training step yet" in text
