@@ -111,16 +111,8 @@ def test_all_ranks_killed_is_not_an_old_result(tmp_path: Path) -> None:
     """The folder says "preempted" from the launch before; this one died without a word, and that must not read as 75."""
     run = tmp_path / "run"
     train(tmp_path, "--save", run, fault="sigterm:at=step.forward:step=2").expect(75)
-    code, text = launch(
-        tmp_path,
-        "--save",
-        run,
-        "--auto-resume",
-        "--train-iters",
-        6,
-        "--enable-fault-injection",
-        MEGATRON_SP_FAULT="kill:at=step.forward:step=4",
-    )
+    flags = ("--save", run, "--auto-resume", "--train-iters", 6, "--enable-fault-injection")
+    code, text = launch(tmp_path, *flags, ranks=1, MEGATRON_SP_FAULT="kill:at=step.forward:step=4")
     assert code == 1, text
 
 
