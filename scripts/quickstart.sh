@@ -6,11 +6,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh runtime
 
-out=runs/quickstart
+out="${QUICKSTART_OUT:-runs/quickstart}"
 run="$out/gpt"
 python=.venv/bin/python
 steps="${QUICKSTART_STEPS:-240}"
-every=$((steps / 4 > 0 ? steps / 4 : 1))   # validate and save four times
+every=$((steps / 4 > 0 ? steps / 4 : 1)) # validate and save four times
+log=$((every / 12 > 0 ? every / 12 : 1))
 mkdir -p "$out"
 began=$SECONDS
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
@@ -37,7 +38,7 @@ train=(pretrain_gpt.py
     --attention-dropout 0 --hidden-dropout 0 --data-path "$out/corpus_text_document" --split 96,3,1 "${tokenizer[@]}"
     --micro-batch-size 4 --global-batch-size $((4 * nproc)) --train-iters "$steps"
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
-    --eval-interval "$every" --eval-iters 8 --log-interval 5
+    --eval-interval "$every" --eval-iters 8 --log-interval "$log"
     --save "$run" --save-interval "$every" --auto-resume ${precision[@]+"${precision[@]}"})
 
 # The step that the run has reached, from its log; 0 before the first one.
@@ -47,11 +48,11 @@ print(max((json.loads(line)["step"] for line in open(sys.argv[1]) if line.endswi
 
 if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "4. Training on $nproc processes; half-way it will be killed without warning"
-    victim=$((steps / 2 + 11 < steps ? steps / 2 + 11 : steps))
+    victim=$((steps / 2 + every / 2))
     bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/first_attempt.err" & # torchrun reports the kill at length
     job=$!
     trap 'kill -TERM $job 2>/dev/null || true' EXIT
-    while kill -0 "$job" 2>/dev/null && [ "$(reached)" -lt "$victim" ]; do sleep 0.5; done
+    while kill -0 "$job" 2>/dev/null && [ "$(reached)" -lt "$victim" ]; do sleep 0.2; done
     if kill -0 "$job" 2>/dev/null; then
         pids="$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1]))["pids"])' "$run/run_status.json")"
         # shellcheck disable=SC2086  # a list of numbers

@@ -1,0 +1,81 @@
+"""The commands of the README do what it says: the quickstart, shortened, and the block on one's own text, with fewer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_sp.utils.run_log import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+# the scripts use .venv of the repository; the tests may run with another interpreter
+needs_venv = pytest.mark.skipif(
+    not (ROOT / ".venv/bin/python").exists(), reason="bash scripts/setup_env.sh makes the .venv that scripts use"
+)
+
+
+def run(command: str, cwd: Path, **variables: str) -> str:
+    """Run a command of the shell; its output, which is in the message if it fails."""
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}"
+    return result.stdout
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_venv
+def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
+    first = run("bash scripts/quickstart.sh", ROOT, QUICKSTART_OUT=str(tmp_path), QUICKSTART_STEPS="16")
+    records, notes = read_records(tmp_path / "gpt")
+    starts = [r["step"] for r in records if r["kind"] == "start"]
+    assert starts[0] == 0 and len(starts) == 2 and starts[1] in (8, 12), "it was killed once, after half of the steps, and resumed"
+    assert "all equal to the last bit" in first
+    assert [r["step"] for r in records if r["kind"] == "valid"][-1] == 16
+    assert records[-1]["kind"] == "test" and not [n for n in notes if "no records" in n]
+    assert json.loads((tmp_path / "gpt/run_status.json").read_text())["status"] == "done"
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for promised in ("tokens/s", "valid loss", "perplexity", "What next"):
+        assert promised in first
+    again = run("bash scripts/quickstart.sh", ROOT, QUICKSTART_OUT=str(tmp_path), QUICKSTART_STEPS="16")
+    assert "valid loss" in again and len(read_records(tmp_path / "gpt")[0]) <= len(records) + 3, "nothing was trained twice"
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+@needs_venv
+def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    block = next(b for b in blocks if "corpus.jsonl" in b)
+    shrunk = {
+        "--vocab-size 8000": "--vocab-size 340", "--hidden-size 384": "--hidden-size 48", "--seq-length 512": "--seq-length 32",
+        "--train-iters 1000": "--train-iters 4", "--lr-warmup-iters 50": "--lr-warmup-iters 1", "--save-interval 100": "--save-interval 2",
+        "--eval-interval 100": "--eval-interval 2", "--eval-iters 10": "--eval-iters 1", "--prompt": "--max-new-tokens 5 --prompt",
+    }  # fmt: skip
+    for long, short in shrunk.items():
+        assert long in block, f"the README no longer says {long}"
+        block = block.replace(long, short)
+    for name in (".venv", "tools", "scripts", "megatron_sp", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = [f"the {a} {b} of the {c}" for a in ("old", "new", "red") for b in ("house", "tree", "ship") for c in ("king", "sea", "town")]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": ". ".join(words[i:] + words[:i])}) + "\n" for i in range(27)))
+    (tmp_path / "data").mkdir()
+    # launch.sh finds the repository by its own place, so the script is named by its path
+    block = block.replace("pretrain_gpt.py", shlex.quote(str(ROOT / "pretrain_gpt.py")))
+    output = run("set -e\n" + block, tmp_path)
+    assert "step 4/4" in output and output.rstrip().splitlines()
+    assert (tmp_path / "runs/mine/checkpoints/step-000004/MANIFEST.json").exists()
