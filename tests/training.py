@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.random  # imported here so that no child does it again
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_sp import config_rules as _  # noqa: F401 - as above
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.data.writer import IndexedDatasetWriter

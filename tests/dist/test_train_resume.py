@@ -30,6 +30,8 @@ VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
     ranks, flags = VARIANTS[name]
+    if "recompute" in name:
+        import torch._dynamo  # noqa: F401 - torch's checkpoint() loads it at its first call: here once, not in three children
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "8,1,1", "--vocab-size", 60)
     for run, more in ((whole, ()), (parts, ("--exit-interval", 3)), (parts, ("--auto-resume",))):

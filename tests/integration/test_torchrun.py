@@ -80,15 +80,37 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     assert tensors(run).keys() == tensors(tmp_path / "whole").keys()
 
 
-def test_a_failure_reaches_the_shell(tmp_path: Path) -> None:
-    """The code of the program, not torchrun's 1; and what an earlier launch left in the folder is not taken for this one's."""
-    run = tmp_path / "run"
-    fault = {"MEGATRON_SP_FAULT": "nan:at=loss"}
-    flags = ("--save", run, "--train-iters", 6, "--max-bad-steps", 1, "--enable-fault-injection")
-    code, text = launch(tmp_path, *flags, **fault)
-    assert code == 5 and "2 non-finite steps in a row" in text.splitlines()[-1], text
-    code, text = launch(tmp_path, *flags, "--enable-fault-injection", "--profile", "--profile-ranks", 7)
-    assert code == 2 and "profile_ranks names rank 7" in text, text
+FAKE = """#!/bin/bash
+# a python whose torchrun reports and fails as torchrun does
+case "$*" in
+    *torch.distributed.run*) [ -z "$REPORT" ] || printf '%s' "$REPORT" > "$RUN/run_status.json"; exit "$ENDS" ;;
+    *) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("report, ends, code", [
+    ({"status": "done", "exit_code": 0}, 0, 0), ({"status": "failed", "exit_code": 2, "message": "m"}, 1, 2),
+    ({"status": "failed", "exit_code": 3, "message": "the reason"}, 1, 3), ({"status": "failed", "exit_code": 5}, 1, 5),
+    ({"status": "failed", "exit_code": 7}, 1, 7), ({"status": "preempted", "exit_code": 75}, 1, 75),
+    ({"status": "running", "exit_code": None}, 1, 1), ({"status": "running", "exit_code": None}, 137, 137),
+    ({"status": "done", "exit_code": 0}, 1, 1), (None, 1, 1), ({"status": "failed", "exit_code": "3"}, 1, 1),
+])  # fmt: skip
+def test_exit_codes_reach_the_shell(tmp_path: Path, report: dict[str, object] | None, ends: int, code: int) -> None:
+    """The program's code instead of torchrun's 1; the "preempted" of an earlier launch in the same folder counts for nothing."""
+    run, python = tmp_path / "run", tmp_path / "python"
+    run.mkdir()
+    (run / "run_status.json").write_text(json.dumps({"status": "preempted", "exit_code": 75, "message": "an old one"}))
+    python.write_text(FAKE)
+    python.chmod(0o755)
+    text = json.dumps(report) if report else ""
+    got, said = launch(
+        tmp_path, f"--save={run}", script="tools/generate.py", PYTHON=python, REAL=sys.executable, RUN=run, REPORT=text, ENDS=ends
+    )
+    assert got == code, said
+    assert "an old one" not in said
+    if report and report.get("message"):
+        assert f"failed (exit code {code}): {report['message']}" in said
 
 
 def test_mistakes_are_answered_before_torchrun(tmp_path: Path) -> None:
@@ -100,20 +122,6 @@ def test_mistakes_are_answered_before_torchrun(tmp_path: Path) -> None:
     assert code == 2 and "--num-layers" in text and "torch.distributed" not in text, text
     assert time.monotonic() - began < 5
     assert launch(tmp_path, "--save", run, "--train-iters", 6, "--global-batch-size", 5)[0] == 2, "two ranks do not divide 5"
-
-
-def test_a_missing_checkpoint_reaches_the_shell(tmp_path: Path) -> None:
-    code, text = launch(tmp_path, "--save", tmp_path / "run", "--load", tmp_path / "absent", "--train-iters", 6, ranks=1)
-    assert code == 3 and f"there is no {tmp_path}/absent" in text.splitlines()[-1], text
-
-
-def test_all_ranks_killed_is_not_an_old_result(tmp_path: Path) -> None:
-    """The folder says "preempted" from the launch before; this one died without a word, and that must not read as 75."""
-    run = tmp_path / "run"
-    train(tmp_path, "--save", run, fault="sigterm:at=step.forward:step=2").expect(75)
-    flags = ("--save", run, "--auto-resume", "--train-iters", 6, "--enable-fault-injection")
-    code, text = launch(tmp_path, *flags, ranks=1, MEGATRON_SP_FAULT="kill:at=step.forward:step=4")
-    assert code == 1, text
 
 
 def test_usage(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_long_runs_are_a_product() -> None:
     assert plan.samples_after(steps) <= 10**12 < plan.samples_after(steps + 1)
 
 
-@pytest.mark.parametrize("dp, size", product((1, 2, 4), (None, 8)))
+@pytest.mark.parametrize("dp, size", list(product((1, 2, 4), (None, 8))))
 def test_from_config(dp: int, size: int | None) -> None:
     plan = BatchPlan.from_config(BatchConfig(micro_batch_size=2, global_batch_size=size), dp)
     assert plan.global_batch_size(0) == plan.full == (size or 2 * dp)
