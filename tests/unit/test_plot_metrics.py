@@ -59,6 +59,16 @@ def test_a_resume_undoes_what_was_done_beyond_it(resumed: Path) -> None:
     assert {s: r["loss"] for s, r in run.valid.items()} == {4: 4.5, 8: 3.5}
 
 
+def test_what_a_resume_has_not_done_again_yet_is_gone_too(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a")
+    writer.steps(1, 9, loss=4.0)
+    writer.write("valid", 9, loss=4.0, perplexity=54.0)
+    writer.write("start", 5, attempt=1)
+    writer.steps(6, 6, loss=3.0)
+    run = plot_metrics.read_run(tmp_path / "a")
+    assert list(run.train) == [1, 2, 3, 4, 5, 6] and run.valid == {}
+
+
 def test_the_axes(resumed: Path) -> None:
     run = plot_metrics.read_run(resumed)
     assert run.series("train", "loss", "step")[0] == list(range(1, 11))
