@@ -21,7 +21,7 @@ from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.linear import linear
-from megatron_sp.ops.norm import layer_norm, rms_norm
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.recompute import recompute
 
@@ -82,16 +82,18 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self.zero_centered = config.norm_epsilon, config.apply_layernorm_1p
+        self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
         self.sink: GradSink | None = None
-        start = torch.zeros if self.zero_centered else torch.ones
+        start = torch.zeros if self.spec.zero_centered else torch.ones
         self.weight = nn.Parameter(start(width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, sink=self.sink)
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered, sink=self.sink)
+        return norm(x, self.weight, self.bias, self.spec, sink=self.sink)
+
+    def in_front(self) -> NormInFront:
+        """This norm as the front of a linear layer, which then stores the norm's input instead of its output."""
+        return NormInFront(self.spec, self.weight, self.bias)
 
 
 class Linear(nn.Module):
@@ -115,8 +117,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(draw_normal((out_features, in_features), std, seed, f"{name}.weight").to(dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, self.bias, activation=self.activation, residual=residual, sink=self.sink)
+    def forward(self, x: Tensor, *, norm: NormInFront | None = None, residual: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, self.bias, activation=self.activation, norm=norm, residual=residual, sink=self.sink)
 
 
 class SelfAttention(nn.Module):
@@ -149,9 +151,9 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, self.head_dim, dtype)
         self.qk_layernorm = config.qk_layernorm
 
-    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h], with ``residual`` added if given."""
-        qkv = self.linear_qkv(x)  # [s, b, g*(r+2)*d]
+    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront, residual: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: of the normed x, with ``residual`` added if given."""
+        qkv = self.linear_qkv(x, norm=norm)  # [s, b, g*(r+2)*d]
         if self.qk_layernorm:
             qkv = self._norm_queries_and_keys(qkv)
         if ctx.rotary is not None:
@@ -162,7 +164,7 @@ class SelfAttention(nn.Module):
             out = recompute(self._core, qkv, ctx, draws_random=self.draws_random(ctx))
         else:
             out = self._core(qkv, ctx)
-        return self.linear_proj(out, residual)
+        return self.linear_proj(out, residual=residual)
 
     def draws_random(self, ctx: ForwardContext) -> bool:
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
@@ -208,8 +210,9 @@ class MLP(nn.Module):
             bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, activation=activation,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return self.linear_fc2(self.linear_fc1(x), residual)
+    def forward(self, x: Tensor, norm: NormInFront, residual: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: of the normed x, with ``residual`` added if given."""
+        return self.linear_fc2(self.linear_fc1(x, norm=norm), residual=residual)
 
 
 class TransformerBlock(nn.Module):
@@ -227,12 +230,13 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
+        first_norm, second_norm = self.input_layernorm.in_front(), self.pre_mlp_layernorm.in_front()
         if ctx.dropout is None or self.hidden_dropout == 0.0:
-            x = self.self_attention(self.input_layernorm(x), ctx, x)
-            return self.mlp(self.pre_mlp_layernorm(x), x)
-        out = self.self_attention(self.input_layernorm(x), ctx, None)
+            x = self.self_attention(x, ctx, first_norm, residual=x)
+            return self.mlp(x, second_norm, residual=x)
+        out = self.self_attention(x, ctx, first_norm, residual=None)
         x = self._dropout_add(out, x, ctx.dropout, SITE_ATTENTION_OUTPUT)
-        return self._dropout_add(self.mlp(self.pre_mlp_layernorm(x), None), x, ctx.dropout, SITE_MLP_OUTPUT)
+        return self._dropout_add(self.mlp(x, second_norm, residual=None), x, ctx.dropout, SITE_MLP_OUTPUT)
 
     def _dropout_add(self, out: Tensor, residual: Tensor, keys: DropoutKeys, site: int) -> Tensor:
         return hash_dropout(out, self.hidden_dropout, keys.row_keys(self.layer, site), residual=residual)

@@ -1,8 +1,8 @@
-"""y = activation(x) @ W.T + b (+ residual), with the weight gradient written straight into the gradient sink.
+"""y = front(x) @ W.T + b (+ residual), with the weight gradient written straight into the gradient sink.
 
-One autograd function serves every linear layer. Two things are folded into it because they save memory traffic: the
-activation in front (its output is recomputed in backward, never stored) and the addition of the residual stream behind
-(the GEMM accumulates on top of it).
+One autograd function serves every linear layer. Two things are folded into it because they save memory: what stands in front, an
+activation or a norm, is computed again in backward (one elementwise pass) and its output never stored; and the residual stream is added
+by the GEMM, which accumulates on top of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward
 
 
 def linear(
@@ -22,6 +23,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     activation: Activation | None = None,
+    norm: NormInFront | None = None,
     residual: Tensor | None = None,
     sink: GradSink | None = None,
 ) -> Tensor:
@@ -32,24 +34,29 @@ def linear(
         weight: [out, in].
         bias: [out].
         activation: applied to x first.
+        norm: applied to x first; not together with an activation.
         residual: [..., out], added to the result.
-        sink: receives the gradients of weight and bias; else they go through autograd.
+        sink: receives the gradients of all parameters; else they go through autograd.
     Returns:
         [..., out].
     """
-    return _Linear.apply(x, weight, bias, residual, activation, sink)
+    assert norm is None or activation is None, "one thing in front of a linear layer"
+    if norm is None:
+        return _Linear.apply(x, weight, bias, residual, None, None, activation, sink)
+    return _Linear.apply(x, weight, bias, residual, norm.weight, norm.bias, norm.spec, sink)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-        activation: Activation | None, sink: GradSink | None,
+        norm_weight: Tensor | None, norm_bias: Tensor | None, front: Activation | NormSpec | None, sink: GradSink | None,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.params = weight, bias  # the sink knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.activation, ctx.sink = activation, sink
-        a = x if activation is None else activation.forward(x)
+        ctx.save_for_backward(x, weight, norm_weight, norm_bias)
+        # the sink knows parameters by identity; recomputation hands saved tensors back as copies
+        ctx.params = weight, bias, norm_weight, norm_bias
+        ctx.front, ctx.sink = front, sink
+        a, _ = _apply_front(x, front, norm_weight, norm_bias)
         a2 = a.reshape(-1, a.shape[-1])
         # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
         y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=a.dtype, device=a.device)
@@ -66,20 +73,39 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+        x, weight, norm_weight, norm_bias = ctx.saved_tensors
+        need_x, need_weight, need_bias, need_residual, *need_norm = ctx.needs_input_grad[:6]
         grad2 = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if need_x:
-            grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
+        a, stats = x, ()
+        if need_weight or isinstance(ctx.front, NormSpec):
+            a, stats = _apply_front(x, ctx.front, norm_weight, norm_bias)
         if need_weight:
-            a = x if ctx.activation is None else ctx.activation.forward(x)
             grad_weight = put_weight_grad(ctx.sink, ctx.params[0], grad2, a.reshape(-1, a.shape[-1]))
+        del a
         if need_bias:
             grad_bias = put_grad(ctx.sink, ctx.params[1], column_sum(grad2))
-        if grad_x is not None and ctx.activation is not None:
-            grad_x = ctx.activation.backward(grad_x, x)
-        return grad_x, grad_weight, grad_bias, grad if need_residual else None, None, None
+        norm_grads: list[Tensor | None] = [None, None]
+        if need_x or any(need_norm):
+            grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
+            if isinstance(ctx.front, Activation):
+                grad_x = ctx.front.backward(grad_x, x)
+            elif ctx.front is not None:
+                grad_x, *norm_grads = norm_backward(grad_x, x, norm_weight, norm_bias, stats, ctx.front, (need_x, *need_norm))
+                norm_grads = [None if g is None else put_grad(ctx.sink, p, g) for g, p in zip(norm_grads, ctx.params[2:], strict=True)]
+        return grad_x, grad_weight, grad_bias, grad if need_residual else None, *norm_grads, None, None
+
+
+def _apply_front(
+    x: Tensor, front: Activation | NormSpec | None, norm_weight: Tensor | None, norm_bias: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What the GEMM multiplies, and the statistics of a norm."""
+    if front is None:
+        return x, ()
+    if isinstance(front, Activation):
+        return front.forward(x), ()
+    assert norm_weight is not None
+    return norm_forward(x, norm_weight, norm_bias, front)
 
 
 def column_sum(x: Tensor) -> Tensor:

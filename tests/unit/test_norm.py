@@ -10,7 +10,7 @@ from errors import FP32, FP64, assert_law, law_error
 from op_checks import Inputs, PoisonedSink, gradients, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.norm import layer_norm, rms_norm
+from megatron_sp.ops.norm import NormSpec, norm
 
 KINDS, EPS = ("layer", "rms"), 1e-3  # a large eps, so that its place in the formula matters
 
@@ -21,9 +21,8 @@ def tensors(kind: str, shape: tuple[int, ...] = (8, 3, 5), dtype: torch.dtype = 
 
 
 def ours(i: Inputs, zero_centered: bool = False, sink: PoisonedSink | None = None, eps: float = EPS) -> Tensor:
-    if "bias" in i:
-        return layer_norm(i["x"], i["weight"], i["bias"], eps, zero_centered=zero_centered, sink=sink)
-    return rms_norm(i["x"], i["weight"], eps, zero_centered=zero_centered, sink=sink)
+    spec = NormSpec("LayerNorm" if "bias" in i else "RMSNorm", eps, zero_centered)
+    return norm(i["x"], i["weight"], i.get("bias"), spec, sink=sink)
 
 
 def naive(i: Inputs, zero_centered: bool = False) -> Tensor:
@@ -54,8 +53,8 @@ def test_is_torchs_own() -> None:
 def test_zero_centered_at_zero_is_the_identity_scale() -> None:
     x = randn(4, 6)
     zeros, ones = torch.zeros(6, dtype=x.dtype), torch.ones(6, dtype=x.dtype)
-    assert torch.equal(rms_norm(x, zeros, EPS, zero_centered=True), rms_norm(x, ones, EPS))
-    assert torch.equal(layer_norm(x, zeros, zeros, EPS, zero_centered=True), layer_norm(x, ones, zeros, EPS))
+    assert torch.equal(norm(x, zeros, None, NormSpec("RMSNorm", EPS, True)), norm(x, ones, None, NormSpec("RMSNorm", EPS)))
+    assert torch.equal(norm(x, zeros, zeros, NormSpec("LayerNorm", EPS, True)), norm(x, ones, zeros, NormSpec("LayerNorm", EPS)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
