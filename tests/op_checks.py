@@ -45,14 +45,27 @@ class PoisonedSink:
         self.views = {id(p): torch.full(p.shape, float("nan"), dtype=dtype or p.dtype) for p in params}
         self.claims: list[bool] = []
         self._written: set[int] = set()
+        self.ahead: set[int] = set()
 
     def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self.views:
             return None
+        assert id(param) not in self.ahead, "claimed ahead and not settled"
         fresh = id(param) not in self._written
         self._written.add(id(param))
         self.claims.append(fresh)
         return self.views[id(param)], fresh
 
+    def claim_ahead(self, param: Tensor) -> Tensor | None:
+        if id(param) not in self.views or id(param) in self._written:
+            return None
+        self._written.add(id(param))
+        self.ahead.add(id(param))
+        return self.views[id(param)]
+
+    def settle(self, param: Tensor) -> None:
+        self.ahead.remove(id(param))
+
     def of(self, param: Tensor) -> Tensor:
+        assert id(param) not in self.ahead, "claimed ahead and not settled"
         return self.views[id(param)]

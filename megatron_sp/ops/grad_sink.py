@@ -23,6 +23,18 @@ class GradSink(Protocol):
         None: the parameter is not held by the sink; return its gradient to autograd instead.
         """
 
+    def claim_ahead(self, param: Tensor) -> Tensor | None:
+        """As ``claim``, already in the forward pass, for an op that knows its gradient then (the LM head).
+
+        Nobody else may write to the view before the op's backward has finished the gradient and called ``settle``.
+
+        Returns:
+            The view, to be overwritten; None: there is a gradient in it already, or the sink does not hold it. Use a buffer then.
+        """
+
+    def settle(self, param: Tensor) -> None:
+        """The gradient claimed ahead is complete."""
+
 
 def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
     """Weight gradient of ``y = x @ weight.T``: grad_out.T @ x.

@@ -6,7 +6,8 @@ tokens x vocabulary. The gradients are those of the summed loss; backward scales
 loss scale), so any later scaling is honoured. Related: Liger's fused linear cross entropy (arXiv:2410.10989), which this
 does without a custom kernel.
 
-The price: one weight-sized buffer in fp32 lives from the forward of the head to its backward.
+The price: the weight's gradient lives from the forward of the head on. It is written straight into the sink where that is free (the
+first micro-batch of a step), else into a buffer of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class _LMHeadLoss(torch.autograd.Function):
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
         need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x2) if need_x else None
-        grad_weight = torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        ahead = sink.claim_ahead(weight) if sink is not None and need_weight else None
+        grad_weight = ahead if ahead is not None else torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
         if grad_weight is not None and x2.shape[0] == 0:
             grad_weight.zero_()  # no chunk will write it
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
@@ -90,8 +92,8 @@ class _LMHeadLoss(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
                 _accumulate(grad_weight, grad_logits, x2[part] * row_weight, first=start == 0)
-        ctx.save_for_backward(grad_x, grad_weight)
-        ctx.shape, ctx.sink, ctx.param = x.shape, sink, weight
+        ctx.save_for_backward(grad_x, grad_weight if ahead is None else None)
+        ctx.shape, ctx.sink, ctx.param, ctx.ahead = x.shape, sink, weight, ahead
         token_loss_sb = token_loss.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
@@ -102,6 +104,9 @@ class _LMHeadLoss(torch.autograd.Function):
         (grad_x, grad_weight), weight = ctx.saved_tensors, ctx.param
         # multiplied in the width of the loss: 1/tokens rounded to 16 bits would scale the whole model's gradient, a loss scale overflow it
         out_x = None if grad_x is None else (grad_x.to(grad_sum.dtype) * grad_sum).to(grad_x.dtype).view(ctx.shape)
+        if ctx.ahead is not None:
+            ctx.ahead.mul_(grad_sum)
+            ctx.sink.settle(weight)
         if grad_weight is None:
             return out_x, None, None, None, None, None, None, None
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None

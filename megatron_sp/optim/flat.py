@@ -47,7 +47,7 @@ class FlatUnit:
 
     Attributes:
         params: [n], the model's dtype; the model's parameters are views of it.
-        grads: [n], fp32 (fp64 for an fp64 model).
+        grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient of a step to ``release_grads``.
         master: [n], what the optimizer updates: ``params`` itself, or an fp32 copy of 16-bit parameters.
         num_decayed: elements before this index are decayed.
     """
@@ -59,7 +59,7 @@ class FlatUnit:
         ordered = [(n, p) for n, p in trainable if is_decayed(p)] + [(n, p) for n, p in trainable if not is_decayed(p)]
         like = ordered[0][1] if ordered else held[0][1] if held else torch.empty(0)  # a frozen unit has buffers of length 0
         dtype, device = like.dtype, like.device
-        align = _ALIGN_BYTES // dtype.itemsize
+        self.align = align = _ALIGN_BYTES // dtype.itemsize
         self.slots: list[Slot] = []
         self.num_decayed = end = 0
         for param_name, param in ordered:
@@ -74,12 +74,29 @@ class FlatUnit:
             view.copy_(slot.param.detach())
             slot.param.data = view
         self.is_16_bit = dtype in (torch.bfloat16, torch.float16)
-        wide = torch.float32 if self.is_16_bit else dtype
+        self.grad_dtype = wide = torch.float32 if self.is_16_bit else dtype
         for slot in self.slots:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
-        self.grads = torch.zeros(end, dtype=wide, device=device)
+        self._grads: Tensor | None = None
         self.master = self.params.to(wide) if self.is_16_bit else self.params
+
+    @property
+    def grads(self) -> Tensor:
+        if self._grads is None:
+            self._grads = torch.empty(self.params.numel(), dtype=self.grad_dtype, device=self.params.device)
+            for slot in self.slots:
+                end = slot.start + slot.param.numel()
+                self._grads[end : round_up(end, self.align)].zero_()  # the padding behind each parameter
+        return self._grads
+
+    def release_grads(self) -> None:
+        """Give the gradients' memory back.
+
+        A step then holds activations at the end of its forward passes and gradients at the end of its backward passes, each
+        backward freeing the ones while it makes the others, instead of both at once.
+        """
+        self._grads = None
 
     def refresh_params(self) -> None:
         """Round the master weights into the model's parameters."""
@@ -102,8 +119,9 @@ class FlatGradients:
 
     def __init__(self, units: list[FlatUnit], group: Group, *, overlap: bool = True) -> None:
         self.units, self.group, self.overlap = units, group, overlap
-        self._views = {id(slot.param): slot.view(unit.grads) for unit in units for slot in unit.slots}
+        self._slots = {id(slot.param): (unit, slot) for unit in units for slot in unit.slots}
         self._written: set[int] = set()
+        self._ahead: set[int] = set()
         self._handles: dict[int, Handle] = {}
         self._last_micro_batch = False
 
@@ -111,8 +129,10 @@ class FlatGradients:
         """Forget the previous step's gradients; the first write to each buffer overwrites it."""
         assert not self._handles, "finish_step() was not called"
         self._written.clear()
+        self._ahead.clear()
         self._last_micro_batch = False
         for unit in self.units:
+            unit.release_grads()
             for slot in unit.slots:
                 slot.param.grad = None
 
@@ -121,12 +141,24 @@ class FlatGradients:
         self._last_micro_batch = True
 
     def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        view = self._views.get(id(param))
-        if view is None:
+        if id(param) not in self._slots:
             return None
+        assert id(param) not in self._ahead, "a gradient claimed ahead was not settled: its backward has not run"
+        unit, slot = self._slots[id(param)]
         fresh = id(param) not in self._written
         self._written.add(id(param))
-        return view, fresh
+        return slot.view(unit.grads), fresh
+
+    def claim_ahead(self, param: Tensor) -> Tensor | None:
+        if id(param) not in self._slots or id(param) in self._written:
+            return None
+        unit, slot = self._slots[id(param)]
+        self._written.add(id(param))
+        self._ahead.add(id(param))
+        return slot.view(unit.grads)
+
+    def settle(self, param: Tensor) -> None:
+        self._ahead.remove(id(param))
 
     def unit_done(self, index: int) -> None:
         """All gradients of unit ``index`` of this micro-batch are there."""
@@ -151,7 +183,8 @@ class FlatGradients:
 
     def _collect(self, slot: Slot) -> None:
         """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient in this step."""
-        view, key = self._views[id(slot.param)], id(slot.param)
+        key = id(slot.param)
+        view = slot.view(self._slots[key][0].grads)
         if slot.param.grad is not None:
             view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
             slot.param.grad = None

@@ -228,3 +228,24 @@ def test_squared_norm_of_large_small_and_bad_numbers() -> None:
             x = torch.zeros(4097)
             x[place] = bad
             assert not math.isfinite(float(squared_norm(x)))
+
+
+def test_gradients_take_no_memory_between_steps_and_a_claim_ahead_must_be_settled() -> None:
+    unit = FlatUnit("unit", [("w", nn.Parameter(torch.ones(3, 5))), ("b", nn.Parameter(torch.ones(5)))])
+    weight = unit.slots[0].param
+    sink = FlatGradients([unit], Alone())  # type: ignore[arg-type]
+    sink.start_step()
+    assert unit._grads is None
+    view = sink.claim_ahead(weight)
+    assert view is not None and sink.claim_ahead(weight) is None, "there is a gradient in it already"
+    with pytest.raises(AssertionError, match="not settled"):
+        sink.claim(weight)
+    view.fill_(2.0)
+    sink.settle(weight)
+    claimed = sink.claim(weight)
+    assert claimed is not None and not claimed[1] and torch.equal(claimed[0], torch.full((3, 5), 2.0))
+    claimed[0].add_(1.0)
+    sink.finish_step()
+    assert torch.equal(unit.grads, torch.tensor([3.0] * 15 + [0.0] * 9)), "padding and what got no gradient are zero"
+    sink.start_step()
+    assert unit._grads is None

@@ -30,7 +30,10 @@ def gradients(step: int) -> list[Tensor]:
 
 def two_units(params: list[nn.Parameter]) -> list[FlatUnit]:
     named = [(f"p{i}", p) for i, p in enumerate(params)]
-    return [FlatUnit("first", named[:3]), FlatUnit("frozen", []), FlatUnit("second", named[3:])]
+    units = [FlatUnit("first", named[:3]), FlatUnit("frozen", []), FlatUnit("second", named[3:])]
+    for unit in units:
+        unit.grads.zero_()  # tests without a gradient want one of zero
+    return units
 
 
 def fill(units: list[FlatUnit], params: list[nn.Parameter], grads: list[Tensor], factor: float = 1.0) -> None:
