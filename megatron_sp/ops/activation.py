@@ -35,8 +35,8 @@ class Activation:
             return F.relu(u).square_()
         return F.gelu(u, approximate="tanh" if self.name == "gelu_tanh" else "none")
 
-    def backward(self, grad: Tensor, u: Tensor) -> Tensor:
-        """Gradient of the input, from the gradient of the output and the input."""
+    def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
+        """Gradient of the input, from the gradient of the output, whose memory may be reused, and the input."""
         if self.name == "swiglu":
             gate, up = u.chunk(2, dim=-1)
             grad_u = torch.empty_like(u)
@@ -46,4 +46,5 @@ class Activation:
             return grad_u
         if self.name == "squared_relu":
             return F.relu(u).mul_(2).mul_(grad)
-        return torch.ops.aten.gelu_backward(grad, u, approximate="tanh" if self.name == "gelu_tanh" else "none")
+        approximate = "tanh" if self.name == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=approximate, grad_input=grad)

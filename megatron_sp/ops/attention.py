@@ -161,10 +161,49 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) 
     s_q, s_k = q.shape[0], k.shape[0]
     aligned = mask.causal and s_q == s_k and mask.key_lengths is None
     allowed = None if aligned or (mask.key_lengths is None and not (mask.causal and s_q > 1)) else _allowed(mask, s_q, s_k, q.device)
+    if q.device.type == "cpu" and allowed is None and dropout == 0.0 and _HAS_CPU_FLASH:
+        return _CPUFlash.apply(q, k, v, aligned)
     # [s, m, r, d] -> [m, r, s, d]: views, the kernels take strides
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=aligned, enable_gqa=q.shape[1] > 1)
     return out.permute(2, 0, 1, 3)
+
+
+_HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+
+
+class _CPUFlash(torch.autograd.Function):
+    """torch's fused CPU kernel, called below scaled_dot_product_attention to store its output once.
+
+    SDPA keeps the output in the kernel's layout for backward, and the output projection a contiguous copy; here both use the copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_head(q, k, v), 0.0, causal)
+        out = out.permute(2, 0, 1, 3).contiguous()  # [m, r, s, d] -> [s, m, r, d]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        grad, out = (t.permute(1, 2, 0, 3) for t in (grad, out))
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *_by_head(q, k, v), out, lse, 0.0, ctx.causal
+        )
+        grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in grads)
+        if q.shape[2] > 1:  # the group's one key and value served all its queries
+            grad_k, grad_v = grad_k.sum(2, keepdim=True), grad_v.sum(2, keepdim=True)
+        return grad_q, grad_k, grad_v, None
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[s, m, r|1, d] -> [m, r, s, d] without a copy."""
+    r = q.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    return q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, rows: Tensor | None) -> Tensor:

@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
         if need_x or any(need_norm):
             grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
             if isinstance(ctx.front, Activation):
-                grad_x = ctx.front.backward(grad_x, x)
+                grad_x = ctx.front.backward_(grad_x, x)
             elif ctx.front is not None:
                 grad_x, *norm_grads = norm_backward(grad_x, x, norm_weight, norm_bias, stats, ctx.front, (need_x, *need_norm))
                 norm_grads = [None if g is None else put_grad(ctx.sink, p, g) for g, p in zip(norm_grads, ctx.params[2:], strict=True)]
