@@ -42,6 +42,7 @@ def missing_or_cut(step_dir: Path, manifest: Manifest) -> list[str]:
 
 def changed(step_dir: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Which of these files have other contents than the manifest says; reads them whole."""
+
     def problem(name: str) -> str | None:
         path, expected = step_dir / name, manifest.files[name].sha256
         try:

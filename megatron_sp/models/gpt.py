@@ -20,6 +20,7 @@ from megatron_sp.ops.dropout import hash_dropout
 from megatron_sp.ops.embedding import embedding
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.lm_head import lm_head_logits, lm_head_loss
+from megatron_sp.ops.memory import empty
 from megatron_sp.ops.rotary import rotary_tables
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.utils.numbers import round_up
@@ -32,7 +33,7 @@ class Table(nn.Module):
         super().__init__()
         self.sink: GradSink | None = None
         self.rows = rows
-        weight = torch.zeros(padded_rows, width, dtype=dtype)
+        weight = empty((padded_rows, width), dtype=dtype, device=torch.get_default_device()).zero_()
         weight[:rows] = draw_normal((rows, width), std, seed, f"{name}.weight")
         self.weight = nn.Parameter(weight)
 

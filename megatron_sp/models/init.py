@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.memory import empty
+
 
 def name_generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator for one parameter."""
@@ -21,7 +23,7 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     """The full initial tensor of one parameter: N(0, std^2), fp32 on the CPU."""
-    return torch.empty(shape).normal_(0.0, std, generator=name_generator(seed, name))
+    return empty(shape, dtype=torch.float32, device=torch.get_default_device()).normal_(0.0, std, generator=name_generator(seed, name))
 
 
 def output_std(std: float, num_layers: int) -> float:

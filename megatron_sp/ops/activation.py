@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_sp.ops.memory import empty
+
 ActivationName = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
 
 
@@ -33,7 +35,8 @@ class Activation:
             return F.silu(gate).mul_(up)
         if self.name == "squared_relu":
             return F.relu(u).square_()
-        return F.gelu(u, approximate="tanh" if self.name == "gelu_tanh" else "none")
+        out = empty(u.shape, dtype=u.dtype, device=u.device)
+        return torch.ops.aten.gelu.out(u, approximate="tanh" if self.name == "gelu_tanh" else "none", out=out)
 
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
         """Gradient of the input, from the gradient of the output, whose memory may be reused, and the input."""

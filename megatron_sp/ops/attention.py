@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_sp.ops import availability
 from megatron_sp.ops.dropout import fold32, keep_mask
+from megatron_sp.ops.memory import empty
 
 KernelName = Literal["flash", "sdpa", "reference"]
 
@@ -124,7 +125,7 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         s, m, r, d = grad_q.shape
-        packed = torch.empty(s, m, r + 2, d, dtype=grad_q.dtype, device=grad_q.device)
+        packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
         packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
         return packed.view(ctx.shape), None, None
 
@@ -180,8 +181,9 @@ class _CPUFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_head(q, k, v), 0.0, causal)
-        out = out.permute(2, 0, 1, 3).contiguous()  # [m, r, s, d] -> [s, m, r, d]
+        by_head, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_head(q, k, v), 0.0, causal)
+        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        out.copy_(by_head.permute(2, 0, 1, 3))  # [m, r, s, d] -> [s, m, r, d]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal = causal
         return out
@@ -190,9 +192,7 @@ class _CPUFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         grad, out = (t.permute(1, 2, 0, 3) for t in (grad, out))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *_by_head(q, k, v), out, lse, 0.0, ctx.causal
-        )
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *_by_head(q, k, v), out, lse, 0.0, ctx.causal)
         grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in grads)
         if q.shape[2] > 1:  # the group's one key and value served all its queries
             grad_k, grad_v = grad_k.sum(2, keepdim=True), grad_v.sum(2, keepdim=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad
+from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward
 
 
@@ -59,7 +60,7 @@ class _Linear(torch.autograd.Function):
         a, _ = _apply_front(x, front, norm_weight, norm_bias)
         a2 = a.reshape(-1, a.shape[-1])
         # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
-        y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=a.dtype, device=a.device)
+        y = empty((*x.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
         y2 = y.view(-1, weight.shape[0])
         if residual is not None:
             torch.addmm(residual.reshape(y2.shape), a2, weight.t(), out=y2)
@@ -87,7 +88,8 @@ class _Linear(torch.autograd.Function):
             grad_bias = put_grad(ctx.sink, ctx.params[1], column_sum(grad2))
         norm_grads: list[Tensor | None] = [None, None]
         if need_x or any(need_norm):
-            grad_x = (grad2 @ weight).view(*x.shape[:-1], weight.shape[1])
+            grad_x = empty((*x.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
+            torch.mm(grad2, weight, out=grad_x.view(-1, weight.shape[1]))
             if isinstance(ctx.front, Activation):
                 grad_x = ctx.front.backward_(grad_x, x)
             elif ctx.front is not None:

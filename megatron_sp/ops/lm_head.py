@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.memory import empty
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 52 * 2**20
 
 
 def default_chunk_tokens(vocab_rows: int) -> int:
@@ -66,9 +67,9 @@ class _LMHeadLoss(torch.autograd.Function):
         x2, labels1, mask1 = x.reshape(-1, x.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
         need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
-        grad_x = torch.empty_like(x2) if need_x else None
+        grad_x = empty(x2.shape, dtype=x2.dtype, device=x2.device) if need_x else None
         ahead = sink.claim_ahead(weight) if sink is not None and need_weight else None
-        grad_weight = ahead if ahead is not None else torch.empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        grad_weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
         if grad_weight is not None and x2.shape[0] == 0:
             grad_weight.zero_()  # no chunk will write it
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
@@ -128,7 +129,7 @@ def _logits(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype, buffe
         logits = torch.mm(x, weight.t()).to(wide)
     else:
         fits = buffer is not None and buffer.shape[0] == x.shape[0]
-        logits = buffer if fits and buffer is not None else torch.empty(x.shape[0], weight.shape[0], dtype=wide, device=x.device)
+        logits = buffer if fits and buffer is not None else empty((x.shape[0], weight.shape[0]), dtype=wide, device=x.device)
         if x.dtype == wide:
             torch.mm(x, weight.t(), out=logits)
         else:

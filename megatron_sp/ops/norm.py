@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.grad_sink import GradSink, put_grad
+from megatron_sp.ops.memory import empty
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
     """(the normed x in x's dtype, the statistics that ``norm_backward`` wants)."""
     if spec.kind == "LayerNorm":
         wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
-        y, mean, rstd = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
+        y = empty(wide.shape, dtype=wide.dtype, device=wide.device)
+        mean, rstd = (torch.empty(*x.shape[:-1], 1, dtype=_widen(scale).dtype, device=x.device) for _ in range(2))
+        torch.ops.aten.native_layer_norm.out(wide, (x.shape[-1],), scale, shift, spec.eps, out0=y, out1=mean, out2=rstd)
         return y.to(x.dtype), (mean, rstd)
     wide = _widen(x)
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(spec.eps).rsqrt_()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import Group
+from megatron_sp.ops.memory import empty
 from megatron_sp.utils.numbers import round_up
 
 _ALIGN_BYTES = 16
@@ -84,7 +85,7 @@ class FlatUnit:
     @property
     def grads(self) -> Tensor:
         if self._grads is None:
-            self._grads = torch.empty(self.params.numel(), dtype=self.grad_dtype, device=self.params.device)
+            self._grads = empty((self.params.numel(),), dtype=self.grad_dtype, device=self.params.device)
             for slot in self.slots:
                 end = slot.start + slot.param.numel()
                 self._grads[end : round_up(end, self.align)].zero_()  # the padding behind each parameter

@@ -1,0 +1,108 @@
+"""Large CPU tensors from memory that is kept: what CUDA's caching allocator does on a GPU.
+
+glibc hands blocks of many megabytes back to the kernel and asks for them again, one page fault for every 4 KiB, and where it keeps
+them its aligned allocation cannot reuse a hole of exactly the size that left it. A training step frees and takes the same few hundred
+megabytes thousands of times, so both cost: measured for a 124M model, 7 % of the step and 0.4 GiB.
+
+Here one address range is reserved, and blocks of it are lent out best fit, lowest address first, and joined with their neighbours
+when they come back. A block comes back when the last tensor on it is gone, views and saved tensors included. Memory that was used
+once stays with the process; peak memory is the highest address ever in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MIN_BYTES = 1 << 20  # smaller tensors are left to torch's allocator
+_ALIGN = 4096
+
+
+def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty``; large CPU tensors come from the kept memory."""
+    count = 1
+    for size in shape:
+        count *= size
+    num_bytes = count * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _MIN_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    block = _arena.take(num_bytes)
+    if block is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(block).view(dtype).view(shape)
+
+
+class Arena:
+    """Blocks of one reserved address range.
+
+    Args:
+        capacity: bytes of addresses; memory is used only where blocks are written.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._range: mmap.mmap | None = None
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self._returned: deque[tuple[int, int]] = deque()  # appended to by finalizers, at any moment
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> np.ndarray | None:
+        """A block as uint8 [num_bytes], aligned to a page; None when there is no room (or no such memory on this system)."""
+        size = (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
+        with self._lock:
+            if self._range is None and not self._reserve():
+                return None
+            while self._returned:
+                self._put_back(*self._returned.popleft())
+            fits = [(have, offset) for offset, have in self._free if have >= size]
+            if not fits:
+                return None
+            have, offset = min(fits)
+            index = self._free.index((offset, have))
+            self._free[index : index + 1] = [(offset + size, have - size)] if have > size else []
+            block = np.frombuffer(self._range, dtype=np.uint8, count=num_bytes, offset=offset)  # type: ignore[arg-type]
+        weakref.finalize(block, self._returned.append, (offset, size)).atexit = False
+        return block
+
+    def _reserve(self) -> bool:
+        if self._capacity == 0:
+            return False
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            self._range = mmap.mmap(-1, self._capacity, flags=flags)
+        except (OSError, ValueError):
+            self._capacity = 0  # an address-space limit: do without
+            return False
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self._range.madvise(mmap.MADV_HUGEPAGE)
+        self._free = [(0, self._capacity)]
+        return True
+
+    def _put_back(self, offset: int, size: int) -> None:
+        end = offset + size
+        place = next((i for i, (other, _) in enumerate(self._free) if other > offset), len(self._free))
+        if place < len(self._free) and self._free[place][0] == end:
+            end += self._free.pop(place)[1]
+        if place > 0 and sum(self._free[place - 1]) == offset:
+            offset = self._free.pop(place - 1)[0]
+            place -= 1
+        self._free.insert(place, (offset, end - offset))
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+_arena = Arena(_physical_memory())
