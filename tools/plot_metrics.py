@@ -11,7 +11,6 @@ did it again), and a dotted line marks the place. Without matplotlib the curves 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
+from megatron_sp.utils.run_log import read_records
 from megatron_sp.utils.sparkline import sparkline
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -83,40 +83,12 @@ def read_run(path: Path) -> Run:
     Raises:
         DataError: there is no such file, or no record of training or validation in it.
     """
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
-        raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
-    run = Run((path if path.is_dir() else path.absolute().parent).resolve().name)
-    records, bad = [], []
-    for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        record = parse_record(line)
-        if record is not None:
-            records.append(record)
-        elif index == len(lines) - 1:
-            run.notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
-        else:
-            bad.append(index + 1)
-    if bad:
-        run.notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
+    records, notes = read_records(path)
+    run = Run((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
     replay(run, records)
     if not run.train and not run.valid:
-        raise DataError(f"{file} holds no training or validation record yet ({len(records)} records of other kinds)")
+        raise DataError(f"{path} holds no training or validation record yet ({len(records)} records of other kinds)")
     return run
-
-
-def parse_record(line: bytes) -> dict[str, Any] | None:
-    """A line as a record with a usable step; None if it is none."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    usable = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
-    return record if usable else None
 
 
 def replay(run: Run, records: list[dict[str, Any]]) -> None:

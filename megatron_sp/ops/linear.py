@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias, need_residual, *need_norm = ctx.needs_input_grad[:6]
         grad2 = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        a, stats = x, ()
+        a, stats = _apply_front(x, None, None, None)
         if need_weight or isinstance(ctx.front, NormSpec):
             a, stats = _apply_front(x, ctx.front, norm_weight, norm_bias)
         if need_weight:
