@@ -9,7 +9,7 @@ bash scripts/setup_env.sh runtime
 out="${QUICKSTART_OUT:-runs/quickstart}"
 run="$out/gpt"
 python=.venv/bin/python
-steps="${QUICKSTART_STEPS:-240}"
+steps="${QUICKSTART_STEPS:-280}"
 every=$((steps / 4 > 0 ? steps / 4 : 1)) # validate and save four times
 log=$((every / 12 > 0 ? every / 12 : 1))
 mkdir -p "$out"

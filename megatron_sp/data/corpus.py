@@ -22,7 +22,18 @@ from megatron_sp.utils.files import atomic_write_text
 
 WANTED_BYTES = 8_000_000
 LEAST_BYTES = 1_000_000
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "ensurepip", "pydoc_data"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "ensurepip",
+    "pydoc_data",
+    "encodings",
+}
 _MIN_BYTES = 200  # an empty __init__.py teaches nothing
 
 
@@ -41,7 +52,12 @@ def gather(stdlib: str | Path | None = None) -> list[Document]:
     """
     unique: dict[str, Document] = {}
     for document in [*_topics(), *_sources(Path(stdlib or sysconfig.get_paths()["stdlib"]))]:
-        if len(document.text.encode()) >= _MIN_BYTES and "\u2581" not in document.text and "\0" not in document.text:
+        if (
+            len(document.text.encode()) >= _MIN_BYTES
+            and not _is_table(document.text)
+            and "\u2581" not in document.text
+            and "\0" not in document.text
+        ):
             unique.setdefault(hashlib.sha256(document.text.encode()).hexdigest(), document)
     return [unique[digest] for digest in sorted(unique)]
 
@@ -69,6 +85,11 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None) -> tuple[in
     except OSError as error:
         raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
     return len(documents), num_bytes
+
+
+def _is_table(text: str) -> bool:
+    """Whether a source is data rather than prose and code; a small model would learn to count before it learns to write."""
+    return sum(map(str.isdigit, text)) > 0.08 * len(text)
 
 
 def _topics() -> Iterator[Document]:
