@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
+
+from megatron_sp.ops import memory
 
 Inputs = dict[str, Tensor]
 
@@ -31,6 +34,14 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape)), dtype=torch.float64).to(
         dtype
     )
+
+
+@pytest.fixture(params=["one block", "blocks"])
+def in_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Small operands go through in one block, as usual, or as large ones do: in many, with results in the arena."""
+    if request.param == "blocks":
+        monkeypatch.setattr(memory, "_MIN_BYTES", 1)
+    return request.param == "blocks"
 
 
 class PoisonedSink:

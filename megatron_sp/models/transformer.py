@@ -20,7 +20,7 @@ from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.linear import linear
+from megatron_sp.ops.linear import linear, norm_linear
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.recompute import recompute
@@ -77,6 +77,13 @@ class ForwardContext:
     recompute_core: bool = False
 
 
+class ResidualDropout(NamedTuple):
+    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, int32 [s, b]."""
+
+    rate: float
+    row_keys: Tensor
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm."""
 
@@ -97,7 +104,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear layer, optionally with an activation in front and the residual added behind."""
+    """A linear layer, optionally with an activation or a norm in front and the residual added behind."""
 
     def __init__(
         self,
@@ -117,8 +124,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(draw_normal((out_features, in_features), std, seed, f"{name}.weight").to(dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor, *, norm: NormInFront | None = None, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, self.bias, activation=self.activation, norm=norm, residual=residual, sink=self.sink)
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, self.bias, activation=self.activation, residual=residual, sink=self.sink)
+
+    def behind_norm(self, x: Tensor, norm: NormInFront) -> tuple[Tensor, Tensor]:
+        """(the layer on the normed x; x again, for the residual branch)."""
+        return norm_linear(x, norm, self.weight, self.bias, sink=self.sink)
 
 
 class SelfAttention(nn.Module):
@@ -151,9 +162,9 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, self.head_dim, dtype)
         self.qk_layernorm = config.qk_layernorm
 
-    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront, residual: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: of the normed x, with ``residual`` added if given."""
-        qkv = self.linear_qkv(x, norm=norm)  # [s, b, g*(r+2)*d]
+    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + attention(norm(x))."""
+        qkv, x = self.linear_qkv.behind_norm(x, norm)  # [s, b, g*(r+2)*d]
         if self.qk_layernorm:
             qkv = self._norm_queries_and_keys(qkv)
         if ctx.rotary is not None:
@@ -164,7 +175,7 @@ class SelfAttention(nn.Module):
             out = recompute(self._core, qkv, ctx, draws_random=self.draws_random(ctx))
         else:
             out = self._core(qkv, ctx)
-        return self.linear_proj(out, residual=residual)
+        return _add_to_stream(x, self.linear_proj, out, dropout)
 
     def draws_random(self, ctx: ForwardContext) -> bool:
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
@@ -210,9 +221,17 @@ class MLP(nn.Module):
             bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, activation=activation,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, norm: NormInFront, residual: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: of the normed x, with ``residual`` added if given."""
-        return self.linear_fc2(self.linear_fc1(x, norm=norm), residual=residual)
+    def forward(self, x: Tensor, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + mlp(norm(x))."""
+        wide, x = self.linear_fc1.behind_norm(x, norm)
+        return _add_to_stream(x, self.linear_fc2, wide, dropout)
+
+
+def _add_to_stream(stream: Tensor, last: Linear, x: Tensor, dropout: ResidualDropout | None) -> Tensor:
+    """The residual stream plus what the last layer of a branch makes of x."""
+    if dropout is None:
+        return last(x, residual=stream)
+    return hash_dropout(last(x), dropout.rate, dropout.row_keys, residual=stream)
 
 
 class TransformerBlock(nn.Module):
@@ -230,16 +249,13 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        first_norm, second_norm = self.input_layernorm.in_front(), self.pre_mlp_layernorm.in_front()
-        if ctx.dropout is None or self.hidden_dropout == 0.0:
-            x = self.self_attention(x, ctx, first_norm, residual=x)
-            return self.mlp(x, second_norm, residual=x)
-        out = self.self_attention(x, ctx, first_norm, residual=None)
-        x = self._dropout_add(out, x, ctx.dropout, SITE_ATTENTION_OUTPUT)
-        return self._dropout_add(self.mlp(x, second_norm, residual=None), x, ctx.dropout, SITE_MLP_OUTPUT)
+        x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
+        return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT))
 
-    def _dropout_add(self, out: Tensor, residual: Tensor, keys: DropoutKeys, site: int) -> Tensor:
-        return hash_dropout(out, self.hidden_dropout, keys.row_keys(self.layer, site), residual=residual)
+    def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
+        if ctx.dropout is None or self.hidden_dropout == 0.0:
+            return None
+        return ResidualDropout(self.hidden_dropout, ctx.dropout.row_keys(self.layer, site))
 
 
 def attach_sink(model: nn.Module, sink: GradSink | None) -> None:

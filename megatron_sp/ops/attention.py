@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_sp.ops import availability
 from megatron_sp.ops.dropout import fold32, keep_mask
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.memory import blocks, empty
 
 KernelName = Literal["flash", "sdpa", "reference"]
 
@@ -125,6 +125,9 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         s, m, r, d = grad_q.shape
+        whole = grad_q._base
+        if whole is not None and whole.shape == (s, m, r + 2, d) and whole is grad_k._base and whole is grad_v._base:
+            return whole.view(ctx.shape), None, None
         packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
         packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
         return packed.view(ctx.shape), None, None
@@ -181,9 +184,13 @@ class _CPUFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        by_head, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_head(q, k, v), 0.0, causal)
+        s, m, r, d = q.shape
         out = empty(q.shape, dtype=q.dtype, device=q.device)
-        out.copy_(by_head.permute(2, 0, 1, 3))  # [m, r, s, d] -> [s, m, r, d]
+        lse = torch.empty((m, r, s), dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
+        for groups in blocks(m, s * r * d * q.element_size(), q.device):
+            operands = _by_head(q[:, groups], k[:, groups], v[:, groups])
+            by_head, lse[groups] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, causal)
+            out[:, groups] = by_head.permute(2, 0, 1, 3)  # [m, r, s, d] -> [s, m, r, d]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal = causal
         return out
@@ -191,11 +198,21 @@ class _CPUFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        grad, out = (t.permute(1, 2, 0, 3) for t in (grad, out))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *_by_head(q, k, v), out, lse, 0.0, ctx.causal)
-        grad_q, grad_k, grad_v = (t.permute(2, 0, 1, 3) for t in grads)
-        if q.shape[2] > 1:  # the group's one key and value served all its queries
-            grad_k, grad_v = grad_k.sum(2, keepdim=True), grad_v.sum(2, keepdim=True)
+        s, m, r, d = q.shape
+        if k.shape[0] == s:  # one tensor for all three, in the layout of the fused QKV: then packing them costs nothing
+            packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
+            grad_q, grad_k, grad_v = packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]
+        else:
+            grad_q, grad_k, grad_v = (empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v))
+        for groups in blocks(m, s * r * d * q.element_size(), q.device):
+            operands = _by_head(q[:, groups], k[:, groups], v[:, groups])
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, groups].permute(1, 2, 0, 3), *operands, out[:, groups].permute(1, 2, 0, 3), lse[groups], 0.0, ctx.causal
+            )
+            part_q, part_k, part_v = (t.permute(2, 0, 1, 3) for t in grads)
+            if r > 1:  # the group's one key and value served all its queries
+                part_k, part_v = part_k.sum(2, keepdim=True), part_v.sum(2, keepdim=True)
+            grad_q[:, groups], grad_k[:, groups], grad_v[:, groups] = part_q, part_k, part_v
         return grad_q, grad_k, grad_v, None
 
 

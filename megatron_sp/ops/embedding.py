@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.memory import empty
 
 
 def embedding(ids: Tensor, weight: Tensor, *, sink: GradSink | None = None) -> Tensor:
@@ -28,7 +29,9 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.param, ctx.sink = weight, sink  # by identity, as the sink knows it; its values are not needed
-        return torch.nn.functional.embedding(ids, weight)
+        out = empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        torch.index_select(weight, 0, ids.reshape(-1), out=out.view(-1, weight.shape[1]))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

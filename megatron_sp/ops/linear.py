@@ -1,8 +1,9 @@
 """y = front(x) @ W.T + b (+ residual), with the weight gradient written straight into the gradient sink.
 
-One autograd function serves every linear layer. Two things are folded into it because they save memory: what stands in front, an
-activation or a norm, is computed again in backward (one elementwise pass) and its output never stored; and the residual stream is added
-by the GEMM, which accumulates on top of it.
+One autograd function serves every linear layer. Three things are folded into it because they save memory: what stands in front, an
+activation or a norm, is computed again in backward (one elementwise pass) and its output never stored; the residual stream is added
+by the GEMM, which accumulates on top of it; and where the residual stream leaves, at a norm, the op hands its input on, so that
+the two gradients of the stream meet in here and are added in one pass instead of by autograd in one more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ def linear(
     bias: Tensor | None = None,
     *,
     activation: Activation | None = None,
-    norm: NormInFront | None = None,
     residual: Tensor | None = None,
     sink: GradSink | None = None,
 ) -> Tensor:
@@ -35,16 +35,29 @@ def linear(
         weight: [out, in].
         bias: [out].
         activation: applied to x first.
-        norm: applied to x first; not together with an activation.
         residual: [..., out], added to the result.
         sink: receives the gradients of all parameters; else they go through autograd.
     Returns:
         [..., out].
     """
-    assert norm is None or activation is None, "one thing in front of a linear layer"
-    if norm is None:
-        return _Linear.apply(x, weight, bias, residual, None, None, activation, sink)
-    return _Linear.apply(x, weight, bias, residual, norm.weight, norm.bias, norm.spec, sink)
+    return _Linear.apply(x, weight, bias, residual, None, None, activation, sink)
+
+
+def norm_linear(
+    x: Tensor, norm: NormInFront, weight: Tensor, bias: Tensor | None = None, *, sink: GradSink | None = None
+) -> tuple[Tensor, Tensor]:
+    """A norm and the linear layer behind it.
+
+    Args:
+        x: [..., in].
+        norm: the norm.
+        weight: [out, in].
+        bias: [out].
+        sink: receives the gradients of all parameters; else they go through autograd.
+    Returns:
+        ([..., out]; x again, for the residual branch: the gradient that arrives there is added in here).
+    """
+    return _Linear.apply(x, weight, bias, None, norm.weight, norm.bias, norm.spec, sink)
 
 
 class _Linear(torch.autograd.Function):
@@ -52,8 +65,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
         norm_weight: Tensor | None, norm_bias: Tensor | None, front: Activation | NormSpec | None, sink: GradSink | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(x, weight, norm_weight, norm_bias)
+        ctx.set_materialize_grads(False)
         # the sink knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params = weight, bias, norm_weight, norm_bias
         ctx.front, ctx.sink = front, sink
@@ -70,10 +84,12 @@ class _Linear(torch.autograd.Function):
             torch.addmm(bias, a2, weight.t(), out=y2)
         else:
             torch.mm(a2, weight.t(), out=y2)
-        return y
+        return (y, x.view_as(x)) if isinstance(front, NormSpec) else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:  # only the residual branch was used
+            return passed, None, None, None, None, None, None, None
         x, weight, norm_weight, norm_bias = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual, *need_norm = ctx.needs_input_grad[:6]
         grad2 = grad.reshape(-1, grad.shape[-1])
@@ -93,7 +109,7 @@ class _Linear(torch.autograd.Function):
             if isinstance(ctx.front, Activation):
                 grad_x = ctx.front.backward_(grad_x, x)
             elif ctx.front is not None:
-                grad_x, *norm_grads = norm_backward(grad_x, x, norm_weight, norm_bias, stats, ctx.front, (need_x, *need_norm))
+                grad_x, *norm_grads = norm_backward(grad_x, x, norm_weight, norm_bias, stats, ctx.front, (need_x, *need_norm), passed)
                 norm_grads = [None if g is None else put_grad(ctx.sink, p, g) for g, p in zip(norm_grads, ctx.params[2:], strict=True)]
         return grad_x, grad_weight, grad_bias, grad if need_residual else None, *norm_grads, None, None
 

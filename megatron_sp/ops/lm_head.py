@@ -104,7 +104,10 @@ class _LMHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad_x, grad_weight), weight = ctx.saved_tensors, ctx.param
         # multiplied in the width of the loss: 1/tokens rounded to 16 bits would scale the whole model's gradient, a loss scale overflow it
-        out_x = None if grad_x is None else (grad_x.to(grad_sum.dtype) * grad_sum).to(grad_x.dtype).view(ctx.shape)
+        out_x = None
+        if grad_x is not None:
+            scaled = torch.mul(grad_x, grad_sum, out=empty(grad_x.shape, dtype=grad_sum.dtype, device=grad_x.device))
+            out_x = scaled.to(grad_x.dtype).view(ctx.shape)
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
             ctx.sink.settle(weight)

@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -37,7 +38,21 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
     block = _arena.take(num_bytes)
     if block is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(block).view(dtype).view(shape)
+    # set_, not view: autograd lets nobody write in place on a view that was made inside a function of ours
+    made = torch.empty(0, dtype=dtype)
+    return made.set_(torch.from_numpy(block).untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
+
+
+def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
+    """Cut ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice elsewhere.
+
+    torch's own kernels put their results where they like. Small enough, these stay in the cache until they are copied to their place, and
+    leave no holes of many megabytes in the heap. Each slice has work for every thread.
+    """
+    threads = torch.get_num_threads()
+    step = max(1, _MIN_BYTES // max(1, bytes_each * threads)) * threads if device.type == "cpu" else max(1, count)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 class Arena:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.grad_sink import GradSink, put_grad
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.memory import blocks, empty
 
 
 @dataclass(frozen=True)
@@ -69,26 +69,35 @@ class _Norm(torch.autograd.Function):
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(the normed x in x's dtype, the statistics that ``norm_backward`` wants)."""
     if spec.kind == "LayerNorm":
-        wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
-        y = empty(wide.shape, dtype=wide.dtype, device=wide.device)
-        mean, rstd = (torch.empty(*x.shape[:-1], 1, dtype=_widen(scale).dtype, device=x.device) for _ in range(2))
-        torch.ops.aten.native_layer_norm.out(wide, (x.shape[-1],), scale, shift, spec.eps, out0=y, out1=mean, out2=rstd)
-        return y.to(x.dtype), (mean, rstd)
+        x2 = x.reshape(-1, x.shape[-1])
+        y = empty(x2.shape, dtype=x.dtype, device=x.device)
+        stats = torch.empty(2, x2.shape[0], 1, dtype=_widen(x2[:0]).dtype, device=x.device)
+        for rows in blocks(x2.shape[0], x2.element_size() * x2.shape[1], x.device):
+            wide, scale, shift = _layer_norm_operands(x2[rows], weight, bias, spec.zero_centered)
+            y[rows], *both = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
+            stats[0, rows], stats[1, rows] = both
+        return y.view(x.shape), (stats,)
     wide = _widen(x)
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(spec.eps).rsqrt_()
     return (wide * rstd).mul_(_scale(weight, spec.zero_centered)).to(x.dtype), (rstd,)
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec, need: tuple[bool, bool, bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stats: tuple[Tensor, ...],
+    spec: NormSpec,
+    need: tuple[bool, bool, bool],
+    add: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x (in its dtype), weight and bias (in fp32 or wider where they were summed so); None where not needed."""
+    """Gradients of x (in its dtype), weight and bias (in fp32 or wider where they were summed so); None where not needed.
+
+    ``add``: another gradient of x, added to the first.
+    """
     if spec.kind == "LayerNorm":
-        wide, scale, shift = _layer_norm_operands(x, weight, bias, spec.zero_centered)
-        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad.contiguous().to(wide.dtype), wide, (x.shape[-1],), *stats, scale, shift, list(need)
-        )
-        return grad_x.to(x.dtype) if need[0] else None, grad_weight if need[1] else None, grad_bias if need[2] else None
+        return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
     (rstd,) = stats
     normed, grad_wide = _widen(x) * rstd, _widen(grad)
     grad_weight = (grad_wide * normed).flatten(0, -2).sum(0) if need[1] else None
@@ -97,7 +106,32 @@ def norm_backward(
     # dx = rstd * (g - normed * mean(g * normed)), g = grad * weight
     g = grad_wide * _scale(weight, spec.zero_centered)
     along = (g * normed).mean(-1, keepdim=True)
-    return g.sub_(normed.mul_(along)).mul_(rstd).to(x.dtype), grad_weight, None
+    g.sub_(normed.mul_(along)).mul_(rstd)
+    return (g if add is None else g.add_(add)).to(x.dtype), grad_weight, None
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor, spec: NormSpec, need: tuple[bool, bool, bool],
+    add: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    width = x.shape[-1]
+    grad2, x2, add2 = grad.reshape(-1, width), x.reshape(-1, width), None if add is None else add.reshape(-1, width)
+    grad_x = empty(x2.shape, dtype=x.dtype, device=x.device) if need[0] else None
+    sums: list[Tensor | None] = [None, None]
+    for rows in blocks(x2.shape[0], x2.element_size() * width, x.device):
+        wide, scale, shift = _layer_norm_operands(x2[rows], weight, bias, spec.zero_centered)
+        part, *part_sums = torch.ops.aten.native_layer_norm_backward(
+            grad2[rows].to(wide.dtype), wide, (width,), stats[0, rows], stats[1, rows], scale, shift, list(need)
+        )
+        if grad_x is not None:
+            grad_x[rows] = part if add2 is None else part + add2[rows]
+        for i in range(2):
+            total = sums[i]
+            if need[1 + i]:
+                sums[i] = part_sums[i] if total is None else total.add_(part_sums[i])
+    if x2.shape[0] == 0:
+        sums = [torch.zeros_like(p) if p is not None and n else None for p, n in zip((weight, bias), need[1:], strict=True)]
+    return None if grad_x is None else grad_x.view(x.shape), sums[0], sums[1]
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from errors import FP32, FP64, assert_law, law_error
-from op_checks import gradients, leaves, randn
+from op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, choose_kernel, core_attention, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 
+__all__ = ["in_blocks"]
+pytestmark = pytest.mark.usefixtures("in_blocks")
 D = 5
 KERNELS: tuple[KernelName, ...] = ("sdpa", "reference")
 SHAPES = {
@@ -216,3 +218,13 @@ def test_the_flash_path_with_its_calling_convention_played_by_the_reference(monk
     for mask in (AttentionMask(True), AttentionMask(False), AttentionMask(True, torch.tensor([7, 3, 0]))):
         want = gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="reference"), leaves(qkv=qkv), grad)
         assert_law(gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="flash"), leaves(qkv=qkv), grad), want, FP64)
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_the_cpu_kernels_gradients_need_no_packing(r: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = randn(6, 2, 2 * (r + 2) * D).requires_grad_()
+    out = attention(qkv, r, D, AttentionMask())
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(attention_module, "empty", lambda shape, **kw: asked.append(tuple(shape)) or torch.empty(shape, **kw))
+    out.backward(randn(*out.shape, seed=1))
+    assert asked == [(6, 4, r + 2, D)], "one tensor for all three gradients, handed on as it is"

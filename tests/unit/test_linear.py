@@ -7,12 +7,15 @@ import reference
 import torch
 import torch.nn.functional as F
 from errors import FP32, FP64, assert_law, law_error
-from op_checks import Inputs, PoisonedSink, gradients, leaves, randn
+from op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation, ActivationName
-from megatron_sp.ops.linear import column_sum, linear
+from megatron_sp.ops.linear import column_sum, linear, norm_linear
+from megatron_sp.ops.norm import NormInFront, NormSpec
 
+__all__ = ["in_blocks"]
+pytestmark = pytest.mark.usefixtures("in_blocks")
 S, B, IN, OUT = 8, 3, 5, 7
 NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "swiglu", "squared_relu")
 
@@ -160,3 +163,73 @@ def test_the_result_may_be_modified_in_place() -> None:
     want = leaves(x=randn(S, B, IN), weight=randn(OUT, IN))
     (F.linear(want["x"], want["weight"]) * 2).sum().backward()
     assert_law({k: v.grad for k, v in inputs.items()}, {k: v.grad for k, v in want.items()}, FP64)
+
+
+NORM_EPS = 1e-3
+
+
+def norm_tensors(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Inputs of norm_linear, and a factor ``branch`` on the residual branch that makes its gradient differ from element to element."""
+    made = {k: v for k, v in tensors(dtype=dtype).items() if k != "residual"}
+    made |= {"norm_weight": randn(IN, seed=4, dtype=dtype), "branch": randn(S, B, IN, seed=6, dtype=dtype)}
+    return made | ({"norm_bias": randn(IN, seed=5, dtype=dtype)} if kind == "LayerNorm" else {})
+
+
+def both_outputs(y: Tensor, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.cat([y, x * branch], dim=-1)
+
+
+def naive_norm_linear(i: Inputs) -> Tensor:
+    normed = reference.norm(i["x"], i["norm_weight"], i.get("norm_bias"), NORM_EPS, False)
+    return both_outputs(torch.einsum("...i,oi->...o", normed, i["weight"]) + i["bias"], i["x"], i["branch"])
+
+
+def our_norm_linear(i: Inputs, sink: PoisonedSink | None = None) -> Tensor:
+    kind = "LayerNorm" if "norm_bias" in i else "RMSNorm"
+    norm = NormInFront(NormSpec(kind, NORM_EPS), i["norm_weight"], i.get("norm_bias"))  # type: ignore[arg-type]
+    return both_outputs(*norm_linear(i["x"], norm, i["weight"], i["bias"], sink=sink), i["branch"])
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
+def test_a_norm_in_front_and_the_residual_branch_are_the_formula(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    inputs, grad = norm_tensors(kind, dtype), randn(S, B, OUT + IN, seed=3, dtype=dtype)
+    want = gradients(naive_norm_linear, leaves(**inputs), grad)
+    assert_law(gradients(our_norm_linear, leaves(**inputs), grad), want, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(
+    "frozen", [("x",), ("weight",), ("norm_weight",), ("weight", "bias"), ("weight", "bias", "norm_weight", "norm_bias")]
+)
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_frozen_inputs_of_a_norm_in_front_get_no_gradient(kind: str, frozen: tuple[str, ...], with_sink: bool) -> None:
+    inputs, grad = leaves(frozen, **norm_tensors(kind)), randn(S, B, OUT + IN, seed=3)
+    want = gradients(naive_norm_linear, leaves(frozen, **norm_tensors(kind)), grad)
+    held = [k for k in inputs if k not in ("x", "branch", *frozen)]
+    sink = PoisonedSink(*(inputs[k] for k in held)) if with_sink else None
+    got = gradients(lambda i: our_norm_linear(i, sink), inputs, grad)
+    if sink is not None:
+        got |= {k: sink.of(inputs[k]) for k in held}
+    for name, value in want.items():
+        assert (got[name] is None) == (value is None), name
+    assert_law({k: v for k, v in got.items() if v is not None}, {k: v for k, v in want.items() if v is not None}, FP64)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_only_one_of_the_two_outputs_of_a_norm_in_front_is_used(used: int) -> None:
+    inputs = norm_tensors("LayerNorm")
+    part = slice(0, OUT) if used == 0 else slice(OUT, None)
+
+    def theirs(i: Inputs) -> Tensor:
+        return naive_norm_linear(i)[..., part]
+
+    def ours_alone(i: Inputs) -> Tensor:
+        norm = NormInFront(NormSpec("LayerNorm", NORM_EPS), i["norm_weight"], i["norm_bias"])
+        y, x = norm_linear(i["x"], norm, i["weight"], i["bias"])
+        return y if used == 0 else x * i["branch"]
+
+    grad = randn(S, B, OUT if used == 0 else IN, seed=3)
+    want, got = gradients(theirs, leaves(**inputs), grad), gradients(ours_alone, leaves(**inputs), grad)
+    zeros = {k: torch.zeros_like(v) for k, v in inputs.items()}  # no gradient and a gradient of zeros are the same here
+    assert_law({k: zeros[k] if v is None else v for k, v in got.items()}, {k: zeros[k] if v is None else v for k, v in want.items()}, FP64)

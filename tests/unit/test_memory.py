@@ -6,9 +6,11 @@ import gc
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from megatron_sp.ops.memory import Arena, empty
+from megatron_sp.ops.linear import linear
+from megatron_sp.ops.memory import Arena, blocks, empty
 
 MIB, PAGE = 1 << 20, 4096
 
@@ -81,3 +83,26 @@ def test_gradients_flow_through_saved_blocks() -> None:
     w = y.requires_grad_()
     (w * w).sum().backward()
     assert w.grad is not None and torch.equal(w.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize("count, bytes_each", [(0, 5), (1, 5), (7, 1 << 30), (1000, 300_000), (100, 0)])
+def test_blocks_cover_everything_once_in_order(count: int, bytes_each: int) -> None:
+    covered = [i for part in blocks(count, bytes_each, torch.device("cpu")) for i in range(count)[part]]
+    assert covered == list(range(count))
+
+
+def test_blocks_are_about_a_megabyte_with_work_for_every_thread() -> None:
+    threads = torch.get_num_threads()
+    sizes = {part.stop - part.start for part in blocks(threads * 1000, 1 << 10, torch.device("cpu"))}
+    assert max(sizes) <= 1024 and all(size % threads == 0 for size in sizes)
+    assert next(blocks(threads * 3, 1 << 30, torch.device("cpu"))) == slice(0, threads)
+    assert [*blocks(1000, 1 << 30, torch.device("cuda"))] == [slice(0, 1000)], "a GPU takes all at once"
+
+
+def test_a_function_s_result_from_the_arena_may_be_written_in_place() -> None:
+    """As rotary embedding does with a QKV projection of more than a megabyte."""
+    x, weight = torch.randn(600, 64, requires_grad=True), torch.randn(1024, 64)
+    y = linear(x, weight)
+    assert y.numel() * 4 > MIB
+    y.mul_(2).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, 2 * weight.sum(0).expand(600, 64), rtol=1e-4, atol=1e-4)

@@ -7,11 +7,13 @@ import reference
 import torch
 import torch.nn.functional as F
 from errors import FP32, FP64, assert_law, law_error
-from op_checks import Inputs, PoisonedSink, gradients, leaves, randn
+from op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops.norm import NormSpec, norm
 
+__all__ = ["in_blocks"]
+pytestmark = pytest.mark.usefixtures("in_blocks")
 KINDS, EPS = ("layer", "rms"), 1e-3  # a large eps, so that its place in the formula matters
 
 
