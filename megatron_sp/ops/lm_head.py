@@ -24,7 +24,7 @@ _CHUNK_BYTES = 52 * 2**20
 
 
 def default_chunk_tokens(vocab_rows: int) -> int:
-    """Tokens whose fp32 logits take about 64 MiB: large enough for a full-speed GEMM, small enough not to matter."""
+    """Tokens whose fp32 logits take about 52 MiB: large enough for a full-speed GEMM, small enough not to matter."""
     return max(128, _CHUNK_BYTES // (4 * vocab_rows) // 64 * 64)
 
 
@@ -46,7 +46,7 @@ def lm_head_loss(
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
         loss_mask: [s, b], a weight for each token.
         vocab_size: valid rows.
-        chunk_tokens: tokens per chunk; None: about 64 MiB of logits.
+        chunk_tokens: tokens per chunk; None: about 52 MiB of logits.
         sink: receives the gradient of weight.
     Returns:
         (the sum, a scalar in fp32 or wider that carries the gradient; the loss of every token [s, b] before
