@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_sp.config import Config
+    from megatron_sp.parallel.layout import Layout
 
 
 def tokenizer_provider(config: Config) -> Tokenizer:
@@ -36,8 +37,8 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
     )  # fmt: skip
 
 
-def model_provider(config: Config) -> nn.Module:
-    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config))
+def model_provider(config: Config, layout: Layout) -> nn.Module:
+    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout)
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:

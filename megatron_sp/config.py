@@ -111,6 +111,14 @@ class ParallelConfig:
     sequence_parallel_size: int = flag(
         1, "Ulysses degree (sp): ranks that share each sequence", unit="ranks", aliases=("ds-sequence-parallel-size", "sp-size"), low=1
     )
+    sp_overlap_mode: Literal["none", "split-qkv", "chunked", "auto"] | None = flag(
+        None, "how Ulysses exchanges are cut to run under computation; auto times all ways at the start (default: none)"
+    )
+    sp_overlap_comm: bool = flag(False, "run Ulysses exchanges under computation: --sp-overlap-mode auto, or split-qkv if that is given")
+    split_qkv_linear: bool = flag(False, "project q, k and v one after another, each with its own exchange")
+    sp_head_chunks: int | None = flag(
+        None, "--sp-overlap-mode chunked with each rank's query heads in N chunks (default: 2)", unit="chunks", low=1
+    )
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1)
     context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1)
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
@@ -120,6 +128,22 @@ class ParallelConfig:
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks."""
         return world_size // (self.tensor_model_parallel_size * self.sequence_parallel_size)
+
+    @property
+    def overlap_mode(self) -> str:
+        """What the four flags of the Ulysses exchanges come to."""
+        if self.sp_overlap_mode is not None:
+            return self.sp_overlap_mode
+        if self.sp_head_chunks is not None:
+            return "chunked"
+        if self.split_qkv_linear:
+            return "split-qkv"
+        return "auto" if self.sp_overlap_comm else "none"
+
+    @property
+    def overlaps_exchanges(self) -> bool:
+        """Whether exchanges run under computation: always, but for "none" and for --split-qkv-linear alone."""
+        return self.overlap_mode != "none" and not (self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm)
 
 
 @dataclass

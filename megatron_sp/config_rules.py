@@ -32,8 +32,6 @@ def normalize(config: Config) -> None:
         kernels.recompute_method = kernels.recompute_method or "uniform"
         if kernels.recompute_method == "uniform" and kernels.recompute_num_layers is None:
             kernels.recompute_num_layers = 1
-    if config.parallel.tensor_model_parallel_size == 1:
-        config.parallel.sequence_parallel = False
     if data.tokenizer_type is None:
         data.tokenizer_type = "SentencePieceTokenizer" if data.tokenizer_model else "NullTokenizer" if model.vocab_size else None
 
@@ -120,20 +118,94 @@ def _head_dim_known(model: ModelConfig) -> bool:
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     for name, what in (
-        ("tensor_model_parallel_size", "tensor parallelism"), ("sequence_parallel_size", "Ulysses sequence parallelism"),
         ("pipeline_model_parallel_size", "pipeline parallelism"), ("context_parallel_size", "ring attention (context parallelism)"),
     ):  # fmt: skip
         if getattr(parallel, name) > 1:
             yield (
                 f"{name} ({getattr(parallel, name)}) must be 1: {what} is not supported yet; leave --{name.replace('_', '-')} out and"
-                " all ranks work data-parallel, each with the whole model"
+                " the ranks work in tensor, sequence and data parallel"
             )
+    yield from _split_heads(config)
+    yield from _exchanges(config)
+    tp, sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    if world_size % (tp * sp):
+        near = [str(n) for n in (world_size // (tp * sp) * tp * sp, (world_size // (tp * sp) + 1) * tp * sp) if n]
+        yield (
+            f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
+            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}; start {' or '.join(near)}, or change --tp-size or --sp-size"
+        )
+    if parallel.sequence_parallel and tp == 1:
+        yield (
+            "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1;"
+            " for Ulysses give --sequence-parallel-size N, else leave it out"
+        )
     if parallel.distributed_timeout_minutes <= 0:
         yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
     if world_size < 1:
         yield f"the number of processes ({world_size}) must be at least 1"
     if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
         yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
+
+
+def _split_heads(config: Config) -> Iterator[str]:
+    """Heads and widths over tp and sp."""
+    model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
+    heads = model.num_attention_heads
+    if not heads or (tp == 1 and sp == 1):
+        return
+    if heads % tp:
+        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield (
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)};"
+            f" use --tp-size {legal}, or {heads // tp * tp or tp} or {(heads // tp + 1) * tp} heads"
+        )
+        return
+    if heads // tp < sp:
+        yield (
+            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads // tp}) are dealt out to the sequence-parallel ranks"
+            f" (sequence_parallel_size {sp}), and each needs one: use --sp-size {heads // tp} or less, or at least {tp * sp} heads"
+        )
+    groups = model.num_query_groups or heads
+    if heads % groups == 0 and groups % tp and tp % groups:
+        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0))
+        yield (
+            f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
+            f" held by several ranks): {_division(groups, tp)}; use --tp-size {legal}"
+        )
+    if model.hidden_size and (model.ffn_hidden_size or not model.hidden_size % heads) and model.ffn_size % tp:
+        yield (
+            f"the width of the MLP ({model.ffn_size}) must be a multiple of tensor_model_parallel_size ({tp}):"
+            f" {_division(model.ffn_size, tp)}; use --ffn-hidden-size {model.ffn_size // tp * tp or tp}"
+            f" or {(model.ffn_size // tp + 1) * tp}"
+        )
+
+
+def _exchanges(config: Config) -> Iterator[str]:
+    """The flags of the Ulysses exchanges: they mean something only with sp > 1, and one thing at a time."""
+    parallel = config.parallel
+    given = [
+        flag for flag, on in (
+            ("--sp-overlap-comm", parallel.sp_overlap_comm), ("--split-qkv-linear", parallel.split_qkv_linear),
+            ("--sp-head-chunks", parallel.sp_head_chunks is not None),
+            (f"--sp-overlap-mode {parallel.sp_overlap_mode}", parallel.sp_overlap_mode not in (None, "none")),
+        ) if on
+    ]  # fmt: skip
+    if given and parallel.sequence_parallel_size == 1:
+        yield (
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with sequence_parallel_size 1"
+            " there are none: add --sequence-parallel-size N, or leave the flag out"
+        )
+    mode = parallel.sp_overlap_mode
+    if mode is None:
+        if parallel.split_qkv_linear and parallel.sp_head_chunks is not None:
+            yield "--split-qkv-linear and --sp-head-chunks are two ways to cut the exchanges: give one"
+        return
+    if mode == "none" and parallel.sp_overlap_comm:
+        yield "--sp-overlap-mode none and --sp-overlap-comm contradict each other: give one"
+    if mode not in ("split-qkv",) and parallel.split_qkv_linear:
+        yield f"--sp-overlap-mode {mode} and --split-qkv-linear contradict each other: give --sp-overlap-mode split-qkv, or one of them"
+    if mode not in ("chunked", "auto") and parallel.sp_head_chunks is not None:
+        yield f"--sp-overlap-mode {mode} and --sp-head-chunks contradict each other: give --sp-overlap-mode chunked, or one of them"
 
 
 def _kernels(config: Config) -> Iterator[str]:

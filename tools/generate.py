@@ -150,19 +150,19 @@ def load_weights(checkpointer: Checkpointer, step_dir: Path, config: Config, dev
     """Build the model without drawing initial weights and fill it from the checkpoint; no other tensor is read."""
     import torch
 
-    from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
+    from megatron_sp.checkpoint.pieces import GlobalTensor
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.models.transformer import shard_specs
 
     with torch.device("meta"):
         model = GPTModel(config.model, config.kernels, seed=0, dtype=dtype)
     model.to_empty(device=device)
-    tables, wanted = model.vocab_tables(), {}
+    specs, wanted = shard_specs(model), {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        if name in tables:
-            parameter[tables[name] :] = 0.0  # rows that pad the vocabulary are not on the disk
-        valid = parameter.detach()[: tables[name]] if name in tables else parameter.detach()
-        wanted[name] = GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
+        if parameter.shape != specs[name].shape:
+            parameter.zero_()  # rows that pad the vocabulary are not on the disk
+        wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
     checkpointer.load(step_dir, wanted, partial=True, cast=True)
     return model.eval()
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sp.comm.shard_spec import ShardSpec
+
 _MAX_CELLS = 1 << 24  # cells of the grid on which a tiling is checked; a real layout needs some ten thousand
 
 
@@ -54,6 +56,11 @@ class GlobalTensor:
     def whole(cls, tensor: Tensor) -> GlobalTensor:
         """A tensor that this rank holds in full."""
         return cls(tuple(tensor.shape), tensor.dtype, [Piece((0,) * tensor.dim(), tensor)])
+
+    @classmethod
+    def of_shard(cls, spec: ShardSpec, local: Tensor) -> GlobalTensor:
+        """This rank's part of a parameter, or of something that lies like it."""
+        return cls(spec.shape, local.dtype, [Piece(offsets, view) for offsets, view in spec.pieces(local)])
 
     def rects(self) -> list[Rect]:
         """This rank's rectangles, in the order of ``pieces``, without empty ones."""

@@ -1,25 +1,37 @@
 """Collectives as plain functions of (tensor, group); asynchronous ones return a handle.
 
-At group size 1 they do nothing and cost nothing, so callers have one path for every world.
+At group size 1 they do nothing and cost nothing, so callers have one path for every world. Tensors are contiguous, cut and joined along
+dim 0. Their adjoints, for whoever writes a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its own with the
+counts swapped; a sum over ranks whose result everybody uses once has the identity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
 
+# torch 2.13 has new names for two of them and warns about the old ones
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Handle:
-    """A collective under way. ``wait()`` makes the result visible to the current stream (CPU: to this thread)."""
+    """A collective under way. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
 
-    def __init__(self, work: dist.Work | None, result: Tensor, name: str) -> None:
-        self._work, self._result, self._name = work, result, name
+    Neither the operand nor the result may be touched before; the handle keeps both alive.
+    """
+
+    def __init__(
+        self, work: dist.Work | None, result: Tensor, name: str, finish: Callable[[], Tensor] | None = None, operand: Tensor | None = None
+    ) -> None:
+        self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
         self._waited = False
 
     def wait(self) -> Tensor:
@@ -33,7 +45,19 @@ class Handle:
         self._waited = True
         if self._work is not None:
             self._work.wait()
-        return self._result
+        result = self._result if self._finish is None else self._finish()
+        self._work = self._finish = self._operand = None
+        return result
+
+    @property
+    def waited(self) -> bool:
+        """Whether the result has been taken."""
+        return self._waited
+
+
+def done(x: Tensor) -> Handle:
+    """A handle whose result is there already."""
+    return Handle(None, x, "nothing")
 
 
 def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
@@ -45,6 +69,77 @@ def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] =
     """Start reducing ``x`` in place; it must not be touched before ``wait()``."""
     work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if group.size() > 1 and x.numel() > 0 else None
     return Handle(work, x, "all_reduce")
+
+
+def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
+    """Start joining everybody's ``x`` along dim 0, in the order of ranks.
+
+    Args:
+        x: [n, ...], contiguous; the same shape on every rank.
+        out: [size * n, ...], where to; a new tensor without it.
+    Returns:
+        a handle on [size * n, ...]; at group size 1 on ``x`` itself.
+    """
+    size = group.size()
+    if size == 1:
+        return done(x)
+    if out is None:
+        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    work = _all_gather(out, x, group=group, async_op=True) if x.numel() else None
+    return Handle(work, out, "all_gather", operand=x)
+
+
+def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
+    """Start summing ``x`` over the ranks; rank r gets the r-th of ``size`` equal parts along dim 0.
+
+    gloo's own reduce_scatter is an all_reduce inside. Here the parts are exchanged and summed in the order of ranks, in fp32 or wider:
+    half the bytes, and at two ranks the bits of an all_reduce.
+
+    Args:
+        x: [size * n, ...], contiguous.
+        out: [n, ...], where to; a new tensor without it.
+    Returns:
+        a handle on [n, ...]; at group size 1 on ``x`` itself.
+    """
+    size = group.size()
+    if size == 1:
+        return done(x)
+    assert x.shape[0] % size == 0, f"dim 0 of {tuple(x.shape)} must be a multiple of the group's size ({size})"
+    result = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
+    if x.numel() == 0:
+        return Handle(None, result, "reduce_scatter")
+    if dist.get_backend(group) == "nccl":
+        return Handle(_reduce_scatter(result, x, group=group, async_op=True), result, "reduce_scatter", operand=x)
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=group, async_op=True)
+
+    def add_up() -> Tensor:
+        by_rank = parts.view(size, *result.shape)
+        if x.dtype in (torch.bfloat16, torch.float16):
+            return result.copy_(by_rank.sum(0, dtype=torch.float32))
+        torch.add(by_rank[0], by_rank[1], out=result)
+        for part in by_rank[2:]:
+            result.add_(part)
+        return result
+
+    return Handle(work, result, "reduce_scatter", add_up, operand=x)
+
+
+def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group) -> Handle:
+    """Start sending the r-th run of ``send`` to rank r, and putting what rank r sends into the r-th run of ``receive``.
+
+    Args:
+        send: [sum(send_counts)], contiguous.
+        send_counts: elements for each rank.
+        receive: [sum(receive_counts)], contiguous.
+        receive_counts: elements from each rank.
+    Returns:
+        a handle on ``receive``; at group size 1 on ``send`` itself, and ``receive`` stays untouched.
+    """
+    if group.size() == 1:
+        return done(send)
+    work = dist.all_to_all_single(receive, send, list(receive_counts), list(send_counts), group=group, async_op=True)
+    return Handle(work, receive, "all_to_all", operand=send)
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:

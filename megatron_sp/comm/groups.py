@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_sp.comm.rendezvous import fresh_store
 
 Group = dist.ProcessGroup
+
+
+class _Alone:
+    """A group of one that needs no process group: generation, tools and unit tests run without any."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE = cast(Group, _Alone())
 
 
 @dataclass(frozen=True)
@@ -93,8 +107,21 @@ class ParallelGroups:
         return self.world.size()
 
     @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def sp_rank(self) -> int:
+        return self.sp.rank()
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.rank()
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this rank speaks for its data-parallel replica, where all of that would say the same."""
+        return self.tp.rank() == 0 and self.sp.rank() == 0
 
     @property
     def dp_size(self) -> int:

@@ -13,68 +13,110 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.init import draw_normal
 from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, unit_boundary
-from megatron_sp.ops.dropout import hash_dropout
-from megatron_sp.ops.embedding import embedding
+from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.lm_head import lm_head_logits, lm_head_loss
-from megatron_sp.ops.memory import empty
 from megatron_sp.ops.rotary import rotary_tables
+from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.layout import Layout, SequenceCut
+from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
 from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
 from megatron_sp.utils.numbers import round_up
 
 
 class Table(nn.Module):
-    """A table of vectors; rows from ``rows`` on are padding: zero, never trained, never written to disk."""
+    """A table of vectors, whole on every rank."""
 
-    def __init__(self, name: str, rows: int, padded_rows: int, width: int, std: float, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         self.sink: GradSink | None = None
-        self.rows = rows
-        weight = empty((padded_rows, width), dtype=dtype, device=torch.get_default_device()).zero_()
-        weight[:rows] = draw_normal((rows, width), std, seed, f"{name}.weight")
-        self.weight = nn.Parameter(weight)
+        self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
+        self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, sink=self.sink)
+        return embedding(ids, self.weight, tp=NOT_SPLIT, sink=self.sink)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table whose rows are split over tp; rows from ``rows`` on are padding: zero, never trained, never written to disk.
+
+    The rows are padded to a multiple of ``divisible_by`` * tp.
+    """
+
+    def __init__(
+        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout
+    ) -> None:
+        super().__init__()
+        self.sink: GradSink | None = None
+        self.rows, self.tp = rows, layout.tp
+        mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
+        first = min(rows, layout.tp.rank * mine)
+        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
+        weight = torch.zeros(mine, width, dtype=dtype)
+        taken = self.spec.take(draw_normal((rows, width), std, seed, f"{name}.weight"))
+        weight[: len(taken)] = taken
+        self.weight = nn.Parameter(weight)
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.spec}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
+        return embedding(ids, self.weight, tp=self.tp, sink=self.sink)
 
 
 class Embedding(nn.Module):
-    """Word plus position embedding; [b, s] token ids in, [s, b, h] out."""
+    """Word plus position embedding."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.vocab_size and config.hidden_size
         self.hidden_dropout = config.hidden_dropout
-        padded = round_up(config.vocab_size, config.make_vocab_size_divisible_by)
         std = config.init_method_std
-        self.word_embeddings = Table("embedding.word_embeddings", config.vocab_size, padded, config.hidden_size, std, seed, dtype)
+        self.word_embeddings = VocabParallelEmbedding(
+            "embedding.word_embeddings",
+            config.vocab_size,
+            config.make_vocab_size_divisible_by,
+            config.hidden_size,
+            std,
+            seed,
+            dtype,
+            layout,
+        )
         self.position_embeddings: Table | None = None
         if config.position_embedding_type == "learned_absolute":
             rows = config.max_positions
-            self.position_embeddings = Table("embedding.position_embeddings", rows, rows, config.hidden_size, std, seed, dtype)
+            self.position_embeddings = Table("embedding.position_embeddings", rows, config.hidden_size, std, seed, dtype, layout)
 
     def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        x = self.word_embeddings(tokens.t())  # [s, b, h]
+        """Token ids [s, b] of the tp group's positions, and this rank's positions [s/parts] -> [s/parts, b, h]."""
+        x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions)[:, None, :]
-        if ctx.dropout is None:
+        if ctx.local_dropout is None:
             return x
-        return hash_dropout(x, self.hidden_dropout, ctx.dropout.row_keys(-1, SITE_EMBEDDING))
+        return hash_dropout(x, self.hidden_dropout, ctx.local_dropout.row_keys(-1, SITE_EMBEDDING))
 
 
 class Decoder(nn.Module):
     """The blocks and the norm behind them."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.num_layers and config.hidden_size
         self.layers = nn.ModuleList(
-            TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype) for layer in range(config.num_layers)
+            TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype, layout) for layer in range(config.num_layers)
         )
-        self.final_layernorm = Norm(config, config.hidden_size, dtype)
+        self.final_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
 
 class GPTModel(nn.Module):
@@ -85,18 +127,21 @@ class GPTModel(nn.Module):
         kernels: recomputation and chunking.
         seed: of the initial weights.
         dtype: of parameters and activations.
+        layout: which part of the model, and of each sequence, this rank works on; without one, all of it.
     """
 
-    def __init__(self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: Layout | None = None) -> None:
         super().__init__()
         assert config.vocab_size and config.hidden_size
-        self.config, self.kernels = config, kernels
-        self.embedding = Embedding(config, seed, dtype)
-        self.decoder = Decoder(config, seed, dtype)
-        self.output_layer: Table | None = None
+        self.config, self.kernels, self.layout = config, kernels, layout or Layout()
+        self.embedding = Embedding(config, seed, dtype, self.layout)
+        self.decoder = Decoder(config, seed, dtype, self.layout)
+        self.output_layer: VocabParallelEmbedding | None = None
         if config.untie_embeddings_and_output_weights:
-            padded = self.embedding.word_embeddings.weight.shape[0]
-            self.output_layer = Table("output_layer", config.vocab_size, padded, config.hidden_size, config.init_method_std, seed, dtype)
+            self.output_layer = VocabParallelEmbedding(
+                "output_layer", config.vocab_size, config.make_vocab_size_divisible_by, config.hidden_size, config.init_method_std, seed,
+                dtype, self.layout,
+            )  # fmt: skip
 
     def units(self) -> list[Unit]:
         """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
@@ -106,39 +151,36 @@ class GPTModel(nn.Module):
         blocks = [Unit(f"decoder.layers.{i}", layer) for i, layer in enumerate(self.decoder.layers)]
         return [Unit("embedding", self.embedding), *blocks, Unit("head", head)]
 
-    def vocab_tables(self) -> dict[str, int]:
-        """Parameters whose rows are padded in memory: name -> valid rows (what a checkpoint knows)."""
-        tables = {"embedding.word_embeddings.weight": self.embedding.word_embeddings.rows}
-        if self.output_layer is not None:
-            tables["output_layer.weight"] = self.output_layer.rows
-        return tables
-
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Loss of a micro-batch.
+        """Loss of this rank's positions of a micro-batch.
 
         Args:
-            tokens, labels: int64 [b, s].
+            tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
             loss_mask: [b, s].
             ctx: mask, kernel, dropout.
             on_backward_done: told the index of a unit when its weight gradients are complete.
         Returns:
-            (sum of masked token losses, scalar; loss of every token [s, b], detached).
+            (sum of masked token losses of this rank's positions, scalar, the same on every tp rank; loss of each of them
+            [s/sp, b], detached).
         """
         x = self.hidden(tokens, ctx, on_backward_done)
         head = self.output_layer or self.embedding.word_embeddings
+        cut = self.layout.cut(tokens.shape[1])
+        labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
         return lm_head_loss(
-            x, head.weight, labels.t(), loss_mask.t(),
-            vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens, sink=head.sink,
+            x, head.weight, labels, loss_mask, vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens,
+            tp=self.layout.tp, sink=head.sink,
         )  # fmt: skip
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None) -> Tensor:
-        """[b, s] token ids -> [s, b, h] after the final norm."""
+        """[b, s] token ids -> [s/(sp * parts), b, h], this rank's positions after the final norm."""
         start = ctx.cache.length if ctx.cache is not None else 0
+        cut = self.layout.cut(tokens.shape[1])
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens, positions, ctx)
-        ctx = self._prepare(ctx, positions, x.dtype)
+        ctx = self._prepare(ctx, positions, cut)
+        x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx)
         layers = cast("list[TransformerBlock]", list(self.decoder.layers))
         for first, last, again in self._recompute_plan(len(layers)):
             if again and torch.is_grad_enabled():
@@ -158,8 +200,12 @@ class GPTModel(nn.Module):
         head = self.output_layer or self.embedding.word_embeddings
         return lm_head_logits(x, head.weight, head.rows)
 
-    def _prepare(self, ctx: ForwardContext, positions: Tensor, dtype: torch.dtype) -> ForwardContext:
+    def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Add what is computed once per forward pass and shared by all layers."""
+        dtype = self.embedding.word_embeddings.weight.dtype
+        ctx = replace(ctx, length=cut.length)
+        if ctx.dropout is not None:
+            ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.between]))
         if self.config.position_embedding_type == "rope" and ctx.rotary is None:
             rotated = int(self.config.head_dim * self.config.rotary_percent)
             wide = torch.float64 if dtype == torch.float64 else torch.float32

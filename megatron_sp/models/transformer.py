@@ -1,29 +1,33 @@
 """The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-Activations are [s, b, h]. Parameter names are Megatron-core's. The ops underneath write weight gradients into
-``self.sink`` when one has been attached (``attach_sink``); everything a forward pass needs beside x travels in one
-``ForwardContext``.
+Activations are [s, b, h], s a rank's share of the positions. Parameter names are Megatron-core's. The ops underneath write weight
+gradients into ``self.sink`` when one has been attached (``attach_sink``); everything a forward pass needs beside x travels in one
+``ForwardContext``. Each layer knows its part of its weights (``shard_specs``); the groups come in one ``Layout``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config import ModelConfig
 from megatron_sp.models.init import draw_normal, output_std
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.attention import AttentionMask, KernelName, attention, core_attention, split_qkv
+from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.linear import linear, norm_linear
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary
+from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3
@@ -63,16 +67,19 @@ class ForwardContext:
     Attributes:
         mask: who attends to whom.
         kernel: attention kernel.
-        rotary: cos and sin of this rank's positions, each [s, rotated/2], or None.
-        dropout: names of the tokens for dropout; None: no dropout (evaluation).
+        length: real positions of the sequence; 0: not known yet.
+        rotary: cos and sin of all positions, each [s, rotated/2], or None.
+        dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
         cache: past keys and values, for generation.
         recompute_core: compute the attention core again in backward instead of storing it.
     """
 
     mask: AttentionMask
     kernel: KernelName = "sdpa"
+    length: int = 0
     rotary: tuple[Tensor, Tensor] | None = None
     dropout: DropoutKeys | None = None
+    local_dropout: DropoutKeys | None = None
     cache: KVCache | None = None
     recompute_core: bool = False
 
@@ -85,10 +92,17 @@ class ResidualDropout(NamedTuple):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm."""
+    """LayerNorm or RMSNorm; whole on every rank.
 
-    def __init__(self, config: ModelConfig, width: int, dtype: torch.dtype) -> None:
+    Args:
+        sees: "positions" if tp_seq gives each tp rank a share of what is normed, "heads" if tp itself does.
+    """
+
+    def __init__(
+        self, config: ModelConfig, width: int, dtype: torch.dtype, layout: Layout, sees: Literal["positions", "heads"] = "positions"
+    ) -> None:
         super().__init__()
+        self.spec_of_shard = ShardSpec.whole((width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads")
         self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
         self.sink: GradSink | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
@@ -98,109 +112,210 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight, self.bias, self.spec, sink=self.sink)
 
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {name: self.spec_of_shard for name, _ in self.named_parameters()}
+
     def in_front(self) -> NormInFront:
         """This norm as the front of a linear layer, which then stores the norm's input instead of its output."""
         return NormInFront(self.spec, self.weight, self.bias)
 
 
-class Linear(nn.Module):
-    """A linear layer, optionally with an activation or a norm in front and the residual added behind."""
+class ParallelLinear(nn.Module):
+    """A weight [out, in] (and bias) of which this rank holds the part that ``weight_spec`` names, drawn as a slice of the whole."""
 
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        std: float,
-        seed: int,
-        dtype: torch.dtype,
-        activation: Activation | None = None,
+        self, name: str, weight_spec: ShardSpec, bias_spec: ShardSpec | None, *, std: float, seed: int, dtype: torch.dtype, layout: Layout
     ) -> None:
         super().__init__()
         self.sink: GradSink | None = None
+        self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
+        whole = draw_normal(weight_spec.shape, std, seed, f"{name}.weight")
+        self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
+        self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Rank r computes the outputs of its rows; ``runs`` are those rows of the whole weight, ``sums`` the ones other ranks hold too."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, runs: tuple[tuple[int, int], ...], *, bias: bool, std: float, seed: int,
+        dtype: torch.dtype, layout: Layout, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
+    ) -> None:  # fmt: skip
+        weight = replace(ShardSpec.split((out_features, in_features), 0, runs), sums=sums)
+        weight = weight if counted is None else replace(weight, counted=counted)
+        bias_spec = replace(weight, shape=(out_features,)) if bias else None
+        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
+
+    def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
+        """(the layer on the normed x; x again, for the residual branch)."""
+        return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, sink=self.sink)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Rank r sums over its share of the inputs; optionally with an activation in front and the residual added behind."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype, layout: Layout,
+        activation: Activation | None = None,
+    ) -> None:  # fmt: skip
+        tp = layout.tp
+        mine = in_features // tp.size
+        weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * mine, mine),))
+        bias_spec = ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq) if bias else None
+        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
         self.activation = activation
-        self.weight = nn.Parameter(draw_normal((out_features, in_features), std, seed, f"{name}.weight").to(dtype))
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, self.bias, activation=self.activation, residual=residual, sink=self.sink)
-
-    def behind_norm(self, x: Tensor, norm: NormInFront) -> tuple[Tensor, Tensor]:
-        """(the layer on the normed x; x again, for the residual branch)."""
-        return norm_linear(x, norm, self.weight, self.bias, sink=self.sink)
+        return row_linear(x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, sink=self.sink)
 
 
 class SelfAttention(nn.Module):
     """QKV projection, rotary, attention, output projection; the fused weight has rows [g, n/g + 2, d]."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.hidden_size and config.num_attention_heads and config.num_layers  # validate() has seen to it
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.queries_per_group = config.num_attention_heads // config.num_groups
+        self.layer, self.layout = layer, layout
+        self.head_dim = d = config.head_dim
         self.attention_dropout = config.attention_dropout
         std, bias = config.init_method_std, not config.disable_bias_linear
-        heads_width = config.num_attention_heads * self.head_dim
-        self.linear_qkv = Linear(
-            f"{name}.linear_qkv", config.hidden_size, heads_width + 2 * config.num_groups * self.head_dim,
-            bias=bias or config.add_qkv_bias, std=std, seed=seed, dtype=dtype,
+        tp, n, g = layout.tp, config.num_attention_heads, config.num_groups
+        r, heads = n // g, n // tp.size
+        self.first_head = tp.rank * heads
+        runs: tuple[tuple[int, int], ...]
+        sums: tuple[Sum, ...] = ()
+        counted: tuple[tuple[int, int], ...] | None = None
+        if g % tp.size == 0:  # whole groups: a contiguous run of rows
+            self.queries_per_group, self.num_groups = r, g // tp.size
+            mine = self.num_groups * (r + 2) * d
+            runs = ((tp.rank * mine, mine),)
+        else:  # some queries of one group, and its key and value, which other ranks hold too
+            self.queries_per_group, self.num_groups = heads, 1
+            group, at = self.first_head // r, self.first_head % r
+            row = group * (r + 2)
+            runs = (((row + at) * d, heads * d), ((row + r) * d, 2 * d))
+            sums = (Sum(heads * d, 2 * d, group, g),)
+            counted = ((0, (heads + 2 if at == 0 else heads) * d),)
+        self.linear_qkv = ColumnParallelLinear(
+            f"{name}.linear_qkv", config.hidden_size, (n + 2 * g) * d, runs, bias=bias or config.add_qkv_bias, std=std, seed=seed,
+            dtype=dtype, layout=layout, sums=sums, counted=counted,
         )  # fmt: skip
-        self.linear_proj = Linear(
-            f"{name}.linear_proj",
-            heads_width,
-            config.hidden_size,
-            bias=bias,
-            std=output_std(std, config.num_layers),
-            seed=seed,
-            dtype=dtype,
-        )
-        if config.qk_layernorm:
-            self.q_layernorm = Norm(config, self.head_dim, dtype)
-            self.k_layernorm = Norm(config, self.head_dim, dtype)
+        self.linear_proj = RowParallelLinear(
+            f"{name}.linear_proj", n * d, config.hidden_size, bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype,
+            layout=layout,
+        )  # fmt: skip
         self.qk_layernorm = config.qk_layernorm
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, d, dtype, layout, sees="heads")
+            self.k_layernorm = Norm(config, d, dtype, layout, sees="heads")
+        self.chunks = layout.plan(self.queries_per_group, self.num_groups)
 
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
         """[s, b, h] -> [s, b, h]: x + attention(norm(x))."""
-        qkv, x = self.linear_qkv.behind_norm(x, norm)  # [s, b, g*(r+2)*d]
-        if self.qk_layernorm:
-            qkv = self._norm_queries_and_keys(qkv)
-        if ctx.rotary is not None:
-            qkv = apply_rotary(qkv, *ctx.rotary, self.queries_per_group, self.head_dim)
         if ctx.cache is not None:
-            out = self._cached_attention(qkv, ctx, ctx.cache)
-        elif ctx.recompute_core:
-            out = recompute(self._core, qkv, ctx, draws_random=self.draws_random(ctx))
-        else:
-            out = self._core(qkv, ctx)
-        return _add_to_stream(x, self.linear_proj, out, dropout)
+            return self._cached(x, ctx, ctx.cache, norm)
+        qkv, proj = self.linear_qkv, self.linear_proj
+        plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
+        out, x = attention_block(
+            x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, sink=self.linear_qkv.sink
+        )
+        return out if dropout is None else dropped_onto(x, out, dropout)
 
     def draws_random(self, ctx: ForwardContext) -> bool:
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
-    def _core(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
-        drops = ctx.dropout is not None and self.attention_dropout > 0
-        rows = ctx.dropout.row_keys(self.layer, SITE_ATTENTION) if ctx.dropout is not None and drops else None
-        rate = self.attention_dropout if drops else 0.0
-        return attention(qkv, self.queries_per_group, self.head_dim, ctx.mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows)
-
-    def _norm_queries_and_keys(self, qkv: Tensor) -> Tensor:
-        q, k, v = split_qkv(qkv, self.queries_per_group, self.head_dim)
-        return torch.cat([self.q_layernorm(q), self.k_layernorm(k), v], dim=2).view(qkv.shape)
-
-    def _cached_attention(self, qkv: Tensor, ctx: ForwardContext, cache: KVCache) -> Tensor:
-        q, k, v = split_qkv(qkv, self.queries_per_group, self.head_dim)
+    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront) -> Tensor:
+        """For generation: queries of the new positions, keys and values of all."""
+        qkv, x = self.linear_qkv(x, norm)
+        share = self.chunks[0].shares[0]
+        q, k, v = AttentionCore(self, ctx).prepare({"qkv": qkv}, share)
+        assert k is not None and v is not None
         k, v = cache.extend(self.layer, k, v)
-        return core_attention(q, k, v, ctx.mask, kernel=ctx.kernel).reshape(*qkv.shape[:2], -1)
+        out = core_attention(q, k, v, fold_mask(ctx.mask, len(share.keys)), kernel=ctx.kernel)
+        return self.linear_proj(out.reshape(*qkv.shape[:2], -1), residual=x)
+
+
+class AttentionCore:
+    """What a layer does with the heads that the exchanges bring (``parallel.ulysses.Core``)."""
+
+    def __init__(self, layer: SelfAttention, ctx: ForwardContext) -> None:
+        self.layer, self.ctx, self.r, self.d = layer, ctx, layer.queries_per_group, layer.head_dim
+        norms = [layer.q_layernorm, layer.k_layernorm] if layer.qk_layernorm else []
+        self.parameters = [p for norm in norms if norm.sink is None for p in norm.parameters()]
+
+    def prepare(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys and values as the attention wants them; see ``parallel.ulysses.Core``."""
+        queries, groups = len(share.queries), len(share.keys)
+        rotates_inside = self.ctx.rotary is not None and not self.layer.qk_layernorm
+        fused = wires.get("qkv")
+        if fused is None:
+            q, k, v = (self._rotated(wires[part]) if rotates_inside and part != "v" else wires[part] for part in "qkv")
+            q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
+        elif groups == 0:
+            q, k, v = self._grouped(self._rotated(fused) if rotates_inside else fused, share), None, None
+        elif is_uniform(share, self.r):
+            each = queries // groups
+            fused = self._rotated(fused, heads=each + 2, rotated=each + 1) if rotates_inside else fused
+            q, k, v = split_qkv(fused, each, self.d)
+        else:  # queries, keys, values, one after another
+            fused = self._rotated(fused, heads=queries + 2 * groups, rotated=queries + groups) if rotates_inside else fused
+            q, k, v = fused.split([queries * self.d, groups * self.d, groups * self.d], dim=-1)
+            q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
+        if self.layer.qk_layernorm:
+            q, k = self.layer.q_layernorm(q), None if k is None else self.layer.k_layernorm(k)
+            if self.ctx.rotary is not None:
+                q, k = self._rotated(q), None if k is None else self._rotated(k)
+        if k is None or v is None or is_uniform(share, self.r):
+            return q, k, v
+        return q, self._repeated(k, share), self._repeated(v, share)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+        """See ``parallel.ulysses.Core``."""
+        if self.ctx.recompute_core:
+            return recompute(self._core, q, k, v, share, draws_random=self.layer.draws_random(self.ctx))
+        return self._core(q, k, v, share)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+        ctx, rate, rows = self.ctx, self.layer.attention_dropout, None
+        if ctx.dropout is None or rate == 0.0:
+            rate = 0.0
+        else:
+            keys = ctx.dropout.row_keys(self.layer.layer, SITE_ATTENTION)
+            groups = len(share.queries) // q.shape[2]
+            rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
+        mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])
+        return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows)
+
+    def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
+        assert self.ctx.rotary is not None
+        return apply_rotary(x, *self.ctx.rotary, self.d, heads=heads, rotated=rotated)
+
+    def _grouped(self, q: Tensor, share: Share) -> Tensor:
+        """[s, b, queries*d] -> [s, b*g, r, d]; each query by itself where groups are uneven."""
+        each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
+        return q.reshape(q.shape[0], -1, each, self.d)
+
+    def _apart(self, x: Tensor, groups: int) -> Tensor:
+        """[s, b, g*d] -> [s, b*g, 1, d]."""
+        return x.reshape(x.shape[0], x.shape[1] * groups, 1, self.d)
+
+    def _repeated(self, x: Tensor, share: Share) -> Tensor:
+        """[s, b*g, 1, d] -> [s, b*queries, 1, d]: the key or value head of each query."""
+        places = torch.tensor(key_of_each_query(share, self.r), device=x.device)
+        by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
+        return by_group.index_select(2, places).view(x.shape[0], -1, 1, self.d)
 
 
 class MLP(nn.Module):
     """fc1, activation, fc2; with swiglu fc1's rows are [gate | up]."""
 
-    def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.hidden_size and config.num_layers
         std, bias = config.init_method_std, not config.disable_bias_linear
@@ -213,39 +328,42 @@ class MLP(nn.Module):
             if config.gelu_approximate == "tanh"
             else "gelu"
         )
-        self.linear_fc1 = Linear(
-            f"{name}.linear_fc1", config.hidden_size, config.ffn_size * activation.width_factor, bias=bias, std=std, seed=seed, dtype=dtype
-        )
-        self.linear_fc2 = Linear(
+        mine = config.ffn_size // layout.tp.size
+        runs = tuple((half * config.ffn_size + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
+        self.linear_fc1 = ColumnParallelLinear(
+            f"{name}.linear_fc1", config.hidden_size, config.ffn_size * activation.width_factor, runs, bias=bias, std=std, seed=seed,
+            dtype=dtype, layout=layout,
+        )  # fmt: skip
+        self.linear_fc2 = RowParallelLinear(
             f"{name}.linear_fc2", config.ffn_size, config.hidden_size,
-            bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, activation=activation,
+            bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, layout=layout, activation=activation,
         )  # fmt: skip
 
     def forward(self, x: Tensor, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
         """[s, b, h] -> [s, b, h]: x + mlp(norm(x))."""
-        wide, x = self.linear_fc1.behind_norm(x, norm)
-        return _add_to_stream(x, self.linear_fc2, wide, dropout)
+        wide, x = self.linear_fc1(x, norm)
+        if dropout is None:
+            return self.linear_fc2(wide, residual=x)
+        return dropped_onto(x, self.linear_fc2(wide), dropout)
 
 
-def _add_to_stream(stream: Tensor, last: Linear, x: Tensor, dropout: ResidualDropout | None) -> Tensor:
-    """The residual stream plus what the last layer of a branch makes of x."""
-    if dropout is None:
-        return last(x, residual=stream)
-    return hash_dropout(last(x), dropout.rate, dropout.row_keys, residual=stream)
+def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
+    """The residual stream plus what dropout leaves of a branch."""
+    return hash_dropout(branch, dropout.rate, dropout.row_keys, residual=stream)
 
 
 class TransformerBlock(nn.Module):
     """One pre-norm block."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.hidden_size
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, config.hidden_size, dtype)
-        self.self_attention = SelfAttention(config, layer, f"{name}.self_attention", seed, dtype)
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype)
-        self.mlp = MLP(config, f"{name}.mlp", seed, dtype)
+        self.input_layernorm = Norm(config, config.hidden_size, dtype, layout)
+        self.self_attention = SelfAttention(config, layer, f"{name}.self_attention", seed, dtype, layout)
+        self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
+        self.mlp = MLP(config, f"{name}.mlp", seed, dtype, layout)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -253,9 +371,19 @@ class TransformerBlock(nn.Module):
         return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT))
 
     def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
-        if ctx.dropout is None or self.hidden_dropout == 0.0:
+        if ctx.local_dropout is None or self.hidden_dropout == 0.0:
             return None
-        return ResidualDropout(self.hidden_dropout, ctx.dropout.row_keys(self.layer, site))
+        return ResidualDropout(self.hidden_dropout, ctx.local_dropout.row_keys(self.layer, site))
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """Where each parameter of a model lies in the whole one, by the parameter's name."""
+    found: dict[str, ShardSpec] = {}
+    for prefix, module in model.named_modules():
+        of_module = getattr(module, "shard_specs", None)
+        if of_module is not None and module is not model:
+            found |= {f"{prefix}.{name}": spec for name, spec in of_module().items()}
+    return found
 
 
 def attach_sink(model: nn.Module, sink: GradSink | None) -> None:

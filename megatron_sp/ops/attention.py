@@ -104,7 +104,7 @@ def attention(
     groups = width // ((queries_per_group + 2) * head_dim)
     q, k, v = split_qkv(qkv, queries_per_group, head_dim)
     rows = None if dropout_rows is None else head_row_keys(dropout_rows, groups, queries_per_group)
-    out = core_attention(q, k, v, _fold_mask(mask, groups), kernel=kernel, dropout=dropout, dropout_rows=rows)
+    out = core_attention(q, k, v, fold_mask(mask, groups), kernel=kernel, dropout=dropout, dropout_rows=rows)
     return out.reshape(s, b, groups * queries_per_group * head_dim)
 
 
@@ -251,15 +251,16 @@ def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> T
     return allowed
 
 
-def _fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
+def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
+    """The mask of b sequences for their b * groups groups of heads."""
     if mask.key_lengths is None:
         return mask
     return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups))
 
 
-def head_row_keys(rows: Tensor, groups: int, queries_per_group: int) -> Tensor:
-    """Row keys of attention dropout, one for each head of each query: int32 [s, b] -> [b*g, r, s]."""
+def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:
+    """Row keys of attention dropout, one for each head of each query: int32 [s, b] -> [b*g, r, s]; heads are numbered over the model."""
     s, b = rows.shape
-    heads = torch.arange(groups * queries_per_group, device=rows.device, dtype=torch.int64)
+    heads = torch.arange(first_head, first_head + groups * queries_per_group, device=rows.device, dtype=torch.int64)
     mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd
     return fold32(mixed ^ (mixed >> 29)).permute(1, 2, 0).reshape(b * groups, queries_per_group, s)

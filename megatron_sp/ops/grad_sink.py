@@ -52,13 +52,17 @@ def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: 
     view, fresh = claimed
     if view.dtype == grad_out.dtype:
         torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)
-    elif view.is_cuda and view.dtype == torch.float32:
-        product = torch.mm(grad_out.t(), x, out_dtype=torch.float32)  # the tensor cores accumulate in fp32: keep those bits
-        view.copy_(product) if fresh else view.add_(product)
     else:
-        product = grad_out.t() @ x
+        product = weight_product(grad_out, x, view.dtype)
         view.copy_(product) if fresh else view.add_(product)
     return None
+
+
+def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad_out.T @ x, [tokens, out] and [tokens, in] -> [out, in], on its way into a buffer of ``dtype``."""
+    if x.is_cuda and dtype == torch.float32 != x.dtype:
+        return torch.mm(grad_out.t(), x, out_dtype=torch.float32)  # the tensor cores accumulate in fp32: keep those bits
+    return grad_out.t() @ x
 
 
 def put_grad(sink: GradSink | None, param: Tensor, grad: Tensor) -> Tensor | None:

@@ -70,13 +70,14 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
     """(the normed x in x's dtype, the statistics that ``norm_backward`` wants)."""
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
-        y = empty(x2.shape, dtype=x.dtype, device=x.device)
+        y = empty(x.shape, dtype=x.dtype, device=x.device)
+        y2 = y.view(x2.shape)
         stats = torch.empty(2, x2.shape[0], 1, dtype=_widen(x2[:0]).dtype, device=x.device)
         for rows in blocks(x2.shape[0], x2.element_size() * x2.shape[1], x.device):
             wide, scale, shift = _layer_norm_operands(x2[rows], weight, bias, spec.zero_centered)
-            y[rows], *both = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
+            y2[rows], *both = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
             stats[0, rows], stats[1, rows] = both
-        return y.view(x.shape), (stats,)
+        return y, (stats,)
     wide = _widen(x)
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(spec.eps).rsqrt_()
     return (wide * rstd).mul_(_scale(weight, spec.zero_centered)).to(x.dtype), (rstd,)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, applied in place to the queries and keys inside the fused QKV tensor.
+"""Rotary position embedding, applied in place to queries and keys, also where they lie inside the fused QKV tensor.
 
 The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In place,
 because nothing else needs the unrotated values: a rotation is inverted by the opposite angle, which is also its backward.
@@ -28,37 +28,39 @@ def rotary_tables(positions: Tensor, rotated_dim: int, base: float, dtype: torch
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_group: int, head_dim: int) -> Tensor:
-    """Rotate the queries and keys of ``qkv`` in place and return it.
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: int = 1, rotated: int = 1) -> Tensor:
+    """Rotate heads of ``x`` in place and return it.
 
     Args:
-        qkv: [s, b, g * (queries_per_group + 2) * head_dim], contiguous, rows in group order (queries, key, value).
+        x: [s, ..., c], contiguous, c a multiple of heads * head_dim.
         cos, sin: [s, rotated/2] from ``rotary_tables``.
+        head_dim: channels of a head.
+        heads, rotated: of every run of ``heads`` heads the first ``rotated`` turn: r + 2 and r + 1 in the fused QKV, in which r queries,
+            a key and a value follow each other.
     """
-    return _Rotary.apply(qkv, cos, sin, queries_per_group, head_dim)
+    return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_group: int, head_dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.queries_per_group, ctx.head_dim = queries_per_group, head_dim
-        ctx.mark_dirty(qkv)
-        rotate_(_queries_and_keys(qkv, queries_per_group, head_dim), cos, sin)
-        return qkv
+        ctx.head_dim, ctx.heads, ctx.rotated = head_dim, heads, rotated
+        ctx.mark_dirty(x)
+        rotate_(_turning(x, head_dim, heads, rotated), cos, sin)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same gradient to somebody else
-        rotate_(_queries_and_keys(grad, ctx.queries_per_group, ctx.head_dim), cos, -sin)
-        return grad, None, None, None, None
+        rotate_(_turning(grad, ctx.head_dim, ctx.heads, ctx.rotated), cos, -sin)
+        return grad, None, None, None, None, None
 
 
-def _queries_and_keys(qkv: Tensor, queries_per_group: int, head_dim: int) -> Tensor:
-    """[s, b, g*(r+2)*d] -> [s, b*g, r+1, d], a view without the values."""
-    s, b, width = qkv.shape
-    return qkv.view(s, b * (width // ((queries_per_group + 2) * head_dim)), queries_per_group + 2, head_dim)[:, :, :-1]
+def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
+    """[s, ..., c] -> [s, runs of heads, rotated, head_dim], a view."""
+    return x.view(x.shape[0], x[0].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -9,14 +9,15 @@ Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.collectives import Handle, all_reduce_async
-from megatron_sp.comm.groups import Group
+from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async
+from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils.numbers import round_up
 
@@ -31,6 +32,7 @@ class Slot:
     param: nn.Parameter
     start: int
     decayed: bool
+    spec: ShardSpec
 
     def view(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.param.numel()].view(self.param.shape)
@@ -46,6 +48,11 @@ class FlatUnit:
 
     Frozen parameters (``requires_grad`` False) stay where they are, outside.
 
+    Args:
+        name: of the unit.
+        named_params: its parameters.
+        specs: where they lie in the whole parameters; one that is missing is whole here.
+
     Attributes:
         params: [n], the model's dtype; the model's parameters are views of it.
         grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient of a step to ``release_grads``.
@@ -53,8 +60,9 @@ class FlatUnit:
         num_decayed: elements before this index are decayed.
     """
 
-    def __init__(self, name: str, named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, name: str, named_params: Iterable[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec] | None = None) -> None:
         self.name = name
+        specs = specs or {}
         held = list(named_params)
         trainable = [(n, p) for n, p in held if p.requires_grad]
         ordered = [(n, p) for n, p in trainable if is_decayed(p)] + [(n, p) for n, p in trainable if not is_decayed(p)]
@@ -65,7 +73,8 @@ class FlatUnit:
         self.num_decayed = end = 0
         for param_name, param in ordered:
             assert param.dtype == dtype, f"{param_name} is {param.dtype}, the unit {dtype}"
-            self.slots.append(Slot(param_name, param, end, is_decayed(param)))
+            spec = specs.get(param_name) or ShardSpec.whole(tuple(param.shape), 0, 1)
+            self.slots.append(Slot(param_name, param, end, is_decayed(param), spec))
             end += round_up(param.numel(), align)
             if is_decayed(param):
                 self.num_decayed = end
@@ -99,6 +108,11 @@ class FlatUnit:
         """
         self._grads = None
 
+    def counted(self, flat: Tensor) -> Iterator[Tensor]:
+        """The parts of a buffer that this tp rank adds to a sum: over all tp ranks every element of the whole parameters once."""
+        for slot in self.slots:
+            yield from slot.spec.counted_views(slot.view(flat))
+
     def refresh_params(self) -> None:
         """Round the master weights into the model's parameters."""
         if self.is_16_bit:
@@ -115,11 +129,12 @@ class FlatGradients:
 
     ``start_step`` opens a step; ops ``claim`` views; when the last micro-batch's backward leaves a unit, ``unit_done`` starts
     the unit's all_reduce under the rest of backward; ``finish_step`` waits for all of them. Gradients are summed over ``group``,
-    never averaged: the loss was divided by the global token count already.
+    never averaged: the loss was divided by the global token count already. What tp ranks hold in common but use on different positions or
+    heads (``ShardSpec.sums``) is summed over ``tp`` before.
     """
 
-    def __init__(self, units: list[FlatUnit], group: Group, *, overlap: bool = True) -> None:
-        self.units, self.group, self.overlap = units, group, overlap
+    def __init__(self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True) -> None:
+        self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self._slots = {id(slot.param): (unit, slot) for unit in units for slot in unit.slots}
         self._written: set[int] = set()
         self._ahead: set[int] = set()
@@ -180,7 +195,26 @@ class FlatGradients:
         assert index not in self._handles, f"unit {unit.name} was completed twice in one backward pass"
         for slot in unit.slots:
             self._collect(slot)
+        self._sum_over_tp(unit)
         self._handles[index] = all_reduce_async(unit.grads, self.group)
+
+    def _sum_over_tp(self, unit: FlatUnit) -> None:
+        """One all_reduce for all rows that need it, each at its own place: ranks that hold other rows leave zeros there."""
+        if self.tp.size() == 1:
+            return
+        parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
+        if not parts:
+            return
+        packed = unit.grads.new_zeros(sum(s.num_slots * view.numel() for s, view in parts))
+        places, at = [], 0
+        for s, view in parts:
+            places.append(packed[at + s.slot * view.numel() : at + (s.slot + 1) * view.numel()].view(view.shape))
+            at += s.num_slots * view.numel()
+        for (_, view), place in zip(parts, places, strict=True):
+            place.copy_(view)
+        all_reduce(packed, self.tp)
+        for (_, view), place in zip(parts, places, strict=True):
+            view.copy_(place)
 
     def _collect(self, slot: Slot) -> None:
         """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient in this step."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.config import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, squared_norm
 
@@ -34,10 +36,11 @@ class FlatOptimizer:
     Args:
         units: the buffers.
         config: hyperparameters; learning rate and weight decay come with each step.
+        tp: ranks that hold other parts of the same parameters.
     """
 
-    def __init__(self, units: list[FlatUnit], config: OptimizerConfig) -> None:
-        self.units, self.config = units, config
+    def __init__(self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE) -> None:
+        self.units, self.config, self.tp = units, config, tp
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -45,7 +48,10 @@ class FlatOptimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of all (reduced, still scaled) gradients, an fp64 scalar tensor; the same bits on every rank."""
-        return torch.stack([squared_norm(u.grads) for u in self.units if u.slots]).sum().sqrt()
+        if self.tp.size() == 1:
+            return torch.stack([squared_norm(u.grads) for u in self.units if u.slots]).sum().sqrt()
+        mine = torch.stack([squared_norm(part.reshape(-1)) for u in self.units for part in u.counted(u.grads)]).sum()
+        return all_reduce(mine, self.tp).sqrt()
 
     def step(self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0) -> None:
         """Clip, unscale, update.

@@ -1,7 +1,11 @@
-"""Activation recomputation: torch's non-reentrant checkpointing, as a rule without random state to save.
+"""Activation recomputation (arXiv:1604.06174): a function whose inputs are kept, not what it computes on the way.
 
 Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without stashing generators. The exception is
 attention dropout inside a fused kernel, which draws from torch's generator.
+
+Not torch's checkpoint: that packs whatever an op saves, and asks for the recomputation once for every autograd graph in it; the attention
+block (``parallel/ulysses.py``) runs graphs of its own. Here the function is simply called twice. Parameters used inside get their gradients
+through their sink or in ``.grad``, as from any ``backward()``.
 """
 
 from __future__ import annotations
@@ -9,13 +13,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor
 
 
-def recompute(fn: Callable[..., Any], *args: Any, draws_random: bool = False) -> Any:
-    """Call ``fn(*args)`` without keeping its intermediate tensors; backward calls it again (arXiv:1604.06174).
+def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False) -> Tensor:
+    """Call ``fn(*args)`` without keeping its intermediate tensors; backward calls it again.
 
     Args:
+        fn: returns one tensor.
         draws_random: ``fn`` uses torch's generators; their state is kept, so that it draws the same numbers again.
     """
-    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=draws_random)
+    if not torch.is_grad_enabled():
+        return fn(*args)
+    trainable = torch.empty(0, requires_grad=True)  # fn may use parameters, so the result has a gradient even if no argument has
+    return _Recompute.apply(trainable, fn, draws_random, *args)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trainable: Tensor, fn: Callable[..., Tensor], draws_random: bool, *args: Any) -> Tensor:
+        ctx.fn, ctx.random_state = fn, _random_state() if draws_random else None
+        ctx.tensor_at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.save_for_backward(*(args[i] for i in ctx.tensor_at))
+        return fn(*args)  # no gradients in here: nothing is kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        args, need = list(ctx.others), ctx.needs_input_grad[3:]
+        for i, tensor in zip(ctx.tensor_at, ctx.saved_tensors, strict=True):
+            args[i] = tensor.detach().requires_grad_(need[i])
+        with torch.random.fork_rng(_cuda_devices(), enabled=ctx.random_state is not None), torch.enable_grad():
+            if ctx.random_state is not None:
+                _set_random_state(ctx.random_state)
+            out = ctx.fn(*args)
+        if out.requires_grad:
+            torch.autograd.backward(out, grad)
+        return None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
+
+
+def _cuda_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

@@ -194,12 +194,12 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     for index in range(batch.eval_iters):
         run.watchdog.beat(f"{kind} batch {index}")
         micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
-        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name)
+        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name, run.groups)
         if _any_signal(run):
             run.model.train()
             run.console.line(f"{kind} at step {step}: broken off by a signal")
             return False
-    values = all_reduce(total, run.groups.dp_sp).tolist()
+    values = all_reduce(total, run.groups.world).tolist()
     run.model.train()
     num_terms = len(run.task.loss.names)
     losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms:], strict=True)]
@@ -223,8 +223,7 @@ def _save(run: Run) -> None:
     tensors = run.state.weights()
     if not run.config.checkpoint.no_save_optim:
         tensors.update(run.state.optimizer_tensors())
-    world = {"world_size": run.groups.world_size, "dp": run.groups.dp_size, "sp": run.groups.sp.size(), "tp": run.groups.tp.size()}
-    state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, world)
+    state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, run.layout_record())
     began = time.monotonic()
     report = run.checkpointer.save(progress.step, tensors, state)
     seconds = time.monotonic() - began

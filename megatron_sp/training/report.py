@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import Config
 from megatron_sp.optim.flat import FlatUnit, squared_norm
@@ -29,14 +30,11 @@ class StepReporter:
     Args:
         config, groups, console, metrics: of the run.
         train_iters: steps of the whole run.
-        valid_rows: how many rows of a tensor with padding rows count.
     """
 
-    def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, valid_rows: dict[str, int]
-    ) -> None:
+    def __init__(self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
-        self._train_iters, self._valid_rows = train_iters, valid_rows
+        self._train_iters = train_iters
         self._flops_causal, self._flops_full = step_flops_per_token(config.model)
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
@@ -80,11 +78,11 @@ class StepReporter:
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
         if self._config.logging.log_params_norm:
-            record["params_norm"] = math.sqrt(sum(float(squared_norm(u.master)) for u in units))
+            squares = torch.stack([squared_norm(part.reshape(-1)) for u in units for part in u.counted(u.master)]).sum()
+            record["params_norm"] = math.sqrt(float(all_reduce(squares, self._groups.tp)))
         if self._config.logging.log_num_zeros_in_grad:
-            record["num_zeros_in_grad"] = sum(
-                int((slot.view(u.grads)[: self._valid_rows.get(slot.name)] == 0).sum()) for u in units for slot in u.slots
-            )
+            zeros = torch.stack([(part == 0).sum() for u in units for part in u.counted(u.grads)]).sum()
+            record["num_zeros_in_grad"] = int(all_reduce(zeros, self._groups.tp))
         return record
 
     def _line(self, r: dict[str, Any], seconds_left: float) -> str:

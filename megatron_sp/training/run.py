@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -20,14 +20,17 @@ from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.models.transformer import Unit, attach_sink
+from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
 from megatron_sp.ops.attention import choose_kernel
 from megatron_sp.optim.flat import FlatGradients, FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.optim.schedule import Schedule
+from megatron_sp.parallel.heads import OverlapMode
+from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.console import Console, format_count
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.signals import StopSignals
@@ -46,14 +49,14 @@ class Task:
         name: of the run folder when --save is absent.
         build_tokenizer: from the configuration; its vocabulary sizes the model.
         build_datasets: (config, tokenizer, (train, valid, test) samples) -> data sets.
-        build_model: the model on the CPU, with ``units()``.
+        build_model: this rank's part of the model on the CPU, with ``units()``.
         loss: its loss terms.
     """
 
     name: str
     build_tokenizer: Callable[[Config], Tokenizer]
     build_datasets: Callable[[Config, Tokenizer, tuple[int, int, int]], Datasets]
-    build_model: Callable[[Config], nn.Module]
+    build_model: Callable[[Config, Layout], nn.Module]
     loss: Loss
 
 
@@ -117,6 +120,7 @@ class Run:
             )
         self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.full)
         self._build_data()
+        self._choose_layout(stored)
         self._build_model()
         if source is not None and stored is not None:
             self._load(source, stored)
@@ -168,13 +172,41 @@ class Run:
         self.loaders.append(loader)
         return loader
 
+    def _choose_layout(self, stored: dict[str, Any] | None) -> None:
+        """The layout as the layers see it; --sp-overlap-mode auto is settled here, as in the checkpoint if its layout is the same."""
+        parallel, overlap = self.config.parallel, self.config.parallel.overlaps_exchanges
+        chunks = parallel.sp_head_chunks or 2
+        mode: str = parallel.overlap_mode
+        if mode == "auto":
+            before = (stored or {}).get("layout")
+            if isinstance(before, dict) and {**before, "sp_overlap": None} == {**self.layout_record(), "sp_overlap": None}:
+                mode, chunks = choice_from(before.get("sp_overlap"))
+            if mode == "auto":
+                mode, chunks, report = choose_overlap(self.config, self.groups, dtype_of(self.config))
+                self.console.line(report)
+        assert mode in ("none", "split-qkv", "chunked")
+        self.overlap_choice = {"mode": mode, "chunks": chunks}
+        overlap = overlap and mode != "none"
+        self.layout = Layout.of(
+            self.groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks, overlap=overlap
+        )
+
+    def layout_record(self) -> dict[str, Any]:
+        """What a checkpoint says of the layout it was written in."""
+        groups, parallel = self.groups, self.config.parallel
+        return {
+            "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
+            "tp_seq": parallel.sequence_parallel, "sp_overlap": getattr(self, "overlap_choice", None),
+        }  # fmt: skip
+
     def _build_model(self) -> None:
         config, device, precision = self.config, self.groups.device, self.config.precision
-        self.model = self.task.build_model(config).to(device)
-        self.units = [FlatUnit(unit.name, _named_parameters(self.model, unit)) for unit in self.model.units()]  # type: ignore[operator]
-        self.gradients = FlatGradients(self.units, self.groups.dp_sp, overlap=config.parallel.overlap_grad_reduce)
+        self.model = self.task.build_model(config, self.layout).to(device)
+        specs = shard_specs(self.model)
+        self.units = [FlatUnit(unit.name, _named_parameters(self.model, unit), specs) for unit in self.model.units()]  # type: ignore[operator]
+        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp, overlap=config.parallel.overlap_grad_reduce)
         attach_sink(self.model, self.gradients)
-        self.optimizer = FlatOptimizer(self.units, config.optimizer)
+        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp)
         self.scaler = LossScaler(
             enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
             window=precision.loss_scale_window, hysteresis=precision.hysteresis,
@@ -251,11 +283,11 @@ class Run:
         groups, config, progress = self.groups, self.config, self.state.progress
         self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
         num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
-        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, self.state.valid_rows)
+        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters)
         self.console.line(
             f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
-            f" (dp {groups.dp_size}), attention: {self.kernel.name} ({self.kernel.reason}), global batch {self.plan.full} x"
-            f" {config.model.seq_length} tokens, steps {progress.step} to {self.train_iters}, run folder {self.run_dir}"
+            f" (dp {groups.dp_size}{self._layout_words()}), attention: {self.kernel.name} ({self.kernel.reason}), global batch"
+            f" {self.plan.full} x {config.model.seq_length} tokens, steps {progress.step} to {self.train_iters}, run folder {self.run_dir}"
         )
         self.metrics.write(
             "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=self.launch.attempt,
@@ -265,6 +297,16 @@ class Run:
             "running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size,
             hosts=self.peers.hosts, pids=self.peers.pids,
         )  # fmt: skip
+
+    def _layout_words(self) -> str:
+        parallel, words = self.config.parallel, ""
+        if self.groups.sp.size() > 1:
+            chunks = f" in {self.layout.num_chunks} chunks" if self.layout.mode == "chunked" else ""
+            overlap = "overlapped" if self.layout.sp.overlap else "not overlapped"
+            words += f", sp {self.groups.sp.size()}: {self.layout.mode}{chunks}, {overlap}"
+        if self.groups.tp.size() > 1:
+            words += f", tp {self.groups.tp.size()}{' with sequence parallel' if parallel.sequence_parallel else ''}"
+        return words
 
     def close(self) -> None:
         """Stop threads and files; safe to call at any time."""

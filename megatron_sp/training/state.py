@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp import __version__
-from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
+from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, diff
+from megatron_sp.models.transformer import shard_specs
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.utils.errors import CheckpointError
@@ -50,16 +52,16 @@ class TrainingState:
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress = Progress()
-        tables = getattr(model, "vocab_tables", None)
-        self.valid_rows: dict[str, int] = tables() if tables is not None else {}  # of the tensors that have padding rows
+        specs = shard_specs(model)
+        self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
 
     def weights(self) -> dict[str, GlobalTensor]:
         """Every parameter, trainable or frozen, once."""
-        return {name: self._whole(name, p.detach()) for name, p in self.model.named_parameters()}
+        return {name: GlobalTensor.of_shard(self.specs[name], p.detach()) for name, p in self.model.named_parameters()}
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """The optimizer's state, and fp32 master weights where parameters have 16 bits."""
-        return {name: self._whole(name.split(".", 2)[2], tensor) for name, tensor in self._optimizer_views()}
+        return {name: GlobalTensor.of_shard(self.specs[name.split(".", 2)[2]], tensor) for name, tensor in self._optimizer_views()}
 
     def _optimizer_views(self) -> Iterator[tuple[str, Tensor]]:
         if self.optimizer is None:
@@ -72,12 +74,7 @@ class TrainingState:
                 if state.exp_avg_sq is not None:
                     yield f"optimizer.exp_avg_sq.{slot.name}", slot.view(state.exp_avg_sq)
 
-    def _whole(self, name: str, tensor: Tensor) -> GlobalTensor:
-        """A tensor that every rank holds whole, without its padding rows."""
-        valid = tensor[: self.valid_rows[name]] if name in self.valid_rows else tensor
-        return GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
-
-    def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, int]) -> dict[str, Any]:
+    def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint that is not tensors."""
         return {
             **self.progress.to_dict(),

@@ -117,11 +117,12 @@ class TrainStep:
         """
         if self.drops and self.kernel != "reference":
             # attention dropout inside a kernel draws from torch's generator: key it, so that a resumed run draws the same
-            torch.manual_seed(_step_seed(self.seed, step, self.groups.dp_rank))
+            torch.manual_seed(_step_seed(self.seed, step, self.groups.rank))
         totals = self._start_totals(micro_batches, stop)
         self.gradients.start_step()
         sums = self._forward_backward(micro_batches, step, totals)
-        sums_handle = all_reduce_async(sums, self.groups.dp_sp)
+        # each tp rank has the same sums: one of them speaks
+        sums_handle = all_reduce_async(sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), self.groups.world)
         if self.faults.poisons("grad", step):
             next(unit for unit in self.gradients.units if unit.slots).grads[0] = float("nan")
         self.gradients.finish_step()
@@ -134,11 +135,15 @@ class TrainStep:
         return self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
 
     def _start_totals(self, micro_batches: list[MicroBatch], stop: bool) -> Handle:
-        """Start summing [count of each term, number of ranks that want to stop] over the ranks."""
+        """Start summing [count of each term, number of ranks that want to stop] over the ranks.
+
+        All ranks of a data-parallel replica have the same whole sequences, so one of them counts.
+        """
         counts = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
         device = counts[0].device
-        self._totals = torch.cat([torch.stack(counts).sum(0), torch.full((1,), float(stop), dtype=torch.float64, device=device)])
-        return all_reduce_async(self._totals, self.groups.dp_sp)
+        mine = torch.stack(counts).sum(0) * float(self.groups.is_first_of_replica)
+        self._totals = torch.cat([mine, torch.full((1,), float(stop), dtype=torch.float64, device=device)])
+        return all_reduce_async(self._totals, self.groups.world)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Handle) -> Tensor:
         """Run every micro-batch; returns this rank's sums of the loss terms, fp64 [terms]."""
@@ -181,8 +186,8 @@ class TrainStep:
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
 
 
-def _step_seed(seed: int, step: int, dp_rank: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{dp_rank}".encode()).digest()[:8], "little") >> 1
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1
 
 
 def _inverse_or_zero(counts: Tensor) -> Tensor:
@@ -191,13 +196,14 @@ def _inverse_or_zero(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_batches(model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName) -> Tensor:
-    """This rank's [sums..., counts...] of the loss terms over micro-batches, fp64; no dropout, no gradients."""
+def evaluate_batches(model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups) -> Tensor:
+    """[sums..., counts...] of the loss terms over micro-batches, fp64, for summing over all ranks; no dropout, no gradients."""
     total: Tensor | None = None
     for batch in micro_batches:
         context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel)
         terms = [t.double() for t in loss.sums(model, batch, context, None)]
-        both = torch.stack(terms + [c.double() for c in loss.counts(batch)])
+        counts = [c.double() * float(groups.is_first_of_replica) for c in loss.counts(batch)]
+        both = torch.stack([t * float(groups.tp_rank == 0) for t in terms] + counts)
         total = both if total is None else total + both
     assert total is not None
     return total

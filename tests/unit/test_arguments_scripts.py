@@ -103,8 +103,8 @@ def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> 
         config(MEGATRON_LM_345M + " --use-distributed-optimizer --num-experts 8 --reset-position-ids --fp8-format hybrid")
     text = str(caught.value)
     assert text.startswith("4 things are wrong:") and "all MLPs are dense today" in text
-    with pytest.raises(ConfigError, match="tensor parallelism is not supported yet"):
-        config(MEGATRON_LM_345M + " --tensor-model-parallel-size 2")
+    with pytest.raises(ConfigError, match="pipeline parallelism is not supported yet"):
+        config(MEGATRON_LM_345M + " --pipeline-model-parallel-size 2")
 
 
 # Flags of existing launch scripts, most used first, with a value where they take one.

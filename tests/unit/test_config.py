@@ -64,8 +64,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__position_embedding_type": "rope", "model__kv_channels": 7}, "int(head_dim 7 * rotary_percent 1.0) = 7"),
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.01}, "must be even and at least 2"),
     ({"model__position_embedding_type": "rope", "model__rotary_base": 0.0}, "rotary_base (0.0) must be above 0"),
-    ({"parallel__tensor_model_parallel_size": 2}, "tensor_model_parallel_size (2) must be 1: tensor parallelism is not supported yet"),
-    ({"parallel__sequence_parallel_size": 2}, "sequence_parallel_size (2) must be 1"),
     ({"parallel__pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size (4) must be 1"),
     ({"parallel__context_parallel_size": 2}, "context_parallel_size (2) must be 1"),
     ({"parallel__distributed_timeout_minutes": 0.0}, "distributed_timeout_minutes (0.0) must be above 0"),
@@ -253,7 +251,6 @@ def test_shorthands() -> None:
     assert config(kernels__recompute_activations=True).kernels.recompute_granularity == "selective"
     full = config(kernels__recompute_granularity="full").kernels
     assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
-    assert not config(parallel__sequence_parallel=True).parallel.sequence_parallel
     assert config().data.tokenizer_type == "NullTokenizer"
     assert config(data__tokenizer_model="m").data.tokenizer_type == "SentencePieceTokenizer"
     assert config(model__vocab_size=None).data.tokenizer_type is None

@@ -11,8 +11,9 @@ from errors import FP64, assert_law, law_error
 from tiny import Alone
 from torch import Tensor, nn
 
-from megatron_sp.ops.linear import linear
+from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.optim.flat import FlatGradients, FlatUnit, Slot, squared_norm
+from megatron_sp.parallel.linear import row_linear as linear
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -209,7 +210,7 @@ def test_misuse_is_found() -> None:
 
 def test_a_slot_is_a_view() -> None:
     flat = torch.arange(10.0)
-    view = Slot("x", nn.Parameter(torch.empty(2, 3)), 4, True).view(flat)
+    view = Slot("x", nn.Parameter(torch.empty(2, 3)), 4, True, ShardSpec.whole((2, 3), 0, 1)).view(flat)
     assert view.tolist() == [[4, 5, 6], [7, 8, 9]] and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 

@@ -11,8 +11,8 @@ from op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation, ActivationName
-from megatron_sp.ops.linear import column_sum, linear, norm_linear
 from megatron_sp.ops.norm import NormInFront, NormSpec
+from megatron_sp.parallel.linear import column_linear, column_sum, row_linear
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -35,7 +35,7 @@ def naive_linear(i: Inputs, name: str | None) -> Tensor:
 
 def ours(i: Inputs, name: ActivationName | None = None, sink: PoisonedSink | None = None) -> Tensor:
     activation = None if name is None else Activation(name)
-    return linear(i["x"], i["weight"], i.get("bias"), activation=activation, residual=i.get("residual"), sink=sink)
+    return row_linear(i["x"], i["weight"], i.get("bias"), activation=activation, residual=i.get("residual"), sink=sink)
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -159,7 +159,7 @@ def test_the_sum_over_tokens_is_exact_for_many_half_precision_tokens() -> None:
 def test_the_result_may_be_modified_in_place() -> None:
     """As rotary embedding does; autograd forbids it for a view made inside a function of ours."""
     inputs = leaves(x=randn(S, B, IN), weight=randn(OUT, IN))
-    linear(inputs["x"], inputs["weight"]).mul_(2).sum().backward()
+    row_linear(inputs["x"], inputs["weight"]).mul_(2).sum().backward()
     want = leaves(x=randn(S, B, IN), weight=randn(OUT, IN))
     (F.linear(want["x"], want["weight"]) * 2).sum().backward()
     assert_law({k: v.grad for k, v in inputs.items()}, {k: v.grad for k, v in want.items()}, FP64)
@@ -187,7 +187,7 @@ def naive_norm_linear(i: Inputs) -> Tensor:
 def our_norm_linear(i: Inputs, sink: PoisonedSink | None = None) -> Tensor:
     kind = "LayerNorm" if "norm_bias" in i else "RMSNorm"
     norm = NormInFront(NormSpec(kind, NORM_EPS), i["norm_weight"], i.get("norm_bias"))  # type: ignore[arg-type]
-    return both_outputs(*norm_linear(i["x"], norm, i["weight"], i["bias"], sink=sink), i["branch"])
+    return both_outputs(*column_linear(i["x"], i["weight"], i["bias"], norm=norm, sink=sink), i["branch"])
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -226,7 +226,7 @@ def test_only_one_of_the_two_outputs_of_a_norm_in_front_is_used(used: int) -> No
 
     def ours_alone(i: Inputs) -> Tensor:
         norm = NormInFront(NormSpec("LayerNorm", NORM_EPS), i["norm_weight"], i["norm_bias"])
-        y, x = norm_linear(i["x"], norm, i["weight"], i["bias"])
+        y, x = column_linear(i["x"], i["weight"], i["bias"], norm=norm)
         return y if used == 0 else x * i["branch"]
 
     grad = randn(S, B, OUT if used == 0 else IN, seed=3)

@@ -12,8 +12,8 @@ from op_checks import PoisonedSink, leaves, randn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_sp.ops import lm_head
-from megatron_sp.ops.lm_head import default_chunk_tokens, lm_head_logits, lm_head_loss
+from megatron_sp.parallel import lm_head
+from megatron_sp.parallel.lm_head import default_chunk_tokens, lm_head_logits, lm_head_loss
 
 S, B, H, VOCAB, ROWS = 8, 3, 5, 13, 16
 CHUNKS = (1, 2, 5, 7, 23, 24, 25, 1000, None)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sp.ops.linear import linear
 from megatron_sp.ops.memory import Arena, blocks, empty
+from megatron_sp.parallel.linear import row_linear
 
 MIB, PAGE = 1 << 20, 4096
 
@@ -102,7 +102,7 @@ def test_blocks_are_about_a_megabyte_with_work_for_every_thread() -> None:
 def test_a_function_s_result_from_the_arena_may_be_written_in_place() -> None:
     """As rotary embedding does with a QKV projection of more than a megabyte."""
     x, weight = torch.randn(600, 64, requires_grad=True), torch.randn(1024, 64)
-    y = linear(x, weight)
+    y = row_linear(x, weight)
     assert y.numel() * 4 > MIB
     y.mul_(2).sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, 2 * weight.sum(0).expand(600, 64), rtol=1e-4, atol=1e-4)

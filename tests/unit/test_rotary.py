@@ -17,7 +17,7 @@ BASE = 100.0
 
 def ours(i: Inputs, r: int, rotated: int, positions: Tensor) -> Tensor:
     tables = rotary_tables(positions, rotated, BASE, torch.float64 if i["qkv"].dtype == torch.float64 else torch.float32)
-    return apply_rotary(i["qkv"] * 1, *tables, r, D)  # `* 1`: what is rotated in place is never a leaf
+    return apply_rotary(i["qkv"] * 1, *tables, D, heads=r + 2, rotated=r + 1)  # `* 1`: what is rotated in place is never a leaf
 
 
 def naive(i: Inputs, r: int, rotated: int, positions: Tensor) -> Tensor:
@@ -100,4 +100,4 @@ def test_a_strided_gradient() -> None:
 
 def test_it_is_in_place() -> None:
     qkv = randn(S, B, G * 3 * D)
-    assert apply_rotary(qkv, *rotary_tables(torch.arange(S), D, BASE, torch.float64), 1, D).data_ptr() == qkv.data_ptr()
+    assert apply_rotary(qkv, *rotary_tables(torch.arange(S), D, BASE, torch.float64), D, heads=3, rotated=2).data_ptr() == qkv.data_ptr()

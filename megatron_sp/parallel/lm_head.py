@@ -8,17 +8,23 @@ does without a custom kernel.
 
 The price: the weight's gradient lives from the forward of the head on. It is written straight into the sink where that is free (the
 first micro-batch of a step), else into a buffer of its own.
+
+With the vocabulary split over tp ranks each chunk costs two small reductions, of the rows' maxima and of their sums and label logits; the
+gradient of x, a partial sum on each rank, is reduced once, between the forward and the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.memory import empty
+from megatron_sp.parallel.linear import rows_of
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 
 _CHUNK_BYTES = 52 * 2**20
 
@@ -36,35 +42,49 @@ def lm_head_loss(
     *,
     vocab_size: int,
     chunk_tokens: int | None = None,
+    tp: TensorParallel = NOT_SPLIT,
     sink: GradSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of loss_mask * cross_entropy(x @ weight.T, labels).
 
     Args:
-        x: [s, b, h].
-        weight: [rows, h]; rows from vocab_size on are padding and get no probability.
+        x: [s/parts, b, h].
+        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; those of the whole from vocab_size on are padding and get no
+            probability.
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
         loss_mask: [s, b], a weight for each token.
         vocab_size: valid rows.
         chunk_tokens: tokens per chunk; None: about 52 MiB of logits.
+        tp: the group over which the vocabulary is split.
         sink: receives the gradient of weight.
     Returns:
-        (the sum, a scalar in fp32 or wider that carries the gradient; the loss of every token [s, b] before
-        weighting, detached).
+        (the sum, the same on every rank of the group, a scalar in fp32 or wider that carries the gradient; the loss of every token
+        [s, b] before weighting, detached).
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    first_row = tp.rank * weight.shape[0]
+    valid = min(max(vocab_size - first_row, 0), weight.shape[0])
+    here = _Rows(first_row, valid, vocab_size)
     # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
-    return _LMHeadLoss.apply(x, weight, labels, loss_mask, vocab_size, chunk, sink, torch.is_grad_enabled())
+    return _LMHeadLoss.apply(x, weight, labels, loss_mask, here, chunk, tp, sink, torch.is_grad_enabled())
+
+
+class _Rows(NamedTuple):
+    """This rank's rows of the table: index of the first, how many are not padding, and how many the whole table has without padding."""
+
+    first: int
+    valid: int
+    vocab_size: int
 
 
 class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor,
-        vocab_size: int, chunk: int, sink: GradSink | None, train: bool,
+        rows: _Rows, chunk: int, tp: TensorParallel, sink: GradSink | None, train: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        x2, labels1, mask1 = x.reshape(-1, x.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
+        x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
         need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_x = empty(x2.shape, dtype=x2.dtype, device=x2.device) if need_x else None
@@ -75,14 +95,14 @@ class _LMHeadLoss(torch.autograd.Function):
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _logits(x2[part], weight, vocab_size, wide, logits)
-            picked = labels1[part].clamp(0, vocab_size - 1)[:, None]
-            token_loss[part], sums = _loss_and_exp_(logits, picked)
+            logits = _logits(x2[part], weight, rows.valid, wide, logits)
+            picked, elsewhere = _local_labels(labels1[part], rows, tp)
+            token_loss[part], sums = _loss_and_exp_(logits, picked, elsewhere, tp)
             if grad_x is None and grad_weight is None:
                 continue
             # d loss / d logits = exp / sums - onehot. The division by the row's sum, like the token's weight, is left to the small
             # operands of the two GEMMs; 16-bit operands are divided here, in the pass that rounds them.
-            grad_logits = logits.scatter_add_(1, picked, -sums)
+            grad_logits = logits.scatter_add_(1, picked, -sums if elsewhere is None else (-sums).masked_fill_(elsewhere, 0.0))
             row_weight = mask1[part, None]
             if grad_logits.dtype == x.dtype:
                 row_weight = row_weight / sums
@@ -93,7 +113,9 @@ class _LMHeadLoss(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
                 _accumulate(grad_weight, grad_logits, x2[part] * row_weight, first=start == 0)
-        ctx.save_for_backward(grad_x, grad_weight if ahead is None else None)
+        ctx.save_for_backward(grad_weight if ahead is None else None)
+        ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
+        ctx.grad_x = None
         ctx.shape, ctx.sink, ctx.param, ctx.ahead = x.shape, sink, weight, ahead
         token_loss_sb = token_loss.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb)
@@ -102,7 +124,10 @@ class _LMHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (grad_x, grad_weight), weight = ctx.saved_tensors, ctx.param
+        (grad_weight,), weight = ctx.saved_tensors, ctx.param
+        if ctx.reduced is not None:
+            ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None
+        grad_x = ctx.grad_x
         # multiplied in the width of the loss: 1/tokens rounded to 16 bits would scale the whole model's gradient, a loss scale overflow it
         out_x = None
         if grad_x is not None:
@@ -112,13 +137,13 @@ class _LMHeadLoss(torch.autograd.Function):
             ctx.ahead.mul_(grad_sum)
             ctx.sink.settle(weight)
         if grad_weight is None:
-            return out_x, None, None, None, None, None, None, None
+            return out_x, None, None, None, None, None, None, None, None
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
         if claimed is None:
-            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None, None
+            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None, None, None
         view, fresh = claimed
         torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
-        return out_x, None, None, None, None, None, None, None
+        return out_x, None, None, None, None, None, None, None, None
 
 
 def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
@@ -126,7 +151,17 @@ def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
     return (x @ weight[:vocab_size].t()).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
 
 
-def _logits(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
+def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
+    """(the row of each label in this rank's part [t, 1], whether it lies on another rank instead [t, 1]: then the row is any)."""
+    valid = labels.clamp(0, rows.vocab_size - 1)[:, None]  # where the mask is 0 a label may be anything
+    if tp.size == 1:
+        return valid, None
+    local = valid - rows.first
+    elsewhere = (local < 0) | (local >= rows.valid)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def _logits(x: Tensor, weight: Tensor, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
     """[t, rows] in ``wide``; padding rows are -inf. ``buffer`` is reused where it fits."""
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
@@ -137,16 +172,20 @@ def _logits(x: Tensor, weight: Tensor, vocab_size: int, wide: torch.dtype, buffe
             torch.mm(x, weight.t(), out=logits)
         else:
             torch.mm(x, weight.t(), out_dtype=wide, out=logits)
-    if vocab_size < weight.shape[0]:
-        logits[:, vocab_size:] = float("-inf")
+    if valid_rows < weight.shape[0]:
+        logits[:, valid_rows:] = float("-inf")
     return logits
 
 
-def _loss_and_exp_(logits: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """Cross entropy of each row [t]; turns ``logits`` into exp(logits - row maximum) and returns the row sums of that [t, 1]."""
-    logits.sub_(logits.amax(1, keepdim=True))
+    logits.sub_(all_reduce(logits.amax(1, keepdim=True), tp.group, "max"))
     at_label = logits.gather(1, picked)
+    if elsewhere is not None:
+        at_label.masked_fill_(elsewhere, 0.0)
     sums = logits.exp_().sum(1, keepdim=True)
+    if tp.size > 1:
+        sums, at_label = all_reduce(torch.stack([sums, at_label]), tp.group)
     return sums.log().sub_(at_label)[:, 0], sums
 
 

@@ -1,0 +1,92 @@
+"""Where a rank's part of a parameter lies in the whole one, and what tensor parallelism leaves to be summed.
+
+A part is a list of runs along one dim, in local order: one for a plain split, two for gate|up, or for a rank's own queries beside a
+key/value head that several ranks hold. Checkpoints, initial weights, gradient sums and the gradient norm all read the same object, so none
+of them knows a parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sum(NamedTuple):
+    """Local rows whose gradient is summed over the tp ranks that hold the same rows.
+
+    Attributes:
+        start, length: the rows.
+        slot: which rows of the whole these are, among ``num_slots`` different ones over the group.
+    """
+
+    start: int
+    length: int
+    slot: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One parameter on one tp rank.
+
+    Attributes:
+        shape: of the whole parameter, as a checkpoint knows it (without padding rows).
+        dim: that is split.
+        runs: (start in the whole, length), in local order; local rows behind them are padding.
+        sums: see ``Sum``.
+        counted: (local start, length) of what this rank adds to the gradient norm: every element of the whole on exactly one rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+    sums: tuple[Sum, ...] = ()
+    counted: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:
+        """A parameter that every rank holds.
+
+        Args:
+            summed: each rank sees a share of the positions or heads, so that gradients differ and are summed; else they are equal.
+        """
+        rows = shape[0] if shape else 1
+        all_rows = ((0, rows),)
+        sums = (Sum(0, rows, 0, 1),) if summed and tp_size > 1 else ()
+        return cls(tuple(shape), 0, all_rows, sums, all_rows if tp_rank == 0 else ())
+
+    @classmethod
+    def split(cls, shape: tuple[int, ...], dim: int, runs: tuple[tuple[int, int], ...]) -> ShardSpec:
+        """A parameter of which every rank holds rows of its own."""
+        kept = tuple((start, length) for start, length in runs if length > 0)
+        return cls(tuple(shape), dim, kept, (), ((0, sum(length for _, length in kept)),))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part (without padding) of the whole tensor; a view where it is one run."""
+        assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
+        if not self.shape:
+            return whole
+        parts = [whole.narrow(self.dim, start, length) for start, length in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim) if parts else whole.narrow(self.dim, 0, 0)
+
+    def pieces(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """(offsets in the whole, view of ``local``) of each run."""
+        if not self.shape:
+            yield (), local
+            return
+        at = 0
+        for start, length in self.runs:
+            offsets = [0] * len(self.shape)
+            offsets[self.dim] = start
+            yield tuple(offsets), local.narrow(self.dim, at, length)
+            at += length
+
+    def counted_views(self, local: Tensor) -> list[Tensor]:
+        """The parts of ``local`` that this rank counts."""
+        if not self.shape:
+            return [local] if self.counted else []
+        return [local.narrow(self.dim, start, length) for start, length in self.counted]

@@ -1,0 +1,69 @@
+"""Rows of a table by index, the gradient added straight into the sink.
+
+The table's rows may be split over the tp ranks (arXiv:1909.08053): each looks up what it has, zeros stand for the rest, and the sum over
+the ranks is the lookup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.memory import empty
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+
+
+def embedding(ids: Tensor, weight: Tensor, *, tp: TensorParallel = NOT_SPLIT, sink: GradSink | None = None) -> Tensor:
+    """Look rows up.
+
+    Args:
+        ids: int64 [s, ...], the same on every rank of the group.
+        weight: [rows/tp, h]; rank r holds rows from r * rows/tp on.
+        tp: the group over which the rows are split.
+        sink: receives the gradient of weight.
+    Returns:
+        [s/parts, ..., h].
+    """
+    return _Embedding.apply(ids, weight, tp, sink)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: GradSink | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.param, ctx.tp, ctx.sink = weight, tp, sink  # by identity, as the sink knows it; its values are not needed
+        out = empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        rows, elsewhere = _local_rows(ids, weight.shape[0], tp)
+        torch.index_select(weight, 0, rows, out=out.view(-1, weight.shape[1]))
+        if elsewhere is not None:
+            out.view(-1, weight.shape[1]).masked_fill_(elsewhere[:, None], 0.0)
+        return tp.leave_async(out).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (ids,), weight = ctx.saved_tensors, ctx.param
+        gathered = ctx.tp.enter_async(grad)
+        claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
+        view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
+        if fresh:
+            view.zero_()
+        rows, elsewhere = _local_rows(ids, weight.shape[0], ctx.tp)
+        whole = gathered.wait()
+        grad2 = whole.reshape(-1, whole.shape[-1]).to(view.dtype)
+        if elsewhere is not None:
+            rows, grad2 = rows[~elsewhere], grad2[~elsewhere]
+        view.index_add_(0, rows, grad2)
+        return None, view if claimed is None else None, None, None
+
+
+def _local_rows(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
+    """(row of each id in this rank's part, flat; whether it lies on another rank instead: then the row is any)."""
+    flat = ids.reshape(-1)
+    if tp.size == 1:
+        return flat, None
+    local = flat - tp.rank * rows
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere

@@ -1,0 +1,161 @@
+"""Which heads go where: the plan of a Ulysses exchange, as numbers only.
+
+A tp rank's fused QKV weight has one row block for each head, in group order (r queries, key, value, for each of g key/value groups). Its
+n query heads are dealt out over P sp ranks, contiguously, ceil(n/P) to the first ranks; a rank gets the key/value heads that its queries
+use, so those travel as they are, and to several ranks where there are fewer of them than ranks (arXiv:2309.14509).
+
+A plan is a list of chunks that follow each other through projection, exchange, attention and the exchange back, and for each chunk the
+messages that bring its q, k and v:
+
+    none        one chunk, one message
+    split-qkv   one chunk, three messages: q, k, v
+    chunked     G chunks of the rank's query heads, one message each; where a chunk is a part of a group, the group's first chunk
+                brings the key and value for all of them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+OverlapMode = Literal["none", "split-qkv", "chunked"]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one sp rank works on in one chunk; heads are numbered within the tp rank.
+
+    Attributes:
+        queries: query heads; may be empty.
+        keys: key/value heads that come with this chunk.
+        uses: key/value heads that its queries use; other than ``keys`` if an earlier chunk brought them.
+    """
+
+    queries: range
+    keys: range
+    uses: range
+
+
+@dataclass(frozen=True)
+class Message:
+    """One exchange of projected heads.
+
+    Attributes:
+        part: what it carries; "qkv" is everything of the chunk.
+        rows: for each destination, head rows of the fused weight in the order in which they travel.
+    """
+
+    part: Literal["qkv", "q", "k", "v"]
+    rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One pass through the pipeline: the shares of all ranks and the messages that bring them."""
+
+    shares: tuple[Share, ...]
+    messages: tuple[Message, ...]
+
+
+def deal(count: int, parts: int) -> list[range]:
+    """Cut range(count) into ``parts`` runs, the longer ones first."""
+    least, longer = divmod(count, parts)
+    starts = [i * least + min(i, longer) for i in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1) -> list[Chunk]:
+    """The plan for one tp rank's heads.
+
+    Args:
+        queries_per_group: r.
+        num_groups: g, key/value heads of the tp rank.
+        sp_size: P.
+        mode: how exchanges are cut.
+        num_chunks: G, for "chunked"; no more than a rank has query heads are made.
+    Raises:
+        ValueError: there are fewer query heads than ranks.
+    """
+    r, n = queries_per_group, queries_per_group * num_groups
+    if n < sp_size:
+        raise ValueError(f"{n} query heads cannot be dealt out to {sp_size} ranks")
+    per_rank = deal(n, sp_size)
+    shares = [_cut(mine, r, num_chunks if mode == "chunked" else 1) for mine in per_rank]
+    length = max(len(s) for s in shares)
+    nothing = Share(range(0), range(0), range(0))
+    shares = [s + [nothing] * (length - len(s)) for s in shares]
+    chunks = []
+    for index in range(length):
+        of_all = tuple(s[index] for s in shares)
+        parts: tuple[Literal["qkv", "q", "k", "v"], ...] = ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
+        messages = tuple(Message(part, tuple(_rows(share, part, r) for share in of_all)) for part in parts)
+        chunks.append(Chunk(of_all, messages))
+    return chunks
+
+
+def is_uniform(share: Share, queries_per_group: int) -> bool:
+    """Whether every key/value head that comes with the chunk serves equally many of its queries: then rows travel in group order."""
+    return len(set(_queries_of(share, queries_per_group))) <= 1
+
+
+def key_of_each_query(share: Share, queries_per_group: int) -> list[int]:
+    """For each query of the share, the place of its key/value head among those it uses."""
+    return [q // queries_per_group - share.uses.start for q in share.queries]
+
+
+def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
+    """A rank's queries as chunks: whole groups where there are enough of them, parts of a group where not."""
+    keys = range(queries.start // r, (queries.stop - 1) // r + 1)
+    groups = [range(max(queries.start, k * r), min(queries.stop, (k + 1) * r)) for k in keys]
+    if num_chunks <= len(groups):
+        made = []
+        for some in deal(len(groups), num_chunks):
+            mine = keys[some.start : some.stop]
+            made.append(Share(range(groups[some.start].start, groups[some.stop - 1].stop), mine, mine))
+        return made
+    made = []
+    for key, group, pieces in zip(keys, groups, (len(p) for p in deal(num_chunks, len(groups))), strict=True):
+        for index, part in enumerate(deal(len(group), min(pieces, len(group)))):
+            mine = range(key, key + 1)
+            heads = range(group.start + part.start, group.start + part.stop)
+            made.append(Share(heads, mine if index == 0 else range(0), mine))
+    return made
+
+
+def _queries_of(share: Share, r: int) -> list[int]:
+    """How many of the share's queries each key/value head serves that it uses."""
+    counts = [0] * len(share.uses)
+    for place in key_of_each_query(share, r):
+        counts[place] += 1
+    return counts
+
+
+def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
+    """Head rows of the fused weight for one destination."""
+    queries = [(q // r) * (r + 2) + q % r for q in share.queries]
+    keys = [k * (r + 2) + r for k in share.keys]
+    values = [k * (r + 2) + r + 1 for k in share.keys]
+    if part == "q":
+        return tuple(queries)
+    if part == "k":
+        return tuple(keys)
+    if part == "v":
+        return tuple(values)
+    if not share.keys or not is_uniform(share, r):
+        return (*queries, *keys, *values)
+    each = len(queries) // len(keys)
+    in_groups = [[*queries[i * each : (i + 1) * each], k, v] for i, (k, v) in enumerate(zip(keys, values, strict=True))]
+    return tuple(row for group in in_groups for row in group)
+
+
+def runs_of(rows: tuple[int, ...]) -> Slices:
+    """Row numbers as the fewest slices, in order."""
+    made: list[slice] = []
+    for row in rows:
+        if made and made[-1].stop == row:
+            made[-1] = slice(made[-1].start, row + 1)
+        else:
+            made.append(slice(row, row + 1))
+    return tuple(made)

@@ -1,0 +1,70 @@
+"""The layout of one model on this rank, as the layers see it: the tp and sp groups, and how a sequence is cut over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.parallel.heads import Chunk, OverlapMode, plan_heads
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.ulysses import NOT_CUT, SequenceParallel
+from megatron_sp.utils.numbers import round_up
+
+
+class SequenceCut(NamedTuple):
+    """Which of a sequence's positions a rank holds.
+
+    Attributes:
+        length: real positions of the sequence.
+        padded: with padding at the end, a multiple of all parts.
+        between: positions between the tensor-parallel parts of the layers.
+        inside: positions inside them, where the whole tp group has the same.
+    """
+
+    length: int
+    padded: int
+    between: slice
+    inside: slice
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[length, ...] -> [padded, ...], zeros behind."""
+        missing = self.padded - self.length
+        return x if missing == 0 else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Groups and modes of the parallel layers.
+
+    Attributes:
+        tp, sp: the groups.
+        mode, num_chunks: how the exchanges of Ulysses are cut (``parallel/heads.py``).
+    """
+
+    tp: TensorParallel = NOT_SPLIT
+    sp: SequenceParallel = NOT_CUT
+    mode: OverlapMode = "none"
+    num_chunks: int = 1
+
+    @classmethod
+    def of(
+        cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False
+    ) -> Layout:
+        return cls(TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap), mode, num_chunks)
+
+    def plan(self, queries_per_group: int, num_groups: int) -> tuple[Chunk, ...]:
+        """The way of one tp rank's heads through the exchanges."""
+        return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks))
+
+    def cut(self, length: int) -> SequenceCut:
+        """This rank's positions of a sequence: contiguous runs, over sp first, then over tp where tp_seq is on."""
+        padded = round_up(length, self.sp.size * self.tp.parts)
+        inside = padded // self.sp.size
+        between = inside // self.tp.parts
+        start = self.sp.rank * inside
+        mine = start + (self.tp.rank * between if self.tp.parts > 1 else 0)
+        return SequenceCut(length, padded, slice(mine, mine + between), slice(start, start + inside))

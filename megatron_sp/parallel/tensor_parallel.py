@@ -1,0 +1,68 @@
+"""Entering and leaving the parts of a layer that tensor parallelism splits (Megatron's f and g, arXiv:1909.08053, 2205.05198).
+
+A column-parallel linear layer opens such a part, a row-parallel one closes it; inside, every rank has all positions and its own columns.
+Between the parts activations are replicated, or, with ``seq`` (--sequence-parallel), each rank has its own run of positions:
+
+            enter (forward)        leave (forward)
+    plain   nothing                all_reduce
+    seq     all_gather             reduce_scatter
+
+The backward of one is the other, so the same two calls serve both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async, done, reduce_scatter_async
+from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.ops.memory import empty
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tp group and how activations between the parts are kept.
+
+    Attributes:
+        group: ranks that share each weight.
+        seq: activations between the parts are cut along the sequence over the group (tp_seq).
+    """
+
+    group: Group = ALONE
+    seq: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def parts(self) -> int:
+        """Into how many runs of positions activations between the parts are cut."""
+        return self.size if self.seq else 1
+
+    def enter_async(self, x: Tensor) -> Handle:
+        """[s/parts, ...] -> [s, ...]; forward of enter, and backward of leave."""
+        if not self.seq or self.size == 1:
+            return done(x)
+        x = x.contiguous()
+        return all_gather_async(x, self.group, empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device))
+
+    def leave_async(self, x: Tensor) -> Handle:
+        """[s, ...], a partial sum on each rank -> [s/parts, ...], the sum; forward of leave, and backward of enter.
+
+        Without ``seq`` it is done in place.
+        """
+        if self.size == 1:
+            return done(x)
+        if not self.seq:
+            return all_reduce_async(x, self.group)
+        return reduce_scatter_async(x, self.group, empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device))
+
+
+NOT_SPLIT = TensorParallel()

@@ -1,0 +1,479 @@
+"""The attention of a block under tensor and Ulysses sequence parallelism, as one autograd function (arXiv:2309.14509).
+
+    x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> [s, b, my heads] -> attention -> exchange -> [s/sp, b, n*d] -> projection
+
+Between the exchanges a rank sees the whole sequence for its share of the heads. The projection writes straight into the send buffer, what
+arrives is the attention's input as it stands, and the attention's output is the send buffer of the way back: nothing is permuted.
+
+The heads go through in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same for all modes:
+
+    forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...       exchanges of chunk i+1 and the way back of
+                   in 0 -----^  in 1 --------^ out 0 ...                            chunk i-1 run under the attention of chunk i
+    backward   the same from the last chunk to the first; dW of the output projection under the first exchange, the
+               gradients of the QKV projection, message by message, under the last ones
+
+Without overlap each exchange is waited for as soon as it has been started. Inside, one chunk's attention is an ordinary autograd graph,
+which backward runs; the exchanges and projections around it are written out. This file does not know what attention is: ``Core`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_to_all_async
+from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad, weight_product
+from megatron_sp.ops.memory import empty
+from megatron_sp.ops.norm import NormInFront, norm_forward
+from megatron_sp.parallel.heads import Chunk, Message, Share, runs_of
+from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, project_back, rows_of
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+
+Heads = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class Core(Protocol):
+    """What happens to the heads of one chunk between the exchanges."""
+
+    def prepare(self, wires: dict[str, Tensor], share: Share) -> Heads:
+        """From what arrived ([s, b, width] for each message's part) to q [s, m, r, d] and k, v [s, m, 1, d], rotated and normed.
+
+        k and v are None for a chunk that uses those of an earlier one. May write in place.
+        """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
+        """Attention: [s, m, r, d], in the order of the share's queries."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that ``prepare`` uses and no sink holds; their gradients go through autograd."""
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The sp group and how its exchanges are run.
+
+    Attributes:
+        group: ranks that share each sequence.
+        overlap: exchanges run under computation; else each is waited for at once.
+    """
+
+    group: Group = ALONE
+    overlap: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+
+NOT_CUT = SequenceParallel()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One block's attention on this rank.
+
+    Attributes:
+        chunks: which heads go where and when.
+        head_dim: d.
+        seq_length: s, positions that are real; the exchange carries padding to a multiple of the ranks, the attention never sees it.
+        tp, sp: the groups.
+        add_input: the block's input is added to the result (the residual stream).
+    """
+
+    chunks: tuple[Chunk, ...]
+    head_dim: int
+    seq_length: int
+    tp: TensorParallel = NOT_SPLIT
+    sp: SequenceParallel = NOT_CUT
+    add_input: bool = True
+
+
+def attention_block(
+    x: Tensor, norm: NormInFront, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core, plan: AttentionPlan,
+    *, sink: GradSink | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """proj(attention(qkv(norm(x)))), plus x if the plan says so.
+
+    Args:
+        x: [s/(sp * tp parts), b, h].
+        norm: in front of the QKV projection.
+        qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
+        proj: weight [h, n*d] of this tp rank, bias [h] or None.
+        core: the attention itself.
+        plan: groups and heads.
+        sink: receives the gradients of all parameters; else they go through autograd.
+    Returns:
+        (the result, like x; x again, for a residual branch outside: the gradient that arrives there is added in here).
+    """
+    return _AttentionBlock.apply(
+        x, norm.weight, norm.bias, *qkv, *proj, norm.spec, core, plan, sink, torch.is_grad_enabled(), *core.parameters
+    )
+
+
+class _AttentionBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, w_qkv: Tensor, b_qkv: Tensor | None, w_proj: Tensor,
+        b_proj: Tensor | None, spec: Any, core: Core, plan: AttentionPlan, sink: GradSink | None, train: bool, *core_params: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.plan, ctx.sink, ctx.core_params = spec, plan, sink, core_params
+        normed, _ = norm_forward(x, norm_weight, norm_bias, spec)
+        a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
+        del normed
+        ctx.run = run = _Run(plan, core, a.shape[1], a.shape[0], train and any(ctx.needs_input_grad))
+        out = run.forward(rows_of(a), w_qkv, b_qkv)  # [s/sp * b, n*d]
+        del a
+        y = project_back(out.view(-1, x.shape[1], w_proj.shape[1]), w_proj, b_proj, x if plan.add_input else None, plan.tp)
+        if train:
+            ctx.save_for_backward(x, norm_weight, norm_bias, w_qkv, w_proj, out)
+        ctx.params = w_qkv, b_qkv, w_proj, b_proj, norm_weight, norm_bias
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        nothing: tuple[None, ...] = (None,) * (11 + len(ctx.core_params))
+        if grad is None:  # only the residual branch was used
+            return passed, *nothing
+        if ctx.run is None:
+            raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
+        (run, ctx.run), plan, sink = (ctx.run, None), ctx.plan, ctx.sink
+        x, norm_weight, norm_bias, w_qkv, w_proj, out = ctx.saved_tensors
+        param_qkv, param_b_qkv, param_proj, param_b_proj = ctx.params[:4]
+        need_x, need_norm_w, need_norm_b, need_qkv, need_b_qkv, need_proj, need_b_proj = ctx.needs_input_grad[:7]
+        need_back = need_x or need_norm_w or need_norm_b
+        grad = grad.contiguous()
+        passed = add(passed, grad) if plan.add_input else passed
+        gathered = plan.tp.enter_async(grad)
+        g_b_proj = put_grad(sink, param_b_proj, column_sum(rows_of(grad))) if need_b_proj else None
+        grad2 = rows_of(gathered.wait())
+
+        def weight_of_proj() -> Tensor | None:
+            return put_weight_grad(sink, param_proj, grad2, out) if need_proj else None
+
+        needs_qkv = need_back or need_qkv or need_b_qkv or any(p.requires_grad for p in ctx.core_params)
+        if not needs_qkv:
+            return passed if need_x else None, None, None, None, None, weight_of_proj(), g_b_proj, *nothing[6:]
+        arriving, g_proj, g_core = run.backward_to_messages(grad2, w_proj, weight_of_proj)
+        del gathered
+        normed, stats = norm_forward(x, norm_weight, norm_bias, ctx.spec)
+        a = plan.tp.enter_async(normed)
+        reduced: Handle | None = None
+        grad_a = empty((run.tokens, w_qkv.shape[1]), dtype=grad.dtype, device=grad.device) if need_back else None
+        weight_grad = _RowWiseGrad(sink, param_qkv, run.whole_weight) if need_qkv else None
+        bias_grad = _RowWiseGrad(sink, param_b_qkv, run.whole_weight) if need_b_qkv else None
+        a2: Tensor | None = None
+        for index, (message, handle) in enumerate(arriving):
+            d_heads = run.by_token(handle.wait(), message)  # [s/sp * b, rows of the message]
+            rows = run.rows(message)
+            if grad_a is not None:
+                torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if index == 0 else 1.0, out=grad_a)
+                if index == len(arriving) - 1:
+                    reduced = plan.tp.leave_async(grad_a.view(-1, *x.shape[1:]))
+            if bias_grad is not None:
+                bias_grad.put(column_sum(d_heads), rows)
+            if weight_grad is not None:
+                a2 = rows_of(a.wait()) if a2 is None else a2
+                weight_grad.put_product(d_heads, a2, rows)
+        if a2 is None:
+            a.wait()
+        del a2, normed
+        g_qkv, g_b_qkv = (None if g is None else g.result() for g in (weight_grad, bias_grad))
+        if reduced is None:
+            return passed if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
+        grad_x, g_norm = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, (need_x, need_norm_w, need_norm_b), passed)
+        return grad_x, *g_norm, g_qkv, g_b_qkv, g_proj, g_b_proj, None, None, None, None, None, *g_core
+
+
+@dataclass
+class _ChunkState:
+    """What a chunk's backward needs: leaves, the heads made from them, their copies in front of the attention, its output."""
+
+    wires: list[Tensor]
+    heads: Heads
+    leaves: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+
+
+class _Run:
+    """One pass of a block's heads through exchanges and attention."""
+
+    def __init__(self, plan: AttentionPlan, core: Core, batch: int, local_length: int, train: bool) -> None:
+        self.plan, self.core, self.train = plan, core, train
+        self.sp, self.batch, self.tokens = plan.sp, batch, local_length * batch
+        self.padded_length = local_length * plan.sp.size
+        self.states: list[_ChunkState | None] = []
+        rows = [row for chunk in plan.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
+        self.whole_weight = len(set(rows)) == len(rows)  # else some rows travel to several ranks
+
+    # forward
+
+    def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """a [tokens, h] -> the attention's output for all of this tp rank's heads, [tokens, n*d]."""
+        chunks = self.plan.chunks
+        coming = [self._send_heads(chunks[0], a, weight, bias)]
+        going: list[Handle] = []
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, chunk in enumerate(chunks):
+            if index + 1 < len(chunks):
+                coming.append(self._send_heads(chunks[index + 1], a, weight, bias))
+            wires = [handle.wait() for handle in coming[index]]
+            coming[index] = []
+            out = self._attend(chunk, wires, shared)
+            going.append(self._exchange(out, *self._counts_back(chunk)))
+        return self._join(going, a.dtype)
+
+    def _send_heads(self, chunk: Chunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
+        """Project a chunk's heads, message by message, and start their exchange."""
+        handles = []
+        for message in chunk.messages:
+            rows, widths = self.rows(message), self._widths(message)
+            send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
+            project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
+            counts = [self.tokens * width for width in widths]
+            handles.append(self._exchange(send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
+        return handles
+
+    def _attend(self, chunk: Chunk, wires: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """The attention of this rank's share; flat, with padding behind the real positions."""
+        share = chunk.shares[self.sp.rank]
+        if not share.queries:
+            self.states.append(None)
+            return wires[0].new_empty(0)
+        s = self.plan.seq_length
+        wires = [wire.view(self.padded_length, self.batch, -1)[:s] for wire in wires]
+        if self.train:
+            wires = [wire.detach().requires_grad_() for wire in wires]
+        with torch.set_grad_enabled(self.train):
+            inside = [_Alias.apply(wire) for wire in wires] if self.train else wires
+            q, k, v = heads = self.core.prepare({m.part: w for m, w in zip(chunk.messages, inside, strict=True)}, share)
+            if k is not None and v is not None:
+                shared[share.uses.start] = self._leaf(k), self._leaf(v)
+            leaves = (self._leaf(q), *shared[share.uses.start])
+            out = self.core.attend(*leaves, share)
+        self.states.append(_ChunkState(wires, heads, leaves, out) if self.train else None)
+        return self._padded(out.detach())
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        return x.detach().requires_grad_() if self.train else x
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """[s, ...] -> flat, with zeros behind the real positions."""
+        missing = self.padded_length - self.plan.seq_length
+        if missing == 0:
+            return x.reshape(-1)
+        whole = empty((self.padded_length, x[0].numel()), dtype=x.dtype, device=x.device)
+        whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, -1)
+        whole[self.plan.seq_length :] = 0.0
+        return whole.view(-1)
+
+    def _join(self, going: list[Handle], dtype: torch.dtype) -> Tensor:
+        """What comes back of all chunks, [tokens, n*d] with heads in order."""
+        chunks, d = self.plan.chunks, self.plan.head_dim
+        if self.sp.size == 1 and len(chunks) == 1:
+            return going[0].wait().view(self.tokens, -1)
+        n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
+        whole: Tensor | None = None
+        for chunk, handle in zip(chunks, going, strict=True):
+            arrived, at = handle.wait(), 0
+            if whole is None:
+                whole = empty((self.tokens, n * d), dtype=dtype, device=arrived.device)
+            for share in chunk.shares:
+                width = len(share.queries) * d
+                columns = slice(share.queries.start * d, share.queries.stop * d)
+                whole[:, columns] = arrived[at : at + self.tokens * width].view(self.tokens, width)
+                at += self.tokens * width
+        assert whole is not None
+        return whole
+
+    # backward
+
+    def backward_to_messages(
+        self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None]
+    ) -> tuple[list[tuple[Message, Handle]], Tensor | None, list[Tensor | None]]:
+        """From the gradient behind the projection to those of the heads, on their way back to the ranks of their positions.
+
+        Args:
+            grad: [tokens, h].
+            w_proj: [h, n*d].
+            under_first_exchange: work that nothing here waits for.
+        Returns:
+            ([(message, handle)] in the order in which they were started; what that work returned; gradients of the core's parameters).
+        """
+        chunks = self.plan.chunks
+        order = list(reversed(range(len(chunks))))
+        coming = {order[0]: self._send_grad(chunks[order[0]], grad, w_proj)}
+        found = under_first_exchange()
+        arriving: list[tuple[Message, Handle]] = []
+        d_shared: dict[int, list[Tensor]] = {}
+        of_params: list[Tensor | None] = [None] * len(self.core.parameters)
+        for place, index in enumerate(order):
+            if place + 1 < len(order):
+                coming[order[place + 1]] = self._send_grad(chunks[order[place + 1]], grad, w_proj)
+            d_out = coming.pop(index).wait()
+            chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
+            d_wires: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
+            if state is not None:
+                d_wires, more = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
+                of_params = [add(total, g) for total, g in zip(of_params, more, strict=True)]
+            # v first: its gradient needs no rotation, and whoever waits takes them in this order
+            for message, d_wire in reversed(list(zip(chunk.messages, d_wires, strict=True))):
+                widths = self._widths(message)
+                mine = [self.tokens * widths[self.sp.rank]] * self.sp.size
+                arriving.append((message, self._exchange(d_wire, mine, [self.tokens * width for width in widths])))
+        return arriving, found, of_params
+
+    def _send_grad(self, chunk: Chunk, grad: Tensor, w_proj: Tensor) -> Handle:
+        """Start sending the gradient of a chunk's attention output to the ranks of its heads."""
+        d = self.plan.head_dim
+        to_me, from_me = self._counts_back(chunk)  # the way back, reversed
+        send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
+        for share, count in zip(chunk.shares, from_me, strict=True):
+            if count:
+                columns = w_proj[:, share.queries.start * d : share.queries.stop * d]
+                torch.mm(grad, columns, out=send[at : at + count].view(self.tokens, -1))
+            at += count
+        return self._exchange(send, from_me, to_me)
+
+    def _attend_backward(
+        self, state: _ChunkState, d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Gradients of what arrived for a chunk, flat and padded, and of the core's parameters."""
+        s, group = self.plan.seq_length, share.uses.start
+        d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
+        d_q, *d_kv = torch.autograd.grad(state.out, state.leaves, d_out)
+        outputs, gradients = [state.heads[0]], [d_q]
+        if share.keys:
+            if group in d_shared:  # what the group's other chunks, behind this one, have found
+                d_kv = [a + b for a, b in zip(d_kv, d_shared.pop(group), strict=True)]
+            outputs += [h for h in state.heads[1:] if h is not None]
+            gradients += d_kv
+        else:
+            d_shared[group] = [a + b for a, b in zip(d_kv, d_shared[group], strict=True)] if group in d_shared else d_kv
+        parameters = self.core.parameters
+        found = torch.autograd.grad(outputs, [*state.wires, *parameters], gradients, allow_unused=True)
+        d_wires = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.wires, strict=False)]
+        return [self._padded(g) for g in d_wires], list(found[len(state.wires) :])
+
+    def by_token(self, arrived: Tensor, message: Message) -> Tensor:
+        """Gradients of a message's heads from all ranks: flat, rank by rank -> [tokens, rows of the message]."""
+        widths = self._widths(message)
+        if self.sp.size == 1:
+            return arrived.view(self.tokens, widths[0])
+        whole, at, column = empty((self.tokens, sum(widths)), dtype=arrived.dtype, device=arrived.device), 0, 0
+        if len(set(widths)) == 1:
+            whole.view(self.tokens, self.sp.size, -1).copy_(arrived.view(self.sp.size, self.tokens, -1).transpose(0, 1))
+            return whole
+        for width in widths:
+            whole[:, column : column + width] = arrived[at : at + self.tokens * width].view(self.tokens, width)
+            at, column = at + self.tokens * width, column + width
+        return whole
+
+    # both
+
+    def rows(self, message: Message) -> list[slice]:
+        """Weight rows of a message, all destinations one after another."""
+        d = self.plan.head_dim
+        return [slice(run.start * d, run.stop * d) for run in runs_of(tuple(row for of_rank in message.rows for row in of_rank))]
+
+    def _widths(self, message: Message) -> list[int]:
+        return [len(rows) * self.plan.head_dim for rows in message.rows]
+
+    def _counts_back(self, chunk: Chunk) -> tuple[list[int], list[int]]:
+        """Elements of a chunk's attention output: (from this rank to each, from each to this rank)."""
+        per_head = self.tokens * self.plan.head_dim
+        mine = len(chunk.shares[self.sp.rank].queries) * per_head
+        return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
+
+    def _exchange(self, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
+        receive = send if self.sp.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
+        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.sp.group)
+        if self.sp.overlap or self.sp.size == 1:
+            return handle
+        return Handle(None, handle.wait(), "all_to_all")
+
+
+class _RowWiseGrad:
+    """The gradient of a parameter that is found message by message, each for some of its rows."""
+
+    def __init__(self, sink: GradSink | None, param: Tensor, rows_differ: bool) -> None:
+        claimed = sink.claim(param) if sink is not None else None
+        self._held = claimed is not None
+        self._view, fresh = claimed if claimed is not None else (torch.zeros_like(param), False)
+        if fresh and not rows_differ:
+            self._view.zero_()
+        self._overwrite = fresh and rows_differ  # every row comes exactly once
+
+    def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
+        """Add grad_out.T @ x, whose rows go to ``rows`` one after another."""
+        if len(rows) == 1 and self._view.dtype == x.dtype:
+            view = self._view[rows[0]]
+            torch.addmm(view, grad_out.t(), x, beta=0.0 if self._overwrite else 1.0, out=view)
+        else:
+            self.put(weight_product(grad_out, x, self._view.dtype), rows)
+
+    def put(self, grad: Tensor, rows: list[slice]) -> None:
+        at = 0
+        for run in rows:
+            part = grad[at : at + run.stop - run.start]
+            self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
+            at += run.stop - run.start
+
+    def result(self) -> Tensor | None:
+        """What autograd gets."""
+        return None if self._held else self._view
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, not a leaf and not a view: what may be rotated in place and still has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], out: Tensor) -> None:
+    """a @ weight.T + bias, the columns for rank r as the r-th block of ``out``.
+
+    Args:
+        a: [tokens, h].
+        weight: [sum(widths), h].
+        out: flat; becomes [tokens, width] for each rank, one after another.
+    """
+    tokens, ranks = a.shape[0], len(widths)
+    if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
+        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight.view(ranks, widths[0], -1).transpose(1, 2)
+        torch.bmm(a.expand(ranks, *a.shape), by_rank, out=blocks)
+        if bias is not None:
+            blocks.add_(bias.view(ranks, 1, -1))
+        return
+    at = column = 0
+    for width in widths:
+        columns = slice(column, column + width)
+        if width:
+            multiply(a, weight[columns], None if bias is None else bias[columns], out=out[at : at + tokens * width].view(tokens, width))
+        at, column = at + tokens * width, column + width
+
+
+def take(weight: Tensor, rows: list[slice]) -> Tensor:
+    """Rows of a tensor, in order; a view where they are one run."""
+    return weight[rows[0]] if len(rows) == 1 else torch.cat([weight[run] for run in rows]) if rows else weight[:0]
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be absent."""
+    return a if b is None else b if a is None else a + b

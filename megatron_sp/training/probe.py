@@ -1,0 +1,114 @@
+"""--sp-overlap-mode auto: time the attention of one block in every mode on the user's own link, and take the fastest.
+
+Forward and backward of the real shape with random weights, the modes in turn within each round, so that what slows the machine for a while
+slows all of them; of each the median over rounds of the slowest rank. Every rank takes part, and all come to the same choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce, barrier
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import Config
+from megatron_sp.models.transformer import AttentionMask, ForwardContext, Norm, SelfAttention
+from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.ops.rotary import rotary_tables
+from megatron_sp.parallel.heads import OverlapMode
+from megatron_sp.parallel.layout import Layout
+
+Candidate = tuple[OverlapMode, int]
+
+_ROUNDS = 3
+_SECONDS = 20.0  # no more rounds are begun after so long
+
+
+def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[OverlapMode, int, str]:
+    """Time all modes. Collective.
+
+    Returns:
+        (mode, number of chunks, a line for the log).
+    """
+    candidates = _candidates(config)
+    timers = [_Timer(config, groups, candidate, dtype) for candidate in candidates]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    began = time.monotonic()
+    for index in range(1 + _ROUNDS):
+        for timer, times in zip(timers, seconds, strict=True):
+            spent = timer.run()
+            if index > 0:  # the first is for warming up
+                times.append(spent)
+        if index > 0 and _agree_over(time.monotonic() - began, groups) > _SECONDS:
+            break
+    medians = [statistics.median(times) for times in seconds]
+    best = min(range(len(candidates)), key=lambda i: medians[i])
+    listed = ", ".join(f"{_words(c)} {1e3 * t:.1f} ms" for c, t in zip(candidates, medians, strict=True))
+    return *candidates[best], f"--sp-overlap-mode auto: {_words(candidates[best])} (attention of one block: {listed})"
+
+
+def choice_from(stored: Any) -> tuple[str, int]:
+    """The choice that a checkpoint of the same layout keeps; ("auto", 2) if it keeps none."""
+    if isinstance(stored, dict) and stored.get("mode") in ("none", "split-qkv", "chunked"):
+        chunks = stored.get("chunks")
+        if isinstance(chunks, int) and not isinstance(chunks, bool) and 1 <= chunks <= 1024:
+            return stored["mode"], chunks
+    return "auto", 2
+
+
+def _candidates(config: Config) -> list[Candidate]:
+    assert config.model.num_attention_heads
+    parallel = config.parallel
+    most = config.model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.sequence_parallel_size
+    wanted = [parallel.sp_head_chunks] if parallel.sp_head_chunks is not None else [2, 4]
+    chunked: list[Candidate] = [("chunked", n) for n in wanted if n <= max(most, 1)]
+    return [("none", 1), ("split-qkv", 1), *chunked]
+
+
+def _words(candidate: Candidate) -> str:
+    return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
+
+
+def _agree_over(seconds: float, groups: ParallelGroups) -> float:
+    """The longest of all ranks."""
+    return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
+
+
+class _Timer:
+    """One mode's attention, ready to run."""
+
+    def __init__(self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype) -> None:
+        model, device = config.model, groups.device
+        assert model.seq_length and model.hidden_size
+        mode, chunks = candidate
+        layout = Layout.of(groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none")
+        self.groups = groups
+        self.attention = SelfAttention(model, 0, "probe", 0, dtype, layout).to(device)
+        self.norm = Norm(model, model.hidden_size, dtype, layout).to(device)
+        cut = layout.cut(model.seq_length)
+        positions = cut.between.stop - cut.between.start
+        self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
+        rotary: tuple[Tensor, Tensor] | None = None
+        if model.position_embedding_type == "rope":
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            rotary = rotary_tables(torch.arange(model.seq_length, device=device), model.rotary_dim, model.rotary_base, wide)
+        kernel = choose_kernel(config.kernels.attention_backend, device.type, dtype, model.attention_dropout).name
+        self.ctx = ForwardContext(AttentionMask(), kernel=kernel, length=model.seq_length, rotary=rotary)
+
+    def run(self) -> float:
+        """Seconds of one forward and backward pass on the slowest rank."""
+        self._synchronize()
+        barrier(self.groups.control)
+        began = time.perf_counter()
+        y = self.attention(self.x, self.ctx, self.norm.in_front(), None)
+        y.backward(y.detach())
+        self._synchronize()
+        return _agree_over(time.perf_counter() - began, self.groups)
+
+    def _synchronize(self) -> None:
+        if self.groups.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,181 @@
+"""One step of a tiny GPT under any layout, and what it must equal: the plain reference on one process.
+
+A case names sizes of the axes and overrides of the model; ``check`` runs on every rank. The whole model is built on every rank, the
+sharded one takes its parts of those weights, and each rank compares its part of every gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import reference
+import tiny
+import torch
+from errors import FP32, FP64, assert_law
+from torch import Tensor
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
+from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.optim.flat import FlatGradients, FlatUnit
+from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, a model and a batch."""
+
+    tp: int = 1
+    sp: int = 1
+    dp: int = 1
+    tp_seq: bool = False
+    mode: Any = "none"
+    chunks: int = 2
+    overlap: bool = True
+    seq: int = tiny.S
+    batch: int = 2  # of a data-parallel rank and micro-batch
+    micro_batches: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    mask: float = 0.7
+    ragged: bool = False  # the last third of each sequence, so the last sp rank, has no loss token
+    steps: int = 0  # optimizer steps after which weights are compared
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.sp * self.dp
+
+    def __str__(self) -> str:
+        parts = [
+            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
+        ]
+        parts += [f"s{self.seq}"] if self.seq != tiny.S else []
+        parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
+        parts += [f"b{self.batch}x{self.micro_batches}"] + (["ragged"] if self.ragged else []) + ([] if self.overlap else ["waits"])
+        return " ".join(parts)
+
+
+def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
+    """Micro-batch ``number`` of the global batch."""
+    g = torch.Generator().manual_seed(100 + number)
+    assert config.vocab_size
+    shape = (case.batch, case.seq)
+    tokens, labels = (torch.randint(0, config.vocab_size, shape, generator=g) for _ in range(2))
+    mask = torch.rand(shape, generator=g, dtype=torch.float64) * (torch.rand(shape, generator=g) < case.mask)
+    if case.ragged:
+        mask[:, -(-2 * case.seq // 3) :] = 0.0
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": torch.arange(case.batch) + 1000 * number}
+
+
+def context(config: ModelConfig, batch: tiny.Batch) -> ForwardContext:
+    keys = None
+    if config.hidden_dropout or config.attention_dropout:
+        keys = DropoutKeys.create(7, 3, batch["sample_ids"], torch.arange(batch["tokens"].shape[1]))
+    return ForwardContext(AttentionMask(), kernel="reference" if config.attention_dropout else "sdpa", dropout=keys)
+
+
+def want_of(case: Case, whole: GPTModel) -> dict[str, Tensor]:
+    """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
+    config = whole.config
+    specs = shard_specs(whole)
+    weights = {n: specs[n].take(p.detach()[: specs[n].shape[0]].double()).clone().requires_grad_() for n, p in whole.named_parameters()}
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(case.dp * case.micro_batches):
+        batch = batch_of(case, config, number)
+        ctx = context(config, batch)
+        loss, _ = reference.gpt_loss(config, weights, batch["tokens"], batch["labels"], batch["loss_mask"], ctx.dropout)
+        loss.backward()
+        total += loss.detach()
+    return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+
+
+class Sharded:
+    """The model of this rank with flat buffers, its weights taken from the whole model."""
+
+    def __init__(self, case: Case, whole: GPTModel) -> None:
+        self.case, config = case, whole.config
+        self.groups = ParallelGroups.create(torch.device("cpu"), tp_size=case.tp, sp_size=case.sp)
+        self.layout = Layout.of(self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap)
+        self.model = GPTModel(config, KernelConfig(**case.kernels), seed=5, dtype=case.dtype, layout=self.layout)
+        self.specs = shard_specs(self.model)
+        weights = dict(whole.named_parameters())
+        for name, p in self.model.named_parameters():
+            spec = self.specs[name]
+            for offsets, view in spec.pieces(p.data):
+                part = weights[name].data[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
+                view.copy_(part)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs) for u in self.model.units()]
+        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
+        attach_sink(self.model, self.gradients)
+
+    def step(self) -> Tensor:
+        """All micro-batches; the loss summed over the ranks."""
+        case, total = self.case, torch.zeros((), dtype=torch.float64)
+        self.gradients.start_step()
+        for i in range(case.micro_batches):
+            batch = batch_of(case, self.model.config, self.groups.dp_rank * case.micro_batches + i)
+            ctx = context(self.model.config, batch)
+            loss, _ = self.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, self.gradients.unit_done)
+            if i == case.micro_batches - 1:
+                self.gradients.last_micro_batch()
+            loss.backward()
+            total += loss.detach()
+        self.gradients.finish_step()
+        torch.distributed.all_reduce(total, group=self.groups.dp_sp)
+        return total
+
+    def grads(self) -> dict[str, Tensor]:
+        return {slot.name: slot.view(unit.grads) for unit in self.units for slot in unit.slots}
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, with zeros for padding."""
+        local = torch.zeros(dict(self.model.named_parameters())[name].shape, dtype=whole.dtype)
+        for (offsets, view), _ in zip(self.specs[name].pieces(local), self.specs[name].runs, strict=True):
+            view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))])
+        return local
+
+
+def check(case: Case) -> None:
+    """Loss, every gradient, the gradient norm, and with ``steps`` the weights after that many updates."""
+    config = tiny.shape(**{"seq_length": case.seq, **case.model})
+    whole = tiny.make_model(config, dtype=case.dtype)
+    sharded = Sharded(case, whole)
+    tolerance = FP64 if case.dtype == torch.float64 else FP32
+    want = want_of(case, whole)
+    loss = sharded.step()
+    got = {"loss": loss, **sharded.grads()}
+    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in want.items()}
+    assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the sink"
+    assert_law(got, parts, tolerance)
+    optimizer = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5), tp=sharded.groups.tp)
+    norm = torch.stack([g.square().sum() for n, g in want.items() if n != "loss"]).sum().sqrt()
+    assert_law({"grad norm": optimizer.grad_norm()}, {"grad norm": norm}, tolerance)
+    if case.steps:
+        _compare_weights(case, whole, sharded, optimizer, tolerance)
+
+
+def _compare_weights(case: Case, whole: GPTModel, sharded: Sharded, optimizer: FlatOptimizer, tolerance: float) -> None:
+    alone = Case(**{**vars(case), "tp": 1, "sp": 1, "dp": 1, "mode": "none", "tp_seq": False})
+    gradients = tiny.flatten(whole)
+    theirs = FlatOptimizer(gradients.units, optimizer.config)
+    for _ in range(case.steps):
+        sharded.step()
+        optimizer.step(0.05, 0.1, float(optimizer.grad_norm()))
+        gradients.start_step()
+        batches = case.dp * case.micro_batches
+        for number in range(batches):
+            batch = batch_of(alone, whole.config, number)
+            if number == batches - 1:
+                gradients.last_micro_batch()
+            whole(batch["tokens"], batch["labels"], batch["loss_mask"], context(whole.config, batch), gradients.unit_done)[0].backward()
+        gradients.finish_step()
+        theirs.step(0.05, 0.1, float(theirs.grad_norm()))
+    weights = {n: sharded.part(n, p.detach()) for n, p in whole.named_parameters()}
+    assert_law({n: p.detach() for n, p in sharded.model.named_parameters()}, weights, tolerance)
