@@ -123,6 +123,10 @@ class ParallelConfig:
     context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1)
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
     distributed_timeout_minutes: float = flag(10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes")
+    verify_parallelism: bool = flag(
+        False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
+    )
+    verify_dtype: Literal["fp64", "fp32"] | None = flag(None, "number format of --verify-parallelism (default: fp64, on GPUs fp32)")
     overlap_grad_reduce: bool = flag(True, "reduce each block's gradients under the rest of the backward pass")
 
     def dp_size(self, world_size: int) -> int:

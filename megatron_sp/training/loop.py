@@ -24,6 +24,7 @@ from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches
+from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
 
@@ -41,6 +42,8 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         signals.install()
     groups = join(config, launch)
     peers = Peers.create(groups.control)
+    if config.parallel.verify_parallelism:
+        return verify_parallelism(config, task, launch, groups)
     with contextlib.ExitStack() as stack:
         run_dir = open_run_dir(config, task.name, groups)
         with all_ranks_agree(groups.control):

@@ -34,9 +34,9 @@ def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -
     Returns:
         (mode, number of chunks, a line for the log).
     """
-    candidates = _candidates(config)
-    timers = [_Timer(config, groups, candidate, dtype) for candidate in candidates]
-    seconds: list[list[float]] = [[] for _ in candidates]
+    choices = candidates(config)
+    timers = [_Timer(config, groups, candidate, dtype) for candidate in choices]
+    seconds: list[list[float]] = [[] for _ in choices]
     began = time.monotonic()
     for index in range(1 + _ROUNDS):
         for timer, times in zip(timers, seconds, strict=True):
@@ -46,9 +46,9 @@ def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -
         if index > 0 and _agree_over(time.monotonic() - began, groups) > _SECONDS:
             break
     medians = [statistics.median(times) for times in seconds]
-    best = min(range(len(candidates)), key=lambda i: medians[i])
-    listed = ", ".join(f"{_words(c)} {1e3 * t:.1f} ms" for c, t in zip(candidates, medians, strict=True))
-    return *candidates[best], f"--sp-overlap-mode auto: {_words(candidates[best])} (attention of one block: {listed})"
+    best = min(range(len(choices)), key=lambda i: medians[i])
+    listed = ", ".join(f"{words_for(c)} {1e3 * t:.1f} ms" for c, t in zip(choices, medians, strict=True))
+    return *choices[best], f"--sp-overlap-mode auto: {words_for(choices[best])} (attention of one block: {listed})"
 
 
 def choice_from(stored: Any) -> tuple[str, int]:
@@ -60,7 +60,8 @@ def choice_from(stored: Any) -> tuple[str, int]:
     return "auto", 2
 
 
-def _candidates(config: Config) -> list[Candidate]:
+def candidates(config: Config) -> list[Candidate]:
+    """The modes that auto may choose, with their number of chunks."""
     assert config.model.num_attention_heads
     parallel = config.parallel
     most = config.model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.sequence_parallel_size
@@ -69,7 +70,8 @@ def _candidates(config: Config) -> list[Candidate]:
     return [("none", 1), ("split-qkv", 1), *chunked]
 
 
-def _words(candidate: Candidate) -> str:
+def words_for(candidate: Candidate) -> str:
+    """A mode as the log calls it."""
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
 
 

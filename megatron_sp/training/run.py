@@ -108,7 +108,7 @@ class Run:
             config.normalize().validate(self.launch.world_size)
         with all_ranks_agree(self.groups.control):
             self.tokenizer = self.task.build_tokenizer(config)
-            _settle_vocab_size(config, self.tokenizer)
+            settle_vocab_size(config, self.tokenizer)
             if stored is not None:
                 self._differences = check_structure(stored, config)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
@@ -203,7 +203,7 @@ class Run:
         config, device, precision = self.config, self.groups.device, self.config.precision
         self.model = self.task.build_model(config, self.layout).to(device)
         specs = shard_specs(self.model)
-        self.units = [FlatUnit(unit.name, _named_parameters(self.model, unit), specs) for unit in self.model.units()]  # type: ignore[operator]
+        self.units = [FlatUnit(unit.name, named_parameters(self.model, unit), specs) for unit in self.model.units()]  # type: ignore[operator]
         self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp, overlap=config.parallel.overlap_grad_reduce)
         attach_sink(self.model, self.gradients)
         self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp)
@@ -319,7 +319,12 @@ class Run:
         self.signals.restore()
 
 
-def _settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
+def settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
+    """The model's vocabulary is the tokenizer's unless the command line says otherwise.
+
+    Raises:
+        ConfigError: it says too little.
+    """
     if config.model.vocab_size is None:
         config.model.vocab_size = tokenizer.vocab_size
     elif config.model.vocab_size < tokenizer.vocab_size:
@@ -329,7 +334,7 @@ def _settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def _named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
     """A unit's parameters under their names in the whole model."""
     names = {id(p): n for n, p in model.named_parameters()}
     return [(names[id(p)], p) for p in unit.module.parameters()]

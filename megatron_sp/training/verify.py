@@ -1,0 +1,252 @@
+"""--verify-parallelism: one step in the given layout against the same step on one process, before the first hour is paid for.
+
+Loss, gradient norm and every parameter's gradient are compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all
+gradients). The one-process model lives on rank 0, which reads all data-parallel ranks' samples; its gradients are sent round one by
+one, and each rank compares its own part. Initial weights, with noise on biases and norms so that no gradient is zero by symmetry; hidden
+dropout stays on, for its masks do not depend on the layout; attention dropout is off, for inside a fused kernel they would.
+
+With --sp-overlap-mode auto every mode it may choose is verified.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.collectives import all_reduce, broadcast
+from megatron_sp.comm.groups import ALONE, Launch, ParallelGroups
+from megatron_sp.comm.objects import broadcast_json
+from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.config import Config
+from megatron_sp.data.loader import BatchLoader
+from megatron_sp.models.init import name_generator
+from megatron_sp.models.transformer import attach_sink, shard_specs
+from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.optim.flat import FlatGradients, FlatUnit
+from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.probe import Candidate, candidates, words_for
+from megatron_sp.training.run import Task, named_parameters, settle_vocab_size
+from megatron_sp.training.step import MicroBatch, micro_batch_context
+from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+_NOISE = 0.1  # standard deviation of what is added to biases and norm weights
+_MICRO_BATCHES = 2  # for each data-parallel rank: enough to see accumulation
+_SHOWN = 5
+_SHARE_OF_MEMORY = 0.7
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One step's loss, gradient norm and gradients by name; rows that pad the vocabulary left out."""
+
+    loss: float
+    grad_norm: float
+    grads: dict[str, tuple[ShardSpec, Tensor]]
+
+
+def verify_parallelism(config: Config, task: Task, launch: Launch, groups: ParallelGroups) -> int:
+    """Compare the layout with one process and print the result. Collective.
+
+    Returns:
+        the exit code: 0, or 5 where something differs.
+    """
+    say: Callable[[str], None] = partial(print, flush=True) if launch.rank == 0 else _nothing
+    dtype = _dtype(config, groups.device)
+    if dtype == torch.float32:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    tokenizer = task.build_tokenizer(config)
+    settle_vocab_size(config, tokenizer)
+    if config.model.attention_dropout > 0:
+        say(f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask depends on the layout")
+        config.model.attention_dropout = 0.0
+    _fit_layers(config, launch, groups, dtype, say)
+    plan = BatchPlan.from_config(config.batch, groups.dp_size)
+    each = min(_MICRO_BATCHES, plan.num_microbatches(0))
+    num_samples = each * plan.micro_batch_size * groups.dp_size
+    with all_ranks_agree(groups.control):
+        dataset = task.build_datasets(config, tokenizer, (num_samples, 0, 0)).train
+    assert dataset is not None
+    order, seed = config.data.dataloader_type, config.batch.seed
+
+    def batches(dp_rank: int) -> list[MicroBatch]:
+        with BatchLoader(
+            dataset, micro_batch_size=plan.micro_batch_size, dp_rank=dp_rank, dp_size=groups.dp_size, order=order, seed=seed
+        ) as loader:
+            return [{k: v.to(groups.device) for k, v in micro.items()} for micro in loader.step(0, each)]
+
+    step = _Step(config, task, dtype, groups)
+    everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
+    reference = step.run(Layout(), None, [micro for mine in everybody for micro in mine]) if everybody else None
+    sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
+    say(
+        f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
+        f" {num_samples} sequences of {config.model.seq_length} tokens in {each} micro-batches for each data-parallel rank"
+    )
+    mine, good = batches(groups.dp_rank), True
+    for mode in _modes(config):
+        layout = Layout.of(
+            groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
+            overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
+        )  # fmt: skip
+        outcome = step.run(layout, groups, mine)
+        title = f"exchanges {words_for(mode)}" if groups.sp.size() > 1 else "layout"
+        good = _compare(title, outcome, reference, groups, TOLERANCE[dtype], say) and good
+    say("verify: the layout equals one process" if good else "verify: FAILED, the layout does not equal one process")
+    return EXIT_OK if good else EXIT_NUMERICS
+
+
+class _Step:
+    """Builds a model in a layout and runs one step's forward and backward passes."""
+
+    def __init__(self, config: Config, task: Task, dtype: torch.dtype, groups: ParallelGroups) -> None:
+        self.config, self.task, self.groups = config, task, groups
+        backend = config.kernels.attention_backend
+        self.kernel = choose_kernel("auto" if backend == "flash" else backend, groups.device.type, dtype, 0.0).name
+        config.precision.bf16 = config.precision.fp16 = False
+        config.precision.fp64 = dtype == torch.float64
+
+    def run(self, layout: Layout, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
+        """One step; without groups all of it on this process."""
+        seed, loss_of = self.config.batch.seed, self.task.loss
+        model = self.task.build_model(self.config, layout).to(self.groups.device)
+        specs = shard_specs(model)
+        _add_noise(model, specs, seed)
+        units = [FlatUnit(unit.name, named_parameters(model, unit), specs) for unit in model.units()]  # type: ignore[operator]
+        gradients = FlatGradients(units, ALONE if groups is None else groups.dp_sp, tp=layout.tp.group)
+        attach_sink(model, gradients)
+        counts = torch.stack([torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]).sum(0)
+        if groups is not None:
+            counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
+        weights = torch.where(counts > 0, 1.0 / counts, 0.0)
+        gradients.start_step()
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(micro_batches):
+            drops = self.config.model.hidden_dropout > 0
+            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel)
+            terms = loss_of.sums(model, batch, context, gradients.unit_done)
+            loss = torch.stack([term * float(w) for term, w in zip(terms, weights, strict=True)]).sum()
+            if index == len(micro_batches) - 1:
+                gradients.last_micro_batch()
+            loss.backward()
+            total += loss.detach().double().cpu()
+        gradients.finish_step()
+        if groups is not None:
+            total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
+        norm = FlatOptimizer(units, self.config.optimizer, tp=layout.tp.group).grad_norm()
+        return _Outcome(float(total), float(norm), {slot.name: (slot.spec, slot.view(unit.grads)) for unit in units for slot in unit.slots})
+
+
+def _add_noise(model: nn.Module, specs: dict[str, ShardSpec], seed: int) -> None:
+    for name, param in model.named_parameters():
+        spec = specs[name]
+        if param.ndim == 1:
+            noise = torch.randn(spec.shape, generator=name_generator(seed, f"noise/{name}"), dtype=torch.float64) * _NOISE
+            for offsets, view in spec.pieces(param.data):
+                view += noise[_place(offsets, view)].to(view)
+
+
+def _place(offsets: tuple[int, ...], view: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
+
+
+def _compare(
+    title: str, got: _Outcome, want: _Outcome | None, groups: ParallelGroups, tolerance: float, say: Callable[[str], None]
+) -> bool:
+    """Print loss, gradient norm and the worst gradients; returns whether all are within the tolerance. Collective.
+
+    Args:
+        want: of one process, on rank 0.
+    """
+    control = groups.control
+    rms = 0.0
+    if want is not None:
+        whole = [grad for _, grad in want.grads.values()]
+        rms = math.sqrt(sum(float(g.double().square().sum()) for g in whole) / max(1, sum(g.numel() for g in whole)))
+    want_loss, want_norm, rms = broadcast_json(None if want is None else [want.loss, want.grad_norm, rms], control)
+    rows = [("loss", _error(got.loss, want_loss), want_loss), ("gradient norm", _error(got.grad_norm, want_norm), want_norm)]
+    for name, (spec, mine) in got.grads.items():
+        whole_grad = torch.empty(spec.shape, dtype=mine.dtype)
+        if want is not None:
+            theirs, grad = want.grads[name]
+            for offsets, view in theirs.pieces(grad):
+                whole_grad[_place(offsets, view)] = view.cpu()
+        broadcast(whole_grad, control)
+        differences = [(view.cpu() - whole_grad[_place(offsets, view)]).abs().max() for offsets, view in spec.pieces(mine) if view.numel()]
+        worst = torch.stack(differences).max().double() if differences else torch.zeros((), dtype=torch.float64)
+        worst = all_reduce(worst.nan_to_num(nan=math.inf), control, "max")
+        largest = float(whole_grad.abs().max())
+        rows.append((name, float(worst) / max(largest + 1e-3 * rms, 1e-300), largest))
+    failed = [row for row in rows if not row[1] <= tolerance]
+    say(f"verify: {title}: {'FAILED' if failed else 'equal'}, {len(rows) - 2} gradients, tolerance {tolerance:g}")
+    for name, error, size in [*rows[:2], *sorted(rows[2:], key=lambda row: -row[1])[:_SHOWN]]:
+        say(f"  {name:<60} error {error:9.2e}   size {size:9.3e}{'' if error <= tolerance else '   <- differs'}")
+    return not failed
+
+
+def _error(got: float, want: float) -> float:
+    difference = abs(got - want)
+    return math.inf if math.isnan(difference) else difference / max(abs(want), 1e-300)
+
+
+def _modes(config: Config) -> list[Candidate]:
+    parallel = config.parallel
+    if parallel.sequence_parallel_size == 1:
+        return [("none", 1)]
+    every = candidates(config)
+    wanted = parallel.overlap_mode
+    if wanted == "auto":
+        return every
+    return [(mode, parallel.sp_head_chunks or 2 if mode == "chunked" else 1) for mode in dict(every) if mode == wanted]
+
+
+def _dtype(config: Config, device: torch.device) -> torch.dtype:
+    chosen = config.parallel.verify_dtype
+    if chosen is None:
+        return torch.float64 if device.type == "cpu" else torch.float32
+    return torch.float64 if chosen == "fp64" else torch.float32
+
+
+def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    """Take layers away until the one-process model fits beside the sharded one, by an estimate from above."""
+    model, parallel = config.model, config.parallel
+    assert model.num_layers and model.hidden_size and model.seq_length and model.vocab_size and model.num_attention_heads
+    h, heads = model.hidden_size, (model.num_attention_heads + 2 * model.num_groups) * model.head_dim
+    width = model.ffn_size * (2 if model.swiglu else 1)
+    tokens = model.seq_length * config.batch.micro_batch_size
+    here = launch.local_world_size if groups.device.type == "cpu" else 1  # ranks that share this memory
+    others = here / parallel.tensor_model_parallel_size
+    weights = h * heads + h * model.num_attention_heads * model.head_dim + h * width + h * model.ffn_size
+    kept = tokens * (3 * h + 2 * heads + 2 * width)  # activations of a layer between forward and backward
+    layer = 4 * weights * (1 + others) + kept * (1 + here / parallel.sequence_parallel_size)
+    ends = 4 * 2 * model.vocab_size * h * (1 + others)
+    room = _SHARE_OF_MEMORY * _free_memory(groups.device) / dtype.itemsize - ends
+    fits = max(1, min(model.num_layers, int(room // layer)))
+    fits = int(all_reduce(torch.tensor([fits]), groups.control, "min"))
+    if fits < model.num_layers:
+        say(f"verify: {model.num_layers} layers on one process do not fit into memory: {fits} are compared, all layers being alike")
+        model.num_layers = fits
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that can still be had."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _nothing(_: str) -> None:
+    """What the other ranks say."""
