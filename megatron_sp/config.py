@@ -270,6 +270,8 @@ class DataConfig:
     num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    reset_position_ids: bool = flag(False, "positions start again behind each end-of-document token")
+    reset_attention_mask: bool = flag(False, "tokens attend within their own document only")
 
     @property
     def split_weights(self) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
-from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatGradients, FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer
@@ -44,6 +44,8 @@ class Case:
     kernels: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     mask: float = 0.7
+    packed: bool = False  # several documents in a sequence, which do not see each other
+    padding: bool = False  # bidirectional, with padding at the end of each sequence but the last
     ragged: bool = False  # the last third of each sequence, so the last sp rank, has no loss token
     steps: int = 0  # optimizer steps after which weights are compared
 
@@ -57,6 +59,7 @@ class Case:
         ]
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
         parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
+        parts += [word for word in ("packed", "padding") if getattr(self, word)]
         parts += [f"b{self.batch}x{self.micro_batches}"] + (["ragged"] if self.ragged else []) + ([] if self.overlap else ["waits"])
         return " ".join(parts)
 
@@ -70,29 +73,71 @@ def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
     mask = torch.rand(shape, generator=g, dtype=torch.float64) * (torch.rand(shape, generator=g) < case.mask)
     if case.ragged:
         mask[:, -(-2 * case.seq // 3) :] = 0.0
-    return {"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": torch.arange(case.batch) + 1000 * number}
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": torch.arange(case.batch) + 1000 * number}
+    if case.packed:
+        starts = torch.rand(shape, generator=g) < 0.3
+        starts[:, 0] = False
+        batch["documents"] = starts.long().cumsum(1)
+        at = torch.arange(case.seq).expand(shape)
+        batch["positions"] = at - torch.where(starts, at, 0).cummax(1).values
+    if case.padding:
+        batch["lengths"] = torch.tensor([max(1, case.seq - 3 * (case.batch - 1 - i)) for i in range(case.batch)])
+        batch["loss_mask"] *= torch.arange(case.seq) < batch["lengths"][:, None]
+    return batch
+
+
+def documents_of(batch: tiny.Batch) -> list[tiny.Batch]:
+    """Every document of a packed batch as a batch of its own."""
+    if "documents" not in batch:
+        return [batch]
+    alone = []
+    for row, numbers in enumerate(batch["documents"]):
+        for number in numbers.unique():
+            alone.append({k: batch[k][row][numbers == number][None] for k in ("tokens", "labels", "loss_mask")})
+    return alone
 
 
 def context(config: ModelConfig, batch: tiny.Batch) -> ForwardContext:
     keys = None
     if config.hidden_dropout or config.attention_dropout:
         keys = DropoutKeys.create(7, 3, batch["sample_ids"], torch.arange(batch["tokens"].shape[1]))
-    return ForwardContext(AttentionMask(), kernel="reference" if config.attention_dropout else "sdpa", dropout=keys)
+    kernel: KernelName = "reference" if config.attention_dropout else "sdpa"
+    if "lengths" in batch:
+        return ForwardContext(AttentionMask(causal=False, key_lengths=batch["lengths"]), kernel=kernel, dropout=keys)
+    documents = document_ends(batch["documents"]) if "documents" in batch else None
+    return ForwardContext(AttentionMask(documents=documents), kernel=kernel, dropout=keys, positions=batch.get("positions"))
 
 
 def want_of(case: Case, whole: GPTModel) -> dict[str, Tensor]:
     """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
     config = whole.config
     specs = shard_specs(whole)
+    if case.padding:  # the plain reference is causal
+        batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
+        got = _unsharded_step(whole, batches)
+        return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
     weights = {n: specs[n].take(p.detach()[: specs[n].shape[0]].double()).clone().requires_grad_() for n, p in whole.named_parameters()}
     total = torch.zeros((), dtype=torch.float64)
     for number in range(case.dp * case.micro_batches):
         batch = batch_of(case, config, number)
-        ctx = context(config, batch)
-        loss, _ = reference.gpt_loss(config, weights, batch["tokens"], batch["labels"], batch["loss_mask"], ctx.dropout)
+        dropout = context(config, batch).dropout
+        for part in documents_of(batch):
+            loss, _ = reference.gpt_loss(config, weights, part["tokens"], part["labels"], part["loss_mask"], dropout)
+            loss.backward()
+            total += loss.detach()
+    return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+
+
+def _unsharded_step(whole: GPTModel, batches: list[tiny.Batch]) -> dict[str, Tensor]:
+    """Loss and gradients of our own model in one piece, whose attention the unit tests compare with a loop for every kind of mask."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        loss, _ = whole(batch["tokens"], batch["labels"], batch["loss_mask"], context(whole.config, batch))
         loss.backward()
         total += loss.detach()
-    return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+    grads = {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in whole.named_parameters()}
+    whole.zero_grad()
+    return {"loss": total, **grads}
 
 
 class Sharded:

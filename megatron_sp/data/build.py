@@ -15,6 +15,7 @@ from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
+from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import ConfigError
 
@@ -63,15 +64,30 @@ def build_datasets(
         DataError: files absent or damaged, a split too short for a sample.
         ConfigError: no data, or flags that cannot be read.
     """
+    made: list[Dataset | None]
     if data.mock_data:
-        return Datasets(*(
+        made = [
             MockGPTDataset(
                 seq_length=seq_length, num_samples=n, seed=seed, tokenizer=tokenizer, eod_mask_loss=data.eod_mask_loss, name=name
             ) if n else None
             for name, n in zip(SPLITS, num_samples, strict=True)
-        ))  # fmt: skip
-    builder = _Builder(data, seq_length, seed, tokenizer, vocab_size)
-    return Datasets(*(builder.build(k, n) if n else None for k, n in enumerate(num_samples)))
+        ]  # fmt: skip
+    else:
+        builder = _Builder(data, seq_length, seed, tokenizer, vocab_size)
+        made = [builder.build(k, n) if n else None for k, n in enumerate(num_samples)]
+    return Datasets(*(None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made))
+
+
+def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:
+    """With document boundaries where a flag asks for them."""
+    if not (data.reset_position_ids or data.reset_attention_mask):
+        return dataset
+    if tokenizer.eod is None:
+        raise ConfigError(
+            "--reset-position-ids and --reset-attention-mask need a token that ends documents, and this tokenizer has none: use another"
+            " tokenizer, or leave the flags out"
+        )
+    return PackedDataset(dataset, tokenizer.eod, positions=data.reset_position_ids, documents=data.reset_attention_mask)
 
 
 class _Builder:

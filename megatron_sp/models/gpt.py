@@ -98,10 +98,11 @@ class Embedding(nn.Module):
             self.position_embeddings = Table("embedding.position_embeddings", rows, config.hidden_size, std, seed, dtype, layout)
 
     def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [s, b] of the tp group's positions, and this rank's positions [s/parts] -> [s/parts, b, h]."""
+        """Token ids [s, b] of the tp group's positions, and this rank's positions [s/parts] or [s/parts, b] -> [s/parts, b, h]."""
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(positions)[:, None, :]
+            at = self.position_embeddings(positions)
+            x = x + (at if positions.ndim == 2 else at[:, None, :])
         if ctx.local_dropout is None:
             return x
         return hash_dropout(x, self.hidden_dropout, ctx.local_dropout.row_keys(-1, SITE_EMBEDDING))
@@ -178,7 +179,7 @@ class GPTModel(nn.Module):
         """[b, s] token ids -> [s/(sp * parts), b, h], this rank's positions after the final norm."""
         start = ctx.cache.length if ctx.cache is not None else 0
         cut = self.layout.cut(tokens.shape[1])
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
         ctx = self._prepare(ctx, positions, cut)
         x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx)
         layers = cast("list[TransformerBlock]", list(self.decoder.layers))

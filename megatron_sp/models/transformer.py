@@ -68,7 +68,8 @@ class ForwardContext:
         mask: who attends to whom.
         kernel: attention kernel.
         length: real positions of the sequence; 0: not known yet.
-        rotary: cos and sin of all positions, each [s, rotated/2], or None.
+        positions: int64 [b, s], of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
+        rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
         dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
         cache: past keys and values, for generation.
         recompute_core: compute the attention core again in backward instead of storing it.
@@ -77,6 +78,7 @@ class ForwardContext:
     mask: AttentionMask
     kernel: KernelName = "sdpa"
     length: int = 0
+    positions: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     dropout: DropoutKeys | None = None
     local_dropout: DropoutKeys | None = None

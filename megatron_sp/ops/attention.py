@@ -33,10 +33,13 @@ class AttentionMask:
     Attributes:
         causal: a query sees keys up to its own position; with fewer queries than keys the *last* query sees all keys.
         key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and never seen. None: no padding.
+        documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
+            document only. None: one document. Not together with ``key_lengths``.
     """
 
     causal: bool = True
     key_lengths: Tensor | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,43 @@ def core_attention(
     Returns:
         [s_q, m, r, d]; zero for a query that sees no key (all padding, or causal with more queries than keys).
     """
+    if mask.documents is not None:
+        return _by_document(q, k, v, mask, mask.documents, kernel, dropout, dropout_rows)
     if kernel == "flash":
         return _flash(q, k, v, mask, dropout)
     if kernel == "sdpa":
         return _sdpa(q, k, v, mask, dropout)
     return _reference(q, k, v, mask, dropout, dropout_rows)
+
+
+def _by_document(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, documents: tuple[tuple[int, ...], ...], kernel: KernelName, dropout: float,
+    dropout_rows: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One call of the kernel for each document: no work on pairs that do not see each other."""
+    each = q.shape[1] // len(documents)  # groups of one sequence
+    sequences = []
+    for index, ends in enumerate(documents):
+        groups = slice(index * each, (index + 1) * each)
+        parts = []
+        for start, end in zip((0, *ends), ends, strict=False):
+            rows = None if dropout_rows is None else dropout_rows[groups, :, start:end]
+            q_part, k_part, v_part = (t[start:end, groups] for t in (q, k, v))
+            alone = AttentionMask(mask.causal)
+            parts.append(core_attention(q_part, k_part, v_part, alone, kernel=kernel, dropout=dropout, dropout_rows=rows))
+        sequences.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return sequences[0] if len(sequences) == 1 else torch.cat(sequences, dim=1)
+
+
+def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """Where the documents of each sequence end, from the number of each token's document, int [b, s]; None if each has only one."""
+    b, s = documents.shape
+    last = torch.ones(b, s, dtype=torch.bool, device=documents.device)
+    last[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    ends: list[list[int]] = [[] for _ in range(b)]
+    for sequence, position in last.nonzero().tolist():
+        ends[sequence].append(position + 1)
+    return None if all(len(e) <= 1 for e in ends) else tuple(tuple(e) for e in ends)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:

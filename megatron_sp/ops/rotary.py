@@ -16,15 +16,15 @@ def rotary_tables(positions: Tensor, rotated_dim: int, base: float, dtype: torch
     """cos and sin of position * base^(-2i/rotated_dim).
 
     Args:
-        positions: int64 [s], global positions.
+        positions: int64 [s], global positions, or [s, b] where they differ from sequence to sequence.
         rotated_dim: how many channels of each head are rotated; even.
         base: theta.
         dtype: of the tables; angles are computed in fp64 so that position 1,000,000 is as exact as position 1.
     Returns:
-        two tensors [s, rotated_dim / 2].
+        two tensors [*positions.shape, rotated_dim / 2].
     """
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
-    angles = positions.to(torch.float64)[:, None] * base**-exponent
+    angles = positions.to(torch.float64)[..., None] * base**-exponent
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -32,8 +32,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: i
     """Rotate heads of ``x`` in place and return it.
 
     Args:
-        x: [s, ..., c], contiguous, c a multiple of heads * head_dim.
-        cos, sin: [s, rotated/2] from ``rotary_tables``.
+        x: [s, ..., c], contiguous, c a multiple of heads * head_dim; the next dim after s is b, or b times something.
+        cos, sin: [s, rotated/2] or [s, b, rotated/2] from ``rotary_tables``.
         head_dim: channels of a head.
         heads, rotated: of every run of ``heads`` heads the first ``rotated`` turn: r + 2 and r + 1 in the fused QKV, in which r queries,
             a key and a value follow each other.
@@ -64,10 +64,13 @@ def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place."""
+    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place; m is a multiple of b where the tables have a dim for it."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin = cos[:, None, None, :], sin[:, None, None, :]
+    if cos.ndim == 3:
+        cos, sin = (t.repeat_interleave(x.shape[1] // t.shape[1], dim=1)[:, :, None, :] for t in (cos, sin))
+    else:
+        cos, sin = cos[:, None, None, :], sin[:, None, None, :]
     if x.dtype in (torch.bfloat16, torch.float16):
         rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin  # fp32 by promotion, rounded once
         first.copy_(rotated_first)

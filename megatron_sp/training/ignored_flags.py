@@ -158,8 +158,7 @@ IGNORED_LISTS = frozenset(_IGNORED_LISTS)
 """Those of them that take several values."""
 
 _REFUSED = {
-    "documents in one sample attend to each other today; leave it out": """
-        reset-position-ids reset-attention-mask dataloader-inter-document-masking""",
+    "--reset-attention-mask keeps documents apart": "dataloader-inter-document-masking",
     "the formats today are fp32, --bf16, --fp16 and --fp64": """
         fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len fp8-amax-compute-algo
         no-fp8-wgrad fp4-format""",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.models.transformer import ForwardContext
-from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
@@ -77,12 +77,17 @@ class StepResult:
 
 
 def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName) -> ForwardContext:
-    """The forward context of a causal micro-batch; ``drops`` says whether dropout is on."""
+    """The forward context of a causal micro-batch; ``drops`` says whether dropout is on.
+
+    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask).
+    """
     keys = None
     if drops:
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
         keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
-    return ForwardContext(mask=AttentionMask(causal=True), kernel=kernel, dropout=keys)
+    documents = document_ends(batch["documents"]) if "documents" in batch else None
+    mask = AttentionMask(causal=True, documents=documents)
+    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
 
 
 class TrainStep:

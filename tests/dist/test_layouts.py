@@ -51,6 +51,15 @@ CASES = [
     Case(sp=3, seq=8, ragged=True, mode="chunked", dp=2, micro_batches=2, steps=2),
     Case(sp=4, seq=5, batch=1, mode="none"),  # one rank has nothing but padding
     Case(sp=4, seq=3, batch=2, mode="chunked", model=ROPE),
+    # masks: documents that do not see each other, and bidirectional attention with padding
+    *(Case(sp=2, mode=mode, packed=True, model={**LLAMA}, batch=3) for mode in ("none", "split-qkv", "chunked")),
+    Case(sp=3, seq=11, packed=True, mode="chunked", kernels=SELECTIVE),
+    Case(tp=2, tp_seq=True, packed=True, model=ROPE),
+    Case(tp=2, sp=2, tp_seq=True, seq=7, packed=True, model={"qk_layernorm": True, **ROPE}, kernels=FULL),
+    *(Case(sp=2, mode=mode, padding=True, seq=9, batch=3, model=GROUPED) for mode in ("none", "split-qkv", "chunked")),
+    Case(sp=4, mode="chunked", padding=True, seq=6, batch=3, model=DROP),
+    Case(tp=2, sp=2, tp_seq=True, padding=True, seq=10, batch=2, model=ROPE, kernels=SELECTIVE),
+    Case(packed=True, model=LLAMA),
     # together
     Case(sp=2, dp=2, micro_batches=2, steps=3),
     Case(tp=2, dp=2, tp_seq=True, steps=2),

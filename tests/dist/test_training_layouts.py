@@ -111,3 +111,22 @@ def test_verify_parallelism_takes_layers_away_where_memory_is_short(tmp_path: Pa
 def test_an_impossible_layout_is_refused_before_anything_starts(tmp_path: Path) -> None:
     train(tmp_path, "--sp-size", 3, ranks=2).expect(2, "must be a multiple of tensor_model_parallel_size * sequence_parallel_size (1 * 3 = 3)")
     train(tmp_path, "--tp-size", 2, "--num-query-groups", 2, "--num-attention-heads", 3, "--kv-channels", 8, ranks=2).expect(2, "3 = 1 * 2 + 1")
+
+
+def short_documents(rank: int) -> None:
+    from megatron_sp.data import mock_dataset
+
+    mock_dataset._EOD_PROBABILITY = 0.1
+
+
+def test_documents_are_kept_apart_in_every_layout(tmp_path: Path) -> None:
+    plain = ("--fp64", "--attention-dropout", 0)
+    flags = (*plain, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    train(tmp_path, *flags, "--save", tmp_path / "alone", setup=short_documents).expect(0)
+    for name in ("tp2 seq", "sp2", "sp2 split", "sp3"):
+        ranks, layout = LAYOUTS[name]
+        train(tmp_path, *flags, *layout, "--save", tmp_path / name, ranks=ranks, setup=short_documents).expect(0)
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
+    for flag in ("--reset-position-ids", "--reset-attention-mask"):
+        train(tmp_path, *plain, "--eod-mask-loss", flag, "--save", tmp_path / flag, setup=short_documents).expect(0)
+        assert losses(tmp_path / flag) != pytest.approx(losses(tmp_path / "alone"), rel=1e-6), "each of the two flags does something"
