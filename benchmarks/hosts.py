@@ -5,11 +5,16 @@ Needs root and Debian's iproute2. Each host is given one core, so that computati
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
+
+RANKS = 2
 
 
 class HostsError(RuntimeError):
@@ -45,8 +50,7 @@ class Hosts:
 
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], **options: object) -> subprocess.Popen[str]:
         """Start a program on a host, on one core of its own."""
-        core = sorted(os.sched_getaffinity(0))[host % len(os.sched_getaffinity(0))]
-        line = ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(core), *command]
+        line = ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(_core_of(host)), *command]
         return subprocess.Popen(line, env={**environment, "GLOO_SOCKET_IFNAME": self.interface}, text=True, **options)  # type: ignore[call-overload]
 
     def _make(self) -> None:
@@ -68,6 +72,54 @@ class Hosts:
     def _remove(self) -> None:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def run_workers(link: str, script: str, interpreter: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run ``script --worker JSON`` on two ranks with one core each and return the JSON that rank 0 prints last.
+
+    Args:
+        link: Gbit/s of a link between two hosts, or "loopback".
+        script: of the benchmark.
+        interpreter: that runs it.
+        task: for the workers; rank, address and port are added.
+        environment: of the workers.
+    Raises:
+        HostsError: two hosts cannot be made here.
+        RuntimeError: a rank failed.
+    """
+    with contextlib.ExitStack() as stack:
+        hosts = None if link == "loopback" else stack.enter_context(Hosts(float(link)))
+        processes = []
+        for rank in range(RANKS):
+            address = "127.0.0.1" if hosts is None else hosts.addresses[0]
+            command = [interpreter, script, "--worker", json.dumps({**task, "rank": rank, "address": address, "port": 29577})]
+            if hosts is not None:
+                processes.append(hosts.start(rank, command, environment, stdout=subprocess.PIPE))
+                continue
+            line = ["taskset", "-c", str(_core_of(rank)), *command]
+            processes.append(subprocess.Popen(line, env=dict(environment), stdout=subprocess.PIPE, text=True))
+        texts = [process.communicate()[0] for process in processes]
+    for process in processes:
+        if process.returncode:
+            raise RuntimeError(f"a rank ended with code {process.returncode}; its messages are above")
+    return dict(json.loads(texts[0].strip().splitlines()[-1]))
+
+
+def join(task: Mapping[str, Any]) -> None:
+    """A worker's side: one thread, and the process group of both."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore(task["address"], task["port"], RANKS, task["rank"] == 0, timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=RANKS, timeout=timedelta(minutes=10))
+
+
+def _core_of(rank: int) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[rank % len(cores)]
 
 
 def _run(*command: str) -> None:

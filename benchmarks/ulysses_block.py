@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import REPOSITORY, Stats, child_environment, load_average, print_table, ratios, write_json
-from hosts import Hosts, HostsError
+from hosts import RANKS, HostsError, join, run_workers
 
 SHAPE = {"seq_length": 4096, "batch": 1, "hidden_size": 1024, "num_heads": 16}
 SMOKE = {"seq_length": 64, "batch": 1, "hidden_size": 32, "num_heads": 4}
@@ -41,7 +38,6 @@ MODES: dict[str, tuple[str, int, bool]] = {
     "chunked x2": ("chunked", 2, True),
     "chunked x4": ("chunked", 4, True),
 }
-RANKS = 2
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -66,33 +62,8 @@ def measure(options: argparse.Namespace, shape: dict[str, int], link: str) -> di
     """All rounds on one kind of link; raises RuntimeError if a rank fails."""
     interpreter = sys.executable if options.no_peer else options.peer_python
     environment = child_environment(1) | {"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    if link == "loopback":
-        return _collect([_start(options, shape, rank, "127.0.0.1", interpreter, environment, None) for rank in range(RANKS)])
-    with Hosts(float(link)) as hosts:
-        return _collect([_start(options, shape, rank, hosts.addresses[0], interpreter, environment, hosts) for rank in range(RANKS)])
-
-
-def _start(
-    options: argparse.Namespace, shape: dict[str, int], rank: int, address: str, interpreter: str, environment: dict[str, str],
-    hosts: Hosts | None,
-) -> subprocess.Popen[str]:  # fmt: skip
-    task = {
-        "rank": rank, "address": address, "port": 29577, "shape": shape, "rounds": options.rounds, "warmup": options.warmup,
-        "peer": not options.no_peer,
-    }  # fmt: skip
-    command = [interpreter, str(Path(__file__).resolve()), "--worker", json.dumps(task)]
-    if hosts is not None:
-        return hosts.start(rank, command, environment, stdout=subprocess.PIPE)
-    core = sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]
-    return subprocess.Popen(["taskset", "-c", str(core), *command], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def _collect(processes: list[subprocess.Popen[str]]) -> dict[str, Any]:
-    texts = [process.communicate()[0] for process in processes]
-    for process in processes:
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with code {process.returncode}; its messages are above")
-    return dict(json.loads(texts[0].strip().splitlines()[-1]))
+    task = {"shape": shape, "rounds": options.rounds, "warmup": options.warmup, "peer": not options.no_peer}
+    return run_workers(link, str(Path(__file__).resolve()), interpreter, task, environment)
 
 
 def summarise(raw: dict[str, Any]) -> dict[str, Any]:
@@ -172,10 +143,8 @@ def worker(task: dict[str, Any]) -> int:
     import torch.distributed as dist
 
     sys.stdout, out = sys.stderr, sys.stdout  # what libraries print is not the answer
-    torch.set_num_threads(1)
     rank, shape = task["rank"], task["shape"]
-    store = dist.TCPStore(task["address"], task["port"], RANKS, rank == 0, timeout=timedelta(minutes=5))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
+    join(task)
     contenders, copies = build(task, shape)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(task["warmup"] + task["rounds"]):
