@@ -86,7 +86,12 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
 
 
 def _load_one(path: Path, checksum: object, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        array: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # not np.load: that takes archives and pickles as well
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header: whatever the parser and the tokenizer of this Python raise
+        raise ValueError(f"{path.name} has no readable header: {error or type(error).__name__}") from error
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} is {array.dtype} {array.shape}, expected {dtype} {shape}")
     if _crc(array) != checksum:
