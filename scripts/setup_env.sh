@@ -120,15 +120,18 @@ if ! found="$(usable_torch .venv/bin/python)"; then
     pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==$TORCH_VERSION" || failed torch
     found="$(usable_torch .venv/bin/python)" || die "torch $TORCH_VERSION is installed but cannot be imported: .venv/bin/python -c 'import torch'"
 fi
-printf 'torch==%s\n' "$found" >.venv/constraints.txt
+# The version that pip knows it by: PyPI's torch calls itself 2.13.0+cu130 and is installed as 2.13.0.
+known="$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)" || known="$found"
+printf 'torch==%s\n' "$known" >.venv/constraints.txt
 
 # The build runs in this environment, so that nothing is fetched when everything is there. A new environment of Python 3.11 or
-# earlier starts with an old setuptools, which hides a newer one that may be visible behind it.
+# earlier starts with an old setuptools, which hides a newer one that may be visible behind it. The range is what every torch of ours
+# accepts: 2.11 and 2.12 want less than 82, 2.13 at least 77.0.3.
 builds() {
     .venv/bin/python -c 'import setuptools as s; raise SystemExit(tuple(map(int, s.__version__.split(".")[:2])) < (70, 1))' >/dev/null 2>&1
 }
 builds || pip uninstall -q -y setuptools >/dev/null 2>&1 || true
-builds || pip install -q -c .venv/constraints.txt "setuptools>=70.1" || failed setuptools
+builds || pip install -q -c .venv/constraints.txt "setuptools>=77.0.3,<82" || failed setuptools
 say "installing megatron_sp and what it needs ($extras)"
 pip install -q --no-build-isolation -c .venv/constraints.txt -e ".[$extras]" || failed "megatron_sp[$extras]"
 

@@ -125,6 +125,27 @@ def test_without_the_venv_module(clone: Path) -> None:
     assert not (clone / ".venv").exists()
 
 
+@pytest.mark.parametrize("installed_as", ["2.13.0", "2.13.0+cpu", None])
+def test_the_torch_found_stays_as_it_is(clone: Path, installed_as: str | None) -> None:
+    """PyPI's torch is installed as 2.13.0 and calls itself 2.13.0+cu130: pip must be given its own name for it."""
+    venv = finished(clone)
+    for name in ("made", "ready"):
+        (venv / f".megatron_sp_{name}").unlink()  # an environment of the user, in which pip only notes what is asked of it
+    (site,) = (venv / "lib").glob("python3*/site-packages")
+    (site / "torch" / "__init__.py").write_text('__version__ = "2.13.0+cu130"\n')
+    if installed_as:
+        (site / "torch-2.13.0.dist-info").mkdir()
+        (site / "torch-2.13.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {installed_as}\n")
+    (site / "pip" / "__main__.py").write_text('import sys\nwith open("asked", "a") as f:\n    f.write(" ".join(sys.argv[1:]) + "\\n")\n')
+    assert run(clone)[0] == 0
+    assert (venv / "constraints.txt").read_text() == f"torch=={installed_as or '2.13.0+cu130'}\n"
+    asked = [line.split() for line in (clone / "asked").read_text().splitlines() if line.startswith("install")]
+    assert not [word for words in asked for word in words if word.startswith("torch")]
+    # what builds the package is one that every torch accepts: 2.11 and 2.12 want less than 82, 2.13 at least 77.0.3
+    assert [words[-1] for words in asked] == ["setuptools>=77.0.3,<82", ".[plot]"]
+    assert all(words[words.index("-c") + 1] == ".venv/constraints.txt" for words in asked)
+
+
 def test_an_unknown_word(clone: Path) -> None:
     assert run(clone, "everything") == (1, "setup_env: unknown argument 'everything': expected runtime or dev\n")
 
