@@ -67,7 +67,8 @@ def test_the_function_runs_twice_and_keeps_nothing() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = recompute(fn, x)
-    assert len(calls) == 1 and len(kept) <= 1
+    # the input at most; torch 2.11 puts an empty tensor beside it
+    assert len(calls) == 1 and sum(t.numel() for t in kept) <= x.numel() and all(t is x for t in kept if t.numel())
     y.sum().backward()
     want = x.detach().requires_grad_()
     fn(want).sum().backward()
