@@ -210,14 +210,15 @@ class Theirs:
 
     def take(self, ours: Ours) -> None:
         """The weights of ours, q, k and v taken out of the fused one."""
+        import torch
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         whole, mine = ours.whole, self.block
         qkv = whole.self_attention.linear_qkv
         n, d = whole.self_attention.num_groups, whole.self_attention.head_dim
         pairs: list[tuple[Any, Any]] = [
-            (mine.norm1, whole.input_layernorm), (mine.norm2, whole.pre_mlp_layernorm), (mine.attention.o, whole.self_attention.linear_proj),
-            (mine.fc1, whole.mlp.linear_fc1), (mine.fc2, whole.mlp.linear_fc2),
+            (mine.norm1, whole.input_layernorm), (mine.norm2, whole.pre_mlp_layernorm),
+            (mine.attention.o, whole.self_attention.linear_proj), (mine.fc1, whole.mlp.linear_fc1), (mine.fc2, whole.mlp.linear_fc2),
         ]  # fmt: skip
         values = {id(p): q.data for a, w in pairs for p, q in ((a.weight, w.weight), (a.bias, w.bias))}
         for i, layer in enumerate((mine.attention.q, mine.attention.k, mine.attention.v)):
@@ -225,7 +226,10 @@ class Theirs:
             values[id(layer.bias)] = qkv.bias.data.view(n, 3, d)[:, i].reshape(-1)
         for param in mine.parameters():
             value = values[id(param)].contiguous()
-            param.data = distribute_tensor(value, param.device_mesh, param.placements) if isinstance(param, DTensor) else value.clone()
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            with torch.no_grad():
+                param.copy_(value)
 
     def once(self, x: Any, grad: Any) -> list[Any]:
         x = x.detach().transpose(0, 1).contiguous().requires_grad_()
