@@ -1,6 +1,6 @@
-# style: reformat; checks: everything but the tests; test: checks and tests; test-gpu: those that need a GPU; docs: generated pages
+# style: reformat; checks: everything but the tests; test: checks and tests; test-full: every layout with everything; test-gpu: those that need a GPU; docs: generated pages
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-gpu docs
+.PHONY: env style checks test test-full test-gpu docs
 
 env:
 	bash scripts/setup_env.sh dev
@@ -18,6 +18,9 @@ checks: env
 
 test:
 	bash scripts/test.sh
+
+test-full: env
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_layout_grid.py
 
 test-gpu: env
 	$(PYTHON) -m pytest -q -m gpu

@@ -7,6 +7,7 @@ sharded one takes its parts of those weights, and each rank compares its part of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import reference
@@ -62,6 +63,69 @@ class Case:
         parts += [word for word in ("packed", "padding") if getattr(self, word)]
         parts += [f"b{self.batch}x{self.micro_batches}"] + (["ragged"] if self.ragged else []) + ([] if self.overlap else ["waits"])
         return " ".join(parts)
+
+
+AXES: dict[str, list[Any]] = {
+    "ranks": [
+        (tp, tp_seq, sp, dp)
+        for tp in (1, 2, 4) for tp_seq in (False, True) for sp in (1, 2, 3, 4) for dp in (1, 2)
+        if tp * sp * dp <= 8 and (tp > 1 or not tp_seq)
+    ],
+    "mode": ["none", "split-qkv", "chunked", "split-qkv waiting"],
+    "groups": [8, 2, 1],
+    "batch": [1, 2, 3],
+    "recompute": [None, "full", "selective"],
+    "micro_batches": [1, 2],
+    "hidden_dropout": [0.0, 0.2],
+    "ragged": [False, True],
+    "seq": [8, 7],
+    "dtype": [torch.float64, torch.float32],
+    "positions": ["learned_absolute", "rope"],
+}  # fmt: skip
+"""What the grid of layouts is made of."""
+
+
+def grid_case(choice: dict[str, Any]) -> Case | None:
+    """The case of one value from each axis; None where it is another's with a mode that means nothing."""
+    (tp, tp_seq, sp, dp), mode, groups = choice["ranks"], choice["mode"], choice["groups"]
+    if sp == 1 and mode != "none":
+        return None
+    model = {
+        "num_attention_heads": 8, "kv_channels": 4, "ffn_hidden_size": 12, "hidden_dropout": choice["hidden_dropout"],
+        "position_embedding_type": choice["positions"], "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
+    }  # fmt: skip
+    kernels = {} if choice["recompute"] is None else {"recompute_granularity": choice["recompute"]}
+    return Case(
+        tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
+        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=5,
+    )  # fmt: skip
+
+
+def pairwise_grid(seed: int = 0, tries: int = 60) -> list[Case]:
+    """Cases in which any two values of two axes that can meet do meet: the best of some random cases, again and again."""
+    random = Random(seed)
+    names = list(AXES)
+
+    def pairs(choice: dict[str, Any]) -> set[tuple[int, int, str, str]]:
+        return {(i, j, str(choice[a]), str(choice[b])) for i, a in enumerate(names) for j, b in enumerate(names) if i < j}
+
+    missing: set[tuple[int, int, str, str]] = set()
+    for i, a in enumerate(names):
+        for j, b in enumerate(names):
+            if i < j:
+                meet = ((x, y) for x in AXES[a] for y in AXES[b] if (a, b) != ("ranks", "mode") or x[2] > 1 or y == "none")
+                missing |= {(i, j, str(x), str(y)) for x, y in meet}
+    cases: list[Case] = []
+    while missing:
+        drawn = ({name: random.choice(values) for name, values in AXES.items()} for _ in range(tries))
+        possible = [choice for choice in drawn if grid_case(choice) is not None]
+        best = max(possible, key=lambda choice: len(pairs(choice) & missing))
+        if found := pairs(best) & missing:
+            missing -= found
+            case = grid_case(best)
+            assert case is not None
+            cases.append(case)
+    return cases
 
 
 def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
@@ -204,6 +268,15 @@ def check(case: Case) -> None:
     assert_law({"grad norm": optimizer.grad_norm()}, {"grad norm": norm}, tolerance)
     if case.steps:
         _compare_weights(case, whole, sharded, optimizer, tolerance)
+
+
+def check_all(cases: list[Case]) -> None:
+    """Several cases in one set of processes."""
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
 
 
 def _compare_weights(case: Case, whole: GPTModel, sharded: Sharded, optimizer: FlatOptimizer, tolerance: float) -> None:

@@ -1,0 +1,32 @@
+"""The grid of layouts: pairwise in every run, the full product with ``make test-full``."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from layouts import AXES, Case, check, check_all, grid_case, pairwise_grid
+from ranks import run_ranks
+
+PAIRWISE = pairwise_grid()
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=[f"{i}: {case}" for i, case in enumerate(PAIRWISE)])
+def test_pairwise(case: Case, tmp_path: Path) -> None:
+    run_ranks(check, case.world, tmp_path, case)
+
+
+def test_the_pairwise_grid_is_about_as_large_as_it_should_be() -> None:
+    assert 100 <= len(PAIRWISE) <= 160 and len({str(vars(case)) for case in PAIRWISE}) == len(PAIRWISE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", AXES["ranks"], ids=str)
+@pytest.mark.parametrize("mode", AXES["mode"])
+def test_full_product(ranks: tuple[int, bool, int, int], mode: str, tmp_path: Path) -> None:
+    others = {name: values for name, values in AXES.items() if name not in ("ranks", "mode")}
+    choices = (dict(zip(others, values, strict=True)) | {"ranks": ranks, "mode": mode} for values in itertools.product(*others.values()))
+    cases = [case for case in map(grid_case, choices) if case is not None]
+    for start in range(0, len(cases), 100):
+        run_ranks(check_all, cases[0].world, tmp_path, cases[start : start + 100])
