@@ -2,24 +2,67 @@
 # torchrun with exit codes that mean something: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]
 #
 # torchrun turns every failure into exit code 1. This reads the run's run_status.json afterwards and exits with the code listed in
-# docs/exit_codes.md (75: preempted after a save, start the same command again). With NNODES, NODE_RANK and MASTER_ADDR
-# (and MASTER_PORT) set it joins a job of several hosts; RESTARTS=2 restarts a failed job from its last checkpoint.
+# docs/exit_codes.md (75: preempted after a save, start the same command again). NPROC may also come as NPROC_PER_NODE. Variables:
+#   NNODES, NODE_RANK, MASTER_ADDR   a job of several hosts: how many, which one this is (from 0), the address of host 0; the same command
+#                                    on each of them (docs/several_hosts.md)
+#   MASTER_PORT                      where host 0 is met (29400)
+#   JOIN_TIMEOUT                     seconds that hosts wait for each other (600)
+#   JOB_ID                           tells two jobs on one host and port apart
+#   RESTARTS                         restart a failed job so often, from its last checkpoint (0)
+#   PYTHON                           the interpreter (.venv/bin/python)
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-$root/.venv/bin/python}"
-if [ $# -lt 2 ]; then
-    echo "usage: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]" >&2
+die() { # CODE TEXT
+    printf 'error: %s\n' "$2" >&2
+    exit "$1"
+}
+number() { [[ "$1" =~ ^[0-9]{1,9}$ ]]; }
+
+nproc="${NPROC_PER_NODE:-}"
+if [[ "${1:-}" =~ ^([0-9]+|auto|gpu|cpu)$ ]]; then
+    [ -z "$nproc" ] || [ "$nproc" = "$1" ] ||
+        die 2 "NPROC_PER_NODE=$nproc and the first argument ($1) both say how many processes to start here: leave one out"
+    nproc="$1"
+    shift
+fi
+if [ $# -lt 1 ] || ! [[ "$nproc" =~ ^([1-9][0-9]*|auto|gpu|cpu)$ ]]; then
+    echo "usage: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]    NPROC: processes on this host, at least 1 (or NPROC_PER_NODE=N)" >&2
     exit 2
 fi
-nproc="$1"
-shift
+
+# ------------------------------------------------------------------------------------------------- one host or several
+nnodes="${NNODES:-1}"
+number "$nnodes" && [ "$nnodes" -ge 1 ] || die 2 "NNODES=$nnodes must be the number of hosts, 1 or more"
+nnodes=$((10#$nnodes))
+if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ] && [ "${NNODES:-}" != "$SLURM_STEP_NUM_NODES" ]; then
+    die 2 "srun starts this on $SLURM_STEP_NUM_NODES hosts, but NNODES is ${NNODES:-not set}, so each would train on its own: see scripts/slurm.sbatch"
+fi
+if [ "${SLURM_STEP_NUM_TASKS:-1}" -gt "${SLURM_STEP_NUM_NODES:-1}" ]; then
+    die 2 "srun starts this $SLURM_STEP_NUM_TASKS times on ${SLURM_STEP_NUM_NODES:-1} host(s), but once for each host is right: --ntasks-per-node=1"
+fi
+if [ "$nnodes" -gt 1 ]; then
+    missing=""
+    [ -n "${NODE_RANK:-}" ] || missing="NODE_RANK=0..$((nnodes - 1)), a different one on each host"
+    [ -n "${MASTER_ADDR:-}" ] || missing="${missing:+$missing, and }MASTER_ADDR, the address of host 0"
+    [ -z "$missing" ] || die 2 "NNODES=$nnodes hosts train together, so give each of them $missing"
+    number "$NODE_RANK" && [ "$NODE_RANK" -lt "$nnodes" ] ||
+        die 2 "NODE_RANK=$NODE_RANK must be between 0 and $((nnodes - 1)), for NNODES=$nnodes: hosts are counted from 0"
+    port="${MASTER_PORT:-29400}"
+    number "$port" && [ "$port" -ge 1 ] && [ "$port" -le 65535 ] || die 2 "MASTER_PORT=$port must be a port, 1 to 65535"
+    join_timeout="${JOIN_TIMEOUT:-600}"
+    number "$join_timeout" && [ "$join_timeout" -ge 1 ] || die 2 "JOIN_TIMEOUT=$join_timeout must be a number of seconds, 1 or more"
+elif [ -n "${NODE_RANK:-}" ] && [ "$NODE_RANK" != 0 ]; then
+    die 2 "NODE_RANK=$NODE_RANK says that this is one of several hosts, but NNODES is ${NNODES:-not set}: set NNODES on every host, or leave NODE_RANK out"
+fi
+
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # silences torchrun; the program gives each process its share of the cores
 # from torch 2.13 on: how long torchrun waits for the last save after SIGTERM before it kills (30 s is its default, and fixed before)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}"
 
 # a mistake in the flags is answered here, in a moment and once, and not by torchrun's report about dead processes
-if [[ "$nproc" =~ ^[0-9]+$ ]] && grep -qs 'parse_config(' "$1"; then
-    WORLD_SIZE=$((nproc * ${NNODES:-1})) "$python" "$@" --print-config >/dev/null || exit $?
+if number "$nproc" && grep -qs 'parse_config(' "$1"; then
+    WORLD_SIZE=$((nproc * nnodes)) "$python" "$@" --print-config >/dev/null || exit $?
 fi
 
 run_dir=""
@@ -33,9 +76,14 @@ done
 status="$run_dir/run_status.json"
 before="$([ -n "$run_dir" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
-if [ "${NNODES:-1}" -gt 1 ]; then
-    hosts=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?}" --rdzv-backend c10d --rdzv-id "${JOB_ID:-megatron_sp}"
-        --rdzv-endpoint "${MASTER_ADDR:?}:${MASTER_PORT:-29400}")
+if [ "$nnodes" -gt 1 ]; then
+    met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || exit $?
+    read -r address interface <<<"$met"
+    [ "$interface" = "-" ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+    echo "launch: host $NODE_RANK of $nnodes ($address), $nproc processes here; all meet at $MASTER_ADDR:$port" >&2
+    # who opens the port is said, not guessed from names; --node-rank means nothing to this rendezvous, which orders hosts by address
+    hosts=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port"
+        --local-addr "$address" --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
 else
     hosts=(--standalone)
 fi
@@ -60,5 +108,8 @@ if status.get("message"):
 sys.exit(code)
 PY
     code=$?
+elif [ "$code" -ne 0 ] && [ "$nnodes" -gt 1 ]; then
+    echo "launch: the job of $nnodes hosts ended before training began, or this host cannot see the run folder. A RendezvousTimeoutError" \
+        "above means that not all hosts came within $join_timeout s: see that each was started with its own NODE_RANK." >&2
 fi
 exit "$code"

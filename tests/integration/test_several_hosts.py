@@ -1,0 +1,217 @@
+"""scripts/launch.sh on several hosts: two network namespaces with a cable between them, each with its own launcher.
+
+Where namespaces cannot be made (no root, no iproute2), the same two launchers run on the loopback address, so that everything but the cable
+is tested. ``ip netns list`` shows nothing of ours afterwards; a leftover of a test that was killed is removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from training import MOCK, TINY, records, saved_steps, status, train, wait_until
+
+pytestmark = pytest.mark.torchrun
+ROOT = Path(__file__).resolve().parents[2]
+SP2 = ("--sequence-parallel-size", "2", "--sp-overlap-mode", "chunked")
+FOREIGN = ("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_", "NODE_RANK", "NNODES", "NPROC", "GLOO_", "SLURM_")
+
+
+class Host:
+    """Somewhere to start commands.
+
+    Attributes:
+        address: where the other host finds it.
+        inside: the words in front of a command that is to run there.
+    """
+
+    def __init__(self, address: str, *inside: str) -> None:
+        self.address, self.inside = address, inside
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+
+
+def remove_leftovers() -> None:
+    for name, pid in re.findall(r"^(msp(\d+)[ab])\b", ip("netns", "list").stdout, flags=re.MULTILINE):
+        if int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists():
+            ip("netns", "del", name)
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[list[Host] | None]:
+    """Two hosts with a cable between them; None where they cannot be made."""
+    if shutil.which("ip") is None:
+        yield None
+        return
+    a, b = (f"msp{os.getpid()}{side}" for side in "ab")
+    remove_leftovers()
+    try:
+        made = all(
+            ip(*words.split()).returncode == 0
+            for words in (
+                f"netns add {a}", f"netns add {b}", f"link add mspwire netns {a} type veth peer name mspwire netns {b}",
+                *(f"-n {ns} {rest}" for ns, host in ((a, 1), (b, 2)) for rest in (
+                    f"addr add 10.77.0.{host}/24 dev mspwire", "link set mspwire up", "link set lo up")),
+            )
+        )  # fmt: skip
+        yield [Host(f"10.77.0.{i}", "ip", "netns", "exec", ns) for i, ns in ((1, a), (2, b))] if made else None
+    finally:
+        remove_leftovers()  # the cable goes with its ends
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Host]]:
+    with namespaces() as made:
+        yield made or [Host("127.0.0.1"), Host("127.0.0.1")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**variables: object) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    return {**kept, "PYTHON": sys.executable, **{k: str(v) for k, v in variables.items()}}
+
+
+def start(host: Host, output: Path, *flags: object, cwd: Path, **variables: object) -> subprocess.Popen[str]:
+    words = [*host.inside, "bash", str(ROOT / "scripts/launch.sh"), "1", str(ROOT / "pretrain_gpt.py"), *TINY, *MOCK, *map(str, flags)]
+    with open(output, "w") as file:
+        return subprocess.Popen(
+            words, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment(**variables)
+        )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 90) -> list[int]:
+    """Exit codes; nothing is left running."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
+    finally:
+        for p in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(p.pid, signal.SIGKILL)
+            p.wait()
+
+
+def start_both(hosts: list[Host], tmp_path: Path, *flags: object, **variables: object) -> tuple[list[subprocess.Popen[str]], list[Path]]:
+    port = free_port()
+    outputs = [tmp_path / f"host{i}.txt" for i in range(2)]
+    common: dict[str, object] = {"NNODES": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": port, **variables}
+    processes = [start(h, outputs[i], *flags, cwd=tmp_path, **common, NODE_RANK=i) for i, h in enumerate(hosts)]
+    return processes, outputs
+
+
+def test_two_hosts_train_as_one(tmp_path: Path, two_hosts: list[Host]) -> None:
+    """One rank on each, a sequence cut over both: the losses of the run on one host, to the last bit."""
+    flags = (*SP2, "--distributed-timeout-minutes", "0.5", "--train-iters", 4)
+    processes, outputs = start_both(two_hosts, tmp_path, *flags, "--save", tmp_path / "apart")
+    codes = finish(processes)
+    said = "\n".join(f.read_text() for f in outputs)
+    assert codes == [0, 0], said
+    assert f"host 1 of 2 ({two_hosts[1].address})" in said
+    train(tmp_path, *flags, "--save", tmp_path / "together", ranks=2).expect(0)
+    apart, together = ([(r["step"], r["loss_hex"], r["grad_norm_hex"]) for r in records(tmp_path / n)] for n in ("apart", "together"))
+    assert apart == together and len(apart) == 4
+
+
+def test_sigterm_to_one_host_stops_and_saves_both(tmp_path: Path, two_hosts: list[Host]) -> None:
+    """As a scheduler does that takes one host away: all agree on the step, save it, and both shells see 75."""
+    run = tmp_path / "run"
+    processes, outputs = start_both(two_hosts, tmp_path, *SP2, "--train-iters", 5000, "--save", run, "--distributed-timeout-minutes", "0.5")
+    try:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, 60)
+        processes[1].send_signal(signal.SIGTERM)
+    finally:
+        codes = finish(processes)
+    said = "\n".join(f.read_text() for f in outputs)
+    assert codes == [75, 75], said
+    assert status(run)["status"] == "preempted" and len(saved_steps(run)) == 1
+
+
+def test_the_slurm_template(tmp_path: Path) -> None:
+    """sbatch's part is played by variables, srun's and scontrol's by two small programs; what they start is real."""
+    (tmp_path / "bin").mkdir()
+    fakes = {
+        "srun": '[ -z "$FAKE_CODE" ] || exit "$FAKE_CODE"; export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2\n'
+        'for i in 0 1; do SLURM_NODEID=$i "${@:$SKIP}" >"$LOGS/node$i.txt" 2>&1 & done\n'
+        "code=0; for job in $(jobs -p); do wait $job || code=$?; done; exit $code",
+        "scontrol": 'case "$1" in show) echo localhost; echo elsewhere ;; *) echo "$@" >>"$LOGS/scontrol.txt" ;; esac',
+    }
+    for name, body in fakes.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    text = (ROOT / "scripts/slurm.sbatch").read_text()
+    (srun,) = re.findall(r"^srun (.*?)bash -c", text, flags=re.MULTILINE)
+    assert "--ntasks-per-node=1" in text and "--kill-on-bad-exit" in srun
+    flags = (*TINY, *MOCK, *SP2, "--train-iters", 3, "--exit-interval", 2, "--save", tmp_path / "run")
+    variables: dict[str, object] = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "LOGS": tmp_path, "SKIP": len(srun.split()) + 1, "NPROC_PER_NODE": 1,
+        "SLURM_JOB_ID": os.getpid(), "SLURM_NNODES": 2, "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_SUBMIT_DIR": ROOT,
+    }  # fmt: skip
+    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "pretrain_gpt.py", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables))
+    said = done.stdout + done.stderr + "".join(f.read_text() for f in tmp_path.glob("*.txt"))
+    assert done.returncode == 0, said
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2] and not (tmp_path / "scontrol.txt").exists()
+    preempted = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables, FAKE_CODE=75))
+    assert preempted.returncode == 75 and (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n", preempted.stderr
+
+
+@pytest.mark.parametrize("variables, message", [
+    ({"NNODES": "two"}, "NNODES=two must be the number of hosts"),
+    ({"NNODES": 0}, "NNODES=0 must be the number of hosts, 1 or more"),
+    ({"NNODES": 2}, "give each of them NODE_RANK=0..1, a different one on each host, and MASTER_ADDR, the address of host 0"),
+    ({"NNODES": 2, "NODE_RANK": 1}, "give each of them MASTER_ADDR, the address of host 0"),
+    ({"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "127.0.0.1"}, "NODE_RANK=2 must be between 0 and 1, for NNODES=2"),
+    ({"NODE_RANK": 1}, "NODE_RANK=1 says that this is one of several hosts, but NNODES is not set"),
+    ({"NNODES": 1, "NODE_RANK": 1, "MASTER_ADDR": "127.0.0.1"}, "but NNODES is 1"),
+    ({"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "MASTER_PORT=http must be a port, 1 to 65535"),
+    ({"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "JOIN_TIMEOUT": "1m"}, "JOIN_TIMEOUT=1m must be a number of seconds"),
+    ({"NPROC_PER_NODE": 2}, "NPROC_PER_NODE=2 and the first argument (1) both say"),
+    ({"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid cannot be looked up"),
+    ({"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "192.0.2.7"}, "MASTER_ADDR=192.0.2.7"),
+    ({"SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_NUM_TASKS": 2}, "srun starts this on 2 hosts, but NNODES is not set"),
+    ({"SLURM_STEP_NUM_NODES": 1, "SLURM_STEP_NUM_TASKS": 8}, "srun starts this 8 times on 1 host(s)"),
+], ids=lambda v: " ".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "")  # fmt: skip
+def test_variables_that_cannot_work_are_answered_at_once(tmp_path: Path, variables: dict[str, object], message: str) -> None:
+    process = start(Host("127.0.0.1"), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **variables)
+    assert finish([process], 30) == [2]
+    said = (tmp_path / "said.txt").read_text()
+    assert message in said and said.count("error:") == 1 and "Traceback" not in said, said
+
+
+def test_a_port_in_use_and_a_master_that_does_not_come(tmp_path: Path) -> None:
+    common: dict[str, object] = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "JOIN_TIMEOUT": 1}
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        process = start(Host(""), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **common, NODE_RANK=0, MASTER_PORT=port)
+        assert finish([process], 30) == [2]
+    assert f"port {port} of this host is in use" in (tmp_path / "said.txt").read_text()
+    process = start(Host(""), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **common, NODE_RANK=1, MASTER_PORT=free_port())
+    assert finish([process], 30) == [7]
+    said = (tmp_path / "said.txt").read_text()
+    assert "nobody answers at MASTER_ADDR:MASTER_PORT 127.0.0.1:" in said and "see that host 0 was started" in said
+
+
+def test_nothing_is_left_behind() -> None:
+    with namespaces():
+        pass
+    if shutil.which("ip") is not None:
+        assert f"msp{os.getpid()}" not in ip("netns", "list").stdout
