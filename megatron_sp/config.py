@@ -104,20 +104,45 @@ class ModelConfig:
 
 @dataclass
 class ParallelConfig:
-    """Layout of the ranks."""
+    """Layout of the ranks: processes = tp * sp * dp."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's weights (tp)", unit="ranks", aliases=("tp-size",), low=1)
-    sequence_parallel: bool = flag(False, "shard activations between the tp regions along the sequence (Megatron)")
+    tensor_model_parallel_size: int = flag(
+        1,
+        "tp: ranks that split the weights of every layer, each with its share of the heads; for models too large for one device; keep them"
+        " within one host, they talk most",
+        unit="ranks",
+        aliases=("tp-size",),
+        low=1,
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "with tp > 1: between the split layers cut the activations along the sequence, over the same ranks; less memory, the same result"
+        " (Megatron's name; --sequence-parallel-size is something else)",
+    )
     sequence_parallel_size: int = flag(
-        1, "Ulysses degree (sp): ranks that share each sequence", unit="ranks", aliases=("ds-sequence-parallel-size", "sp-size"), low=1
+        1,
+        "sp: ranks that hold a piece of every sequence each, and trade it for a share of the heads around attention (Ulysses); for long"
+        " sequences; at most num-attention-heads / tp",
+        unit="ranks",
+        aliases=("ds-sequence-parallel-size", "sp-size"),
+        low=1,
     )
     sp_overlap_mode: Literal["none", "split-qkv", "chunked", "auto"] | None = flag(
-        None, "how Ulysses exchanges are cut to run under computation; auto times all ways at the start (default: none)"
+        None,
+        "how the exchanges of sp > 1 run under computation; none: they do not; split-qkv: q, k and v one after another; chunked: the heads"
+        " in parts (see --sp-head-chunks); auto: time all of them at the start, take the fastest (default: none)",
     )
-    sp_overlap_comm: bool = flag(False, "run Ulysses exchanges under computation: --sp-overlap-mode auto, or split-qkv if that is given")
-    split_qkv_linear: bool = flag(False, "project q, k and v one after another, each with its own exchange")
+    sp_overlap_comm: bool = flag(
+        False, "with sp > 1: run exchanges under computation, as --sp-overlap-mode auto; with --split-qkv-linear as split-qkv"
+    )
+    split_qkv_linear: bool = flag(
+        False, "with sp > 1: project q, k and v one after another, each with its own exchange; add --sp-overlap-comm to run them under it"
+    )
     sp_head_chunks: int | None = flag(
-        None, "--sp-overlap-mode chunked with each rank's query heads in N chunks (default: 2)", unit="chunks", low=1
+        None,
+        "--sp-overlap-mode chunked with each rank's query heads in N parts: more of them hide more, but each works less well (default: 2)",
+        unit="chunks",
+        low=1,
     )
     pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1)
     context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1)
@@ -127,7 +152,9 @@ class ParallelConfig:
         False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
     )
     verify_dtype: Literal["fp64", "fp32"] | None = flag(None, "number format of --verify-parallelism (default: fp64, on GPUs fp32)")
-    overlap_grad_reduce: bool = flag(True, "reduce each block's gradients under the rest of the backward pass")
+    overlap_grad_reduce: bool = flag(
+        True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
+    )
 
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks."""

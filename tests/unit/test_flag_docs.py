@@ -26,3 +26,24 @@ def test_every_flag_and_alias_is_on_it() -> None:
             flag = name.replace("_", "-")
             assert f"`--{flag}`" in text or f"`--no-{flag}`" in text
             assert all(f"`--{alias}`" in text for alias in cls.__dataclass_fields__[name].metadata["aliases"])
+
+
+def test_a_switch_that_is_on_says_what_turning_it_off_means() -> None:
+    """--help and the page list it as --no-..., next to what it does while it is on."""
+    for cls in GROUPS.values():
+        for name, kind in field_kinds(cls).items():
+            item = cls.__dataclass_fields__[name]
+            if kind.base == "bool" and item.default is True:
+                assert f"--no-{name.replace('_', '-')}: " in item.metadata["help"]
+
+
+def test_the_parallel_flags_explain_themselves() -> None:
+    """Each size says what tp, sp and dp mean; the two flags whose names differ by one word point at each other."""
+    fields = GROUPS["parallel"].__dataclass_fields__
+    assert "tp * sp * dp" in (GROUPS["parallel"].__doc__ or "")
+    assert fields["tensor_model_parallel_size"].metadata["help"].startswith("tp: ")
+    assert fields["sequence_parallel_size"].metadata["help"].startswith("sp: ")
+    assert fields["sequence_parallel_size"].metadata["aliases"] == ("ds-sequence-parallel-size", "sp-size")
+    assert "--sequence-parallel-size" in fields["sequence_parallel"].metadata["help"]
+    for name in ("sp_overlap_comm", "split_qkv_linear", "sp_overlap_mode"):
+        assert "sp > 1" in fields[name].metadata["help"], "they mean nothing without it"
