@@ -33,13 +33,21 @@ else
     nproc=2
     precision=()
 fi
+# Each sequence is cut over as many processes as there are, or the most (of the 4 heads each needs one) that divide them: sequence
+# parallel (Ulysses), its exchanges under computation. What is left over is data parallel.
+heads=4
+sp=$((nproc < heads ? nproc : heads))
+while [ $((nproc % sp)) -ne 0 ]; do sp=$((sp - 1)); done
+layout=()
+[ "$sp" -eq 1 ] || layout=(--sequence-parallel-size "$sp" --sp-overlap-comm)
 train=(pretrain_gpt.py
-    --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
+    --num-layers 4 --hidden-size 256 --num-attention-heads "$heads" --seq-length 256
     --attention-dropout 0 --hidden-dropout 0 --data-path "$out/corpus_text_document" --split 96,3,1 "${tokenizer[@]}"
-    --micro-batch-size 4 --global-batch-size $((4 * nproc)) --train-iters "$steps"
+    --micro-batch-size $((4 * sp)) --global-batch-size $((4 * nproc)) --train-iters "$steps"
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
     --eval-interval "$every" --eval-iters 8 --log-interval "$log"
-    --save "$run" --save-interval "$every" --auto-resume ${precision[@]+"${precision[@]}"})
+    --save "$run" --save-interval "$every" --auto-resume
+    ${precision[@]+"${precision[@]}"} ${layout[@]+"${layout[@]}"})
 
 # The step that the run has reached, from its log; 0 before the first one.
 reached() { "$python" -c 'import json, sys
@@ -47,7 +55,7 @@ print(max((json.loads(line)["step"] for line in open(sys.argv[1]) if line.endswi
     "$run/metrics.jsonl" 2>/dev/null || echo 0; }
 
 if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
-    say "4. Training on $nproc processes; half-way it will be killed without warning"
+    say "4. Training on $nproc processes, each sequence cut over $sp of them; half-way it will be killed without warning"
     victim=$((steps / 2 + every / 2))
     bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/first_attempt.err" & # torchrun reports the kill at length
     job=$!

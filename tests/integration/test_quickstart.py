@@ -48,6 +48,8 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
     assert [r["step"] for r in records if r["kind"] == "valid"][-1] == 16
     assert records[-1]["kind"] == "test" and not [n for n in notes if "no records" in n]
     assert json.loads((tmp_path / "gpt/run_status.json").read_text())["status"] == "done"
+    assert "each sequence cut over 2 of them" in first, "two processes on a CPU"
+    assert first.count("--sp-overlap-mode auto: ") == 1, "the choice of the first attempt is kept in the checkpoint"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for promised in ("tokens/s", "valid loss", "perplexity", "What next"):
         assert promised in first
@@ -79,3 +81,29 @@ def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
     output = run("set -e\n" + block, tmp_path)
     assert "step 4/4" in output and output.rstrip().splitlines()
     assert (tmp_path / "runs/mine/checkpoints/step-000004/MANIFEST.json").exists()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+@needs_venv
+def test_the_layouts_of_the_readme_have_the_same_losses(tmp_path: Path) -> None:
+    """tp, sp, both, and neither, as the block says, with a smaller model."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    block = next(b for b in blocks if "runs/layout-both" in b)
+    shrunk = {"--num-layers 4": "--num-layers 2", "--hidden-size 256": "--hidden-size 64", "--seq-length 512": "--seq-length 50",
+              "--train-iters 20": "--train-iters 2", "--log-interval 5": "--log-interval 1"}  # fmt: skip
+    for long, short in shrunk.items():
+        assert long in block, f"the README no longer says {long}"
+        block = block.replace(long, short)
+    block = block.replace("pretrain_gpt.py", shlex.quote(str(ROOT / "pretrain_gpt.py"))).replace(
+        " scripts/", f" {shlex.quote(str(ROOT))}/scripts/"
+    )
+    said = run("set -e\n" + block, tmp_path)
+    assert "sp 2" in said and "tp 2" in said
+    losses = {
+        name: [r["loss"] for r in read_records(tmp_path / f"runs/layout-{name}")[0] if r["kind"] == "train"]
+        for name in ("dp", "sp", "tp", "both")
+    }
+    assert len(losses["dp"]) == 2
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["dp"], rel=1e-5), name
