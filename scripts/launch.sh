@@ -35,11 +35,11 @@ fi
 nnodes="${NNODES:-1}"
 number "$nnodes" && [ "$nnodes" -ge 1 ] || die 2 "NNODES=$nnodes must be the number of hosts, 1 or more"
 nnodes=$((10#$nnodes))
-if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ] && [ "${NNODES:-}" != "$SLURM_STEP_NUM_NODES" ]; then
-    die 2 "srun starts this on $SLURM_STEP_NUM_NODES hosts, but NNODES is ${NNODES:-not set}, so each would train on its own: see scripts/slurm.sbatch"
+if [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ] && [ -z "${NNODES:-}" ]; then
+    die 2 "srun starts this on $SLURM_STEP_NUM_NODES hosts, but NNODES is not set, so each would train on its own: see scripts/slurm.sbatch, or set NNODES=1"
 fi
 if [ "${SLURM_STEP_NUM_TASKS:-1}" -gt "${SLURM_STEP_NUM_NODES:-1}" ]; then
-    die 2 "srun starts this $SLURM_STEP_NUM_TASKS times on ${SLURM_STEP_NUM_NODES:-1} host(s), but once for each host is right: --ntasks-per-node=1"
+    die 2 "srun starts this $SLURM_STEP_NUM_TASKS times on ${SLURM_STEP_NUM_NODES:-1} host(s), but once for each host is right: --ntasks-per-node=1 (in an interactive shell: unset SLURM_STEP_NUM_TASKS)"
 fi
 if [ "$nnodes" -gt 1 ]; then
     missing=""
