@@ -1,0 +1,116 @@
+"""The plan of a Ulysses exchange, over all small numbers of heads, groups, ranks, modes and chunks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_sp.parallel.heads import Chunk, deal, is_uniform, key_of_each_query, plan_heads, runs_of
+
+MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), *(("chunked", count) for count in (1, 2, 3, 4, 5, 9))]
+SIZES = [(r, g, sp) for r, g, sp in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 3, 5, 8), range(1, 9)) if r * g >= sp]
+
+
+def plans() -> list[tuple[int, int, int, Any, int, list[Chunk]]]:
+    return [(r, g, sp, mode, count, plan_heads(r, g, sp, mode, count)) for r, g, sp in SIZES for mode, count in MODES]
+
+
+def heads_of(chunks: list[Chunk], rank: int) -> list[int]:
+    return [q for chunk in chunks for q in chunk.shares[rank].queries]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(n, p) for n in range(12) for p in range(1, 9)])
+def test_dealing_is_contiguous_and_the_first_get_more(count: int, parts: int) -> None:
+    dealt = deal(count, parts)
+    assert [x for run in dealt for x in run] == list(range(count)) and len(dealt) == parts
+    sizes = [len(run) for run in dealt]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+def test_every_query_head_is_worked_on_exactly_once_in_order() -> None:
+    for r, g, sp, _, _, chunks in plans():
+        assert [q for rank in range(sp) for q in heads_of(chunks, rank)] == list(range(r * g))
+        sizes = [len(heads_of(chunks, rank)) for rank in range(sp)]
+        assert sizes == [len(run) for run in deal(r * g, sp)]
+
+
+def test_every_rank_gets_the_keys_it_uses_once_and_before_it_uses_them() -> None:
+    for r, _, sp, _, _, chunks in plans():
+        for rank in range(sp):
+            had: list[int] = []
+            for chunk in chunks:
+                share = chunk.shares[rank]
+                had += share.keys
+                assert sorted({q // r for q in share.queries}) == list(share.uses)
+                assert set(share.uses) <= set(had), "a follower came before its leader"
+                assert not share.keys or share.keys == share.uses, "a chunk brings either all keys it uses or none"
+                assert share.keys or len(share.uses) <= 1, "a follower is part of one group"
+                assert all(r_place in range(len(share.uses)) for r_place in key_of_each_query(share, r))
+                assert [share.uses[i] for i in key_of_each_query(share, r)] == [q // r for q in share.queries]
+            assert had == sorted({q // r for q in heads_of(chunks, rank)})
+
+
+def test_messages_carry_the_rows_of_the_shares() -> None:
+    for r, _, sp, mode, _, chunks in plans():
+        for chunk in chunks:
+            assert [m.part for m in chunk.messages] == (["q", "k", "v"] if mode == "split-qkv" else ["qkv"])
+            assert all(len(m.rows) == sp for m in chunk.messages)
+            for rank, share in enumerate(chunk.shares):
+                queries = [(q // r) * (r + 2) + q % r for q in share.queries]
+                keys, values = ([k * (r + 2) + r + i for k in share.keys] for i in (0, 1))
+                if mode == "split-qkv":
+                    assert [list(m.rows[rank]) for m in chunk.messages] == [queries, keys, values]
+                    continue
+                rows = list(chunk.messages[0].rows[rank])
+                assert sorted(rows) == sorted([*queries, *keys, *values])
+                if share.keys and is_uniform(share, r):
+                    each = len(queries) // len(keys)
+                    groups = [rows[i * (each + 2) : (i + 1) * (each + 2)] for i in range(len(keys))]
+                    assert [(g[:-2], g[-2], g[-1]) for g in groups] == [
+                        (queries[i * each : (i + 1) * each], keys[i], values[i]) for i in range(len(keys))
+                    ]
+                else:
+                    assert rows == [*queries, *keys, *values]
+
+
+def test_uniform_means_equally_many_queries_for_each_key() -> None:
+    for r, _, sp, _, _, chunks in plans():
+        for chunk in chunks:
+            for rank in range(sp):
+                share = chunk.shares[rank]
+                served = {sum(q // r == k for q in share.queries) for k in share.uses}
+                assert is_uniform(share, r) == (len(served) <= 1)
+
+
+def test_where_groups_divide_evenly_the_fused_weight_is_sent_as_it_stands() -> None:
+    for r, g, sp in SIZES:
+        if g % sp == 0:
+            (message,) = plan_heads(r, g, sp, "none")[0].messages
+            rows = tuple(row for of_rank in message.rows for row in of_rank)
+            assert rows == tuple(range(g * (r + 2))) and runs_of(rows) == (slice(0, g * (r + 2)),)
+
+
+def test_all_ranks_have_as_many_chunks_as_asked_for_where_there_are_heads_for_them() -> None:
+    for r, g, sp, mode, count, chunks in plans():
+        most = -(-r * g // sp)  # of the ranks' numbers of query heads
+        assert len(chunks) == 1 if mode != "chunked" else len(chunks) <= min(count, most)
+        assert all(len(chunk.shares) == sp for chunk in chunks)
+        if mode == "chunked" and g == 1 and r % sp == 0:  # one group: its queries can be cut at will
+            assert len(chunks) == min(count, r // sp)
+        if mode == "chunked" and r == 1:
+            assert len(chunks) == min(count, most)
+
+
+@pytest.mark.parametrize(("r", "g", "sp"), [(1, 1, 2), (1, 3, 4), (3, 1, 4)])
+def test_fewer_query_heads_than_ranks_is_an_error(r: int, g: int, sp: int) -> None:
+    with pytest.raises(ValueError, match=f"{r * g} query heads cannot be dealt out to {sp} ranks"):
+        plan_heads(r, g, sp, "none")
+
+
+@pytest.mark.parametrize("rows", [(), (3,), (0, 1, 2), (2, 1, 0), (0, 1, 4, 5, 2, 3), (1, 1)])
+def test_runs_name_the_same_rows_with_no_run_to_join(rows: tuple[int, ...]) -> None:
+    runs = runs_of(rows)
+    assert [row for run in runs for row in range(run.start, run.stop)] == list(rows)
+    assert all(a.stop != b.start for a, b in itertools.pairwise(runs))
