@@ -1,6 +1,7 @@
-# style: reformat; checks: everything but the tests; test: checks and tests; test-full: every layout with everything; test-gpu: those that need a GPU; docs: generated pages
+# style: reformat; checks: everything but the tests; test: checks and tests; test-full: every layout with everything (hours);
+# test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-full test-gpu docs
+.PHONY: env style checks test test-full test-gpu mutants docs
 
 env:
 	bash scripts/setup_env.sh dev
@@ -27,3 +28,6 @@ test-gpu: env
 
 docs: env
 	$(PYTHON) tools/make_flag_docs.py
+
+mutants: env
+	$(PYTHON) tests/mutants.py --write
