@@ -74,11 +74,12 @@ def _linear(seq: bool) -> None:
     with late_network():
         x, w = make(S // tp.parts, B, H, seed=1).requires_grad_(), own(7, H, seed=2).requires_grad_()
         y = own(S, B, 7, seed=3)
-        ax, _ = column_linear(x, w, tp=tp)
-        ax.backward(y)
+        z = make(S // tp.parts, B, H, seed=9)  # what arrives at the residual branch
+        ax, again = column_linear(x, w, tp=tp)
+        torch.autograd.backward([ax, again], [y, z])
         assert x.grad is not None and w.grad is not None
-        ax_y = total((ax * y).sum())
-        assert_adjoint(ax_y, total((x * x.grad).sum() / (1 if seq else size)))
+        ax_y, replicas = total((ax * y).sum()), 1 if seq else size
+        assert_adjoint(ax_y + total((x * z).sum() / replicas), total((x * x.grad).sum() / replicas))
         assert_adjoint(ax_y, total((w * w.grad).sum()))
         x, w = own(S, B, 7, seed=4).requires_grad_(), own(H, 7, seed=5).requires_grad_()
         y = make(S // tp.parts, B, H, seed=6)
