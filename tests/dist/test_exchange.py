@@ -152,14 +152,18 @@ def _exchange_pairs() -> None:
 
 
 class LinearCore:
-    """An "attention" that is linear in q, k and v: a running sum over positions, with another weight for each head."""
-
-    parameters = ()
+    """An "attention" that is linear in q, k and v: a running sum over positions, with another weight for each head; ``scale`` is a parameter."""
 
     def __init__(self, r: int, d: int, *, fused: bool) -> None:
         self.r, self.d, self.fused = r, d, fused
+        self.scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        self.parameters = [self.scale]
 
     def prepare(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        q, k, v = self._heads(wires, share)
+        return q * self.scale, k, v
+
+    def _heads(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         s, b = next(iter(wires.values())).shape[:2]
         queries, keys = len(share.queries), len(share.keys)
         if not self.fused:
@@ -228,6 +232,9 @@ def _region(tp_size: int, seq: bool, mode: Any, chunks: int, r: int, g: int, s: 
             a, c = (slice(t * k // tp_size, (t + 1) * k // tp_size) for k in (len(w_qkv), n * d))
             whole += attention_block(x_all[:s], norm, (w_qkv[a], None), (w_proj[:, c].contiguous(), None), fused, dense)[0]
         assert law_error(out[: max(0, s - cut.start)], whole[cut]) <= FP64
+        whole.backward(y_all[:s])
+        assert core.scale.grad is not None and fused.scale.grad is not None
+        assert_adjoint(float(fused.scale.grad), total(core.scale.grad))
 
 
 def _regions(sp: int) -> None:
