@@ -155,6 +155,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = flag(
         True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
     )
+    check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks."""

@@ -16,6 +16,7 @@ import torch
 from errors import FP32, FP64, assert_law
 from torch import Tensor
 
+from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
@@ -237,8 +238,7 @@ class Sharded:
             loss.backward()
             total += loss.detach()
         self.gradients.finish_step()
-        torch.distributed.all_reduce(total, group=self.groups.dp_sp)
-        return total
+        return all_reduce(total, self.groups.dp_sp)
 
     def grads(self) -> dict[str, Tensor]:
         return {slot.name: slot.view(unit.grads) for unit in self.units for slot in unit.slots}

@@ -7,6 +7,8 @@ counts swapped; a sum over ranks whose result everybody uses once has the identi
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_sp.comm.check import announced
 from megatron_sp.comm.groups import Group
 
 # torch 2.13 has new names for two of them and warns about the old ones
@@ -25,7 +28,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class Handle:
     """A collective under way. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
 
-    Neither the operand nor the result may be touched before; the handle keeps both alive.
+    Neither the operand nor the result may be touched before; the handle keeps both alive. One that is dropped without ``wait()`` warns.
     """
 
     def __init__(
@@ -49,6 +52,13 @@ class Handle:
         self._work = self._finish = self._operand = None
         return result
 
+    def __del__(self) -> None:
+        # an exception that is being handled has cut short the code that would have waited; at the interpreter's end modules are half gone
+        if getattr(self, "_work", None) is None or sys.is_finalizing() or sys.exc_info()[0] is not None:
+            return
+        what = f"{self._name} of {tuple(self._result.shape)} {str(self._result.dtype).removeprefix('torch.')}"
+        warnings.warn(f"nobody waited for {what}: whoever uses its result or its operand may read half of it", RuntimeWarning, stacklevel=1)
+
     @property
     def waited(self) -> bool:
         """Whether the result has been taken."""
@@ -67,7 +77,10 @@ def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum"
 
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
     """Start reducing ``x`` in place; it must not be touched before ``wait()``."""
-    work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if group.size() > 1 and x.numel() > 0 else None
+    if group.size() == 1:
+        return Handle(None, x, "all_reduce")
+    group = announced(group, f"all_reduce {op}", x)
+    work = dist.all_reduce(x, _OPS[op], group=group, async_op=True) if x.numel() > 0 else None
     return Handle(work, x, "all_reduce")
 
 
@@ -83,6 +96,7 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
     size = group.size()
     if size == 1:
         return done(x)
+    group = announced(group, "all_gather", x)
     if out is None:
         out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     work = _all_gather(out, x, group=group, async_op=True) if x.numel() else None
@@ -105,6 +119,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
     if size == 1:
         return done(x)
     assert x.shape[0] % size == 0, f"dim 0 of {tuple(x.shape)} must be a multiple of the group's size ({size})"
+    group = announced(group, "reduce_scatter", x)
     result = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
     if x.numel() == 0:
         return Handle(None, result, "reduce_scatter")
@@ -138,6 +153,7 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
     """
     if group.size() == 1:
         return done(send)
+    group = announced(group, "all_to_all", send, send=send_counts, receive=receive_counts)
     work = dist.all_to_all_single(receive, send, list(receive_counts), list(send_counts), group=group, async_op=True)
     return Handle(work, receive, "all_to_all", operand=send)
 
@@ -145,6 +161,7 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
     """Overwrite ``x`` with that of the group's rank ``group_src``."""
     if group.size() > 1:
+        group = announced(group, f"broadcast from {group_src}", x)
         dist.broadcast(x, group=group, group_src=group_src)
     return x
 
@@ -152,4 +169,4 @@ def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
 def barrier(group: Group) -> None:
     """Wait for everybody in the group."""
     if group.size() > 1:
-        dist.barrier(group=group)
+        dist.barrier(group=announced(group, "barrier"))

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_sp.comm.check import check_groups
 from megatron_sp.comm.rendezvous import fresh_store
 
 Group = dist.ProcessGroup
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class _Alone:
@@ -78,9 +80,16 @@ class ParallelGroups:
     device: torch.device
 
     @classmethod
-    def create(cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None) -> ParallelGroups:
+    def create(
+        cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None, check: bool = False
+    ) -> ParallelGroups:
         """Build the groups of an initialised default process group.
 
+        Args:
+            device: of this rank's tensors.
+            tp_size, sp_size: the rest of the ranks is dp.
+            timeout: after which a collective counts as dead.
+            check: compare the ranks' calls before each collective (``comm/check.py``).
         Raises:
             ValueError: tp_size * sp_size does not divide the world.
         """
@@ -93,10 +102,13 @@ class ParallelGroups:
         control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         assert dist.group.WORLD is not None and control is not None
         dp_sp = mesh["dp", "sp"]._flatten("dp_sp").get_group() if sp_size > 1 else mesh.get_group("dp")
-        return cls(
-            mesh=mesh, dp=mesh.get_group("dp"), sp=mesh.get_group("sp"), tp=mesh.get_group("tp"),
-            dp_sp=dp_sp, world=dist.group.WORLD, control=control, device=device,
-        )  # fmt: skip
+        groups = {
+            "world": dist.group.WORLD, "control": control, "tp": mesh.get_group("tp"), "sp": mesh.get_group("sp"),
+            "dp": mesh.get_group("dp"), "dp_sp": dp_sp,
+        }  # fmt: skip
+        if check:
+            groups = check_groups(groups, timeout or _DEFAULT_TIMEOUT)
+        return cls(mesh=mesh, device=device, **groups)
 
     @property
     def rank(self) -> int:

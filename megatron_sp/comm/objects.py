@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_sp.comm.check import announced
+
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value, in the order of ranks, on every rank. Collective.
@@ -24,6 +26,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     mine = _encode(value)
     if group is None:
         return [_decode(mine)]
+    if group.size() > 1:
+        group = announced(group, "gather_json")
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
     longest = max(int(size) for size in sizes)
@@ -38,6 +42,8 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None, src: int = 0) ->
     """The value of the group's rank ``src`` on every rank; what the others pass is ignored. Collective."""
     if group is None:
         return _decode(_encode(value))
+    if group.size() > 1:
+        group = announced(group, f"broadcast_json from {src}")
     is_source = dist.get_rank(group) == src
     data = _encode(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
+from megatron_sp.utils.processes import is_running
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")
 
@@ -31,7 +32,7 @@ class Peers:
         """Ranks of this host whose process is gone; waits a little for one to appear."""
         deadline = time.monotonic() + patience_s
         here = [r for r, host in enumerate(self.hosts) if host == socket.gethostname()]
-        while not (dead := [r for r in here if not _is_running(self.pids[r])]) and time.monotonic() < deadline:
+        while not (dead := [r for r in here if not is_running(self.pids[r])]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return dead
 
@@ -55,21 +56,3 @@ def is_peer_failure(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """The beginning of an error's text, or its type when it has none."""
     return next((line[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")  # a zombie has died, only its parent has not looked yet
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return False
-    except OSError:
-        pass
-    try:  # no /proc (macOS)
-        os.kill(pid, 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True

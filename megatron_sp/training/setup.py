@@ -65,9 +65,11 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
         launch: this process's place.
     """
     status = RunStatus()
+    held: list[Exception] = []  # to the end: collectives that were under way in its frames are not worth a warning
     try:
         code = body(status)
     except ReportedError as error:
+        held.append(error)
         code = error.exit_code
         if launch.rank == 0 or not error.on_all_ranks:
             prefix = "" if error.on_all_ranks else f"[rank {launch.rank}] "
@@ -77,6 +79,7 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
             ):  # the rank that died has said why: that counts, not our wait for it
                 status.write("failed", code, str(error))
     except Exception as error:
+        held.append(error)
         code = 1
         traceback.print_exc()
         status.write("failed", code, f"{type(error).__name__}: {error}")
@@ -134,8 +137,9 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     try:
         init_process_group(launch, device, parallel.distributed_backend, timeout)
         return ParallelGroups.create(
-            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout
-        )
+            device, tp_size=parallel.tensor_model_parallel_size, sp_size=parallel.sequence_parallel_size, timeout=timeout,
+            check=parallel.check_collectives,
+        )  # fmt: skip
     except RuntimeError as error:
         if not is_peer_failure(error):
             raise

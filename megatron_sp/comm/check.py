@@ -1,0 +1,283 @@
+"""--check-collectives: the ranks of a group compare what they are about to call, so that a bug is named instead of hanging.
+
+A collective that one rank skips, or calls with another shape, makes the others wait until a timeout that says nothing, or mixes up
+bytes. Here each rank first writes its call (operation, shape, type, counts, place in the code) under its number into the job's store,
+reads the calls of the others, and goes on only if they fit. The store is used because a collective could not do it: the rank in question
+may not come.
+
+    rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
+
+A rank's call k-1 may go when call k of all others is there, for whoever has made call k has read all of k-1; so the store holds at most
+two calls of each rank and group. Every collective becomes a rendezvous of its group and costs a few round trips to the store: nothing
+overlaps, the mode is for finding bugs. It works for every backend. Off, groups are torch's own and no store is touched.
+
+Nothing is global: a checked group is an object with its number of calls in it, made by ``ParallelGroups.create``, with the two methods
+that layers use (``size``, ``rank``); the functions of this folder take the process group out of it by ``announced``.
+
+What is raised: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not come in time is a
+lost peer, exit code 7, on those that wait for it: from outside, one that stands still and one that forgot the call look the same, so the
+message says what it did last, and where it waits if it waits elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_sp.utils.errors import PeerError, ReportedError
+from megatron_sp.utils.processes import is_running
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_HERE = str(Path(__file__).resolve().parent) + os.sep
+_SPACE = "check_collectives"
+_PATIENCE_S = 1.0  # a wait that is longer is worth looking into: has somebody died, does somebody wait elsewhere?
+_FAREWELL_S = 3.0  # how long one waits, before it ends, for the others to have read why
+
+
+class DivergenceError(ReportedError):
+    """The ranks of a group have called different collectives: a bug, hence the exit code of one."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as a rank is about to make it.
+
+    Attributes:
+        what: operation, shape and type, in words; the same on all ranks.
+        send, receive: elements to and from each rank, for exchanges.
+        place: where it is called.
+    """
+
+    what: str
+    send: list[int]
+    receive: list[int]
+    place: str
+
+    def __str__(self) -> str:
+        counts = f" sending {self.send}, expecting {self.receive}" if self.send or self.receive else ""
+        return f"{self.what}{counts} at {self.place}"
+
+
+def announced(
+    group: dist.ProcessGroup, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()
+) -> dist.ProcessGroup:
+    """Torch's process group behind ``group``; if that is a checked one, after all its ranks have announced the same call.
+
+    Args:
+        group: of more than one rank.
+        op: the operation, with its variant.
+        x: operand, whose shape and type must be the same on all ranks (its type alone where counts are given).
+        send, receive: elements to and from each rank.
+    Raises:
+        DivergenceError: some rank is about to make another call.
+        PeerError: some rank has died or has not come.
+    """
+    maybe: object = group
+    if not isinstance(maybe, CheckedGroup):
+        return group
+    words = [op]
+    if x is not None:
+        words += [] if send or receive else [str(tuple(x.shape))]
+        words += [str(x.dtype).removeprefix("torch.")]
+    maybe.check(Call(" ".join(words), list(send), list(receive), _place()))
+    return maybe.process_group
+
+
+def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """The same groups, checked, of an initialised default process group. One that has several names is one object, called by the first.
+
+    Args:
+        groups: by name; groups of one rank stay as they are.
+        timeout: how long to wait for a rank; that of the collectives.
+    """
+    rank = dist.get_rank()
+    store = dist.PrefixStore(_SPACE, dist.distributed_c10d._get_default_store())  # has no public name
+    made = store.add(f"made/{rank}", 1)  # groups may be built again in one job, and then count from 1 again
+    store = dist.PrefixStore(str(made), store)
+    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+    checked: dict[str, CheckedGroup] = {}
+    for name, group in groups.items():
+        if group.size() > 1 and group.group_name not in checked:
+            checked[group.group_name] = CheckedGroup(group, name, store, timeout.total_seconds())
+    return {name: cast(dist.ProcessGroup, checked.get(group.group_name, group)) for name, group in groups.items()}
+
+
+class CheckedGroup:
+    """A process group whose collectives are compared before they run.
+
+    Args:
+        process_group: torch's.
+        name: for messages; with the first rank it tells groups apart.
+        store: reached by all ranks of the job.
+        timeout_s: how long to wait for a rank.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, name: str, store: dist.Store, timeout_s: float) -> None:
+        self.process_group, self.name = process_group, name
+        self._ranks = dist.get_process_group_ranks(process_group)
+        self._store, self._space, self._timeout_s = store, f"{name}/{self._ranks[0]}", timeout_s
+        self._number = 0
+
+    def size(self) -> int:
+        return self.process_group.size()
+
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    def check(self, call: Call) -> None:
+        """Compare the next call with those of the other ranks.
+
+        Raises:
+            DivergenceError, PeerError: see ``announced``.
+        """
+        self._number += 1
+        self._store.set(self._key(self.rank()), json.dumps(asdict(call)))
+        calls = self._calls(call)
+        if self._number > 1:
+            self._store.delete_key(self._key(self.rank(), self._number - 1))
+        trouble = _differences(calls, self._ranks)
+        if trouble:
+            title = f"collective {self._number} of group {self.name} differs between its ranks"
+            self._fail(DivergenceError(f"{title}{trouble}"), list(range(self.size())))
+
+    def _key(self, member: int, number: int | None = None) -> str:
+        return f"{self._space}/{self._number if number is None else number}/{member}"
+
+    def _calls(self, mine: Call) -> list[Call]:
+        """What all ranks call, in their order."""
+        keys = [self._key(member) for member in range(self.size())]
+        began, pause_s, looks = time.monotonic(), 1e-4, 0
+        waiting = f"waiting/{self._ranks[self.rank()]}"
+        while not self._store.check(keys):
+            waited = time.monotonic() - began
+            if waited > _PATIENCE_S or waited > self._timeout_s:
+                if looks == 0:
+                    self._store.set(waiting, f"collective {self._number} of group {self.name} ({mine})")
+                looks += 1
+                self._look(keys, waited)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02 if waited < _PATIENCE_S else 0.2)
+        if looks:
+            self._store.delete_key(waiting)
+        return [Call(**json.loads(value)) for value in self._store.multi_get(keys)]
+
+    def _look(self, keys: list[str], waited_s: float) -> None:
+        """Somebody is late: raise if one of the others has told why, if a rank has died, or if the time is over."""
+        verdict = self._key(-1)
+        absent = [member for member, key in enumerate(keys) if not self._store.check([key])]
+        if not absent:
+            return
+        present = [member for member in range(len(keys)) if member not in absent]
+        if self._store.check([verdict]):
+            self._fail(PeerError(self._store.get(verdict).decode()), present)
+        dead = [member for member in absent if self._has_ended(member)]
+        if not dead and waited_s <= self._timeout_s:
+            return
+        if dead and any(self._store.check([keys[member]]) for member in dead):
+            return  # it came between the two looks, and ended after that
+        call = Call(**json.loads(self._store.get(keys[present[0]])))
+        lines = [f"{_name(present, self._ranks)} call{'s' * (len(present) == 1)} {call}"]
+        lines += [self._about(member, member in dead) for member in (dead or absent)[:8]]
+        text = f"collective {self._number} of group {self.name}: " + ";\n  ".join(lines)
+        text += "\nStart the same command again with --auto-resume." if dead else ""
+        self._fail(PeerError(self._store.compare_set(verdict, "", text).decode()), present)
+
+    def _has_ended(self, member: int) -> bool:
+        host, pid = self._process(member)
+        return host == socket.gethostname() and not is_running(pid)
+
+    def _process(self, member: int) -> tuple[str, int]:
+        key = f"process/{self._ranks[member]}"
+        host, pid = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid())
+        return str(host), int(pid)
+
+    def _about(self, member: int, dead: bool) -> str:
+        rank, last, waiting = self._ranks[member], self._key(member, self._number - 1), f"waiting/{self._ranks[member]}"
+        host, pid = self._process(member)
+        text = f"rank {rank} (pid {pid} on {host}) has died" if dead else f"rank {rank} has not come within {self._timeout_s:g} s"
+        if self._store.check([last]):
+            text += f", its last collective of this group was {self._number - 1}: {Call(**json.loads(self._store.get(last)))}"
+        else:
+            text += ", it has made no collective of this group"
+        if self._store.check([f"failed/{rank}"]):  # its end follows from trouble in another group
+            text += f", and this was its last word:\n{self._store.get(f'failed/{rank}').decode()}"
+        elif not dead and self._store.check([waiting]):
+            text += f"; it waits in {self._store.get(waiting).decode()}"
+        return text
+
+    def _fail(self, error: ReportedError, present: list[int]) -> NoReturn:
+        """Raise, when the others that are here know as well: this process may be the one that keeps the store."""
+        error.on_all_ranks = any(self._ranks[member] == 0 for member in present)  # then rank 0 says it for all
+        self._store.set(f"failed/{self._ranks[self.rank()]}", str(error))
+        self._store.set(f"{self._key(self.rank())}/seen", "1")
+        _wait_for(lambda: self._store.check([f"{self._key(member)}/seen" for member in present]))
+        raise error
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _FAREWELL_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _differences(calls: list[Call], ranks: list[int]) -> str:
+    """What is wrong with the calls of a group's ranks, as the rest of a sentence; "" if they fit."""
+    kinds = _alike([call.what for call in calls])
+    if len(kinds) > 1:
+        most = max(kinds, key=len)
+        others = [member for kind in kinds if kind is not most for member in kind]
+        told = f": {_name(others, ranks)} diverge{'s' * (len(others) == 1)}" if 2 * len(most) > len(calls) else ""
+        same = _alike([str(call) for call in calls])
+        lines = [f"\n  {_name(kind, ranks)} call{'s' * (len(kind) == 1)} {calls[kind[0]]}" for kind in same[:8]]
+        return f"{told}{''.join(lines)}\nEvery rank of a group must make the same calls in the same order."
+    wrong = [
+        f"\n  rank {ranks[i]} sends {sender.send[j]} elements to rank {ranks[j]}, which expects {receiver.receive[i]}"
+        for i, sender in enumerate(calls) for j, receiver in enumerate(calls)
+        if sender.send and receiver.receive and sender.send[j] != receiver.receive[i]
+    ]  # fmt: skip
+    if not wrong:
+        return ""
+    places = [f"\n  {_name(kind, ranks)}: {calls[kind[0]]}" for kind in _alike([str(call) for call in calls])[:8]]
+    return f":{''.join(wrong[:8])}{''.join(places)}"
+
+
+def _alike(texts: list[str]) -> list[list[int]]:
+    """Indices of equal texts together, in the order in which they come first."""
+    found: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        found.setdefault(text, []).append(index)
+    return list(found.values())
+
+
+def _name(members: list[int], ranks: list[int]) -> str:
+    """Their numbers in the job: rank 1; ranks 0, 2."""
+    numbers = [str(ranks[member]) for member in members]
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers[:8])}{more}"
+
+
+def _place() -> str:
+    """The first two frames outside this folder: the second tells the callers of a layer's helper apart."""
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if not path.startswith(_HERE) and os.path.basename(path) != "contextlib.py":
+            short = path.removeprefix(_PACKAGE) if path.startswith(_PACKAGE) else os.sep.join(path.split(os.sep)[-2:])
+            places.append(f"{short}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " from ".join(places) or "?"
