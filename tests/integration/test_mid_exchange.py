@@ -1,0 +1,63 @@
+"""A rank that dies in the middle of an exchange: under the real launcher the others name it and end with code 7, at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_torchrun import ROOT, gone, launch
+from training import records, status
+
+pytestmark = pytest.mark.torchrun
+
+# pretrain_gpt.py, but one rank starts a collective of a layer and is gone before it has ended
+DYING = """
+import os, runpy, signal, sys, time
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+
+name, rank, number = os.environ["DIES_IN"].split(":")
+original, calls = getattr(dist, name), 0
+
+def dying(x, *args, **kwargs):
+    global calls
+    work = original(x, *args, **kwargs)
+    calls += name == "all_to_all_single" or x.ndim == 3  # [s, b, h] is what layers reduce
+    if calls == int(number):
+        open(os.environ["DIED_AT"], "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work
+
+if os.environ.get("RANK") == rank:
+    setattr(dist, name, dying)
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(("--sp-size", 2, "--sp-overlap-mode", "chunked"), "all_to_all_single:1:45", id="sp-chunked"),
+    pytest.param(("--sp-size", 2), "all_to_all_single:0:45", id="sp", marks=SLOW),
+    pytest.param(("--tp-size", 2), "all_reduce:1:45", id="tp"),
+    pytest.param(("--tp-size", 2, "--sequence-parallel"), "all_to_all_single:0:45", id="tp_seq", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("flags, dies_in", CASES)
+def test_a_rank_that_dies_mid_exchange(tmp_path: Path, flags: tuple[object, ...], dies_in: str) -> None:
+    script, run, died_at = tmp_path / "dying.py", tmp_path / "run", tmp_path / "died_at"
+    script.write_text(DYING.format(root=str(ROOT), script=str(ROOT / "pretrain_gpt.py")))
+    rank = int(dies_in.split(":")[1])
+    code, text = launch(
+        tmp_path, "--save", run, "--train-iters", 500, "--global-batch-size", 4, *flags, script=script, DIES_IN=dies_in, DIED_AT=died_at
+    )
+    assert code == 7, text
+    report = status(run)
+    assert (report["status"], report["exit_code"]) == ("failed", 7)
+    named = rf"rank {rank} \(pid {report['pids'][rank]} on \S+\) died: a collective failed .* --auto-resume\."
+    assert re.match(named, report["message"]) and re.search(rf"\[rank {1 - rank}\] error: {named}", text), text
+    assert report["time"] - float(died_at.read_text()) < 10, "not after the timeout: at once"
+    assert records(run), "it died while training"
+    assert all(gone(pid) for pid in report["pids"]), "no orphan is left"
+    assert "nobody waited for" not in text and "Traceback" not in text.split("torch/distributed")[0], text
