@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.utils.field_kinds import field_kinds
@@ -93,7 +94,8 @@ def _heads(config: Config) -> Iterator[str]:
     if model.group_query_attention and groups is None and not config.checkpoint.use_checkpoint_args:
         yield "--group-query-attention needs --num-query-groups N (the number of key/value heads)"
     if heads and groups and heads % groups:
-        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0]
+        tp = config.parallel.tensor_model_parallel_size
+        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
         rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
         yield f"{rule}: {_division(heads, groups)}; use {', '.join(legal)}"
     if model.position_embedding_type != "rope":
@@ -125,19 +127,19 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
                 f"{name} ({getattr(parallel, name)}) must be 1: {what} is not supported yet; leave --{name.replace('_', '-')} out and"
                 " the ranks work in tensor, sequence and data parallel"
             )
-    yield from _split_heads(config)
-    yield from _exchanges(config)
+    yield from _split_heads(config, world_size)
+    yield from _exchanges(config, world_size)
     tp, sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
-    if world_size % (tp * sp):
-        near = [str(n) for n in (world_size // (tp * sp) * tp * sp, (world_size // (tp * sp) + 1) * tp * sp) if n]
+    if world_size > 0 and world_size % (tp * sp):
+        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp")
         yield (
             f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
-            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}; start {' or '.join(near)}, or change --tp-size or --sp-size"
+            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}{ways}"
         )
     if parallel.sequence_parallel and tp == 1:
         yield (
-            "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1;"
-            " for Ulysses give --sequence-parallel-size N, else leave it out"
+            "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1"
+            f"{_ways_out(config, world_size, set(), 'tp', more_than=1)}; for Ulysses give --sequence-parallel-size N, else leave it out"
         )
     if parallel.distributed_timeout_minutes <= 0:
         yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
@@ -147,40 +149,120 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
 
 
-def _split_heads(config: Config) -> Iterator[str]:
+def _split_heads(config: Config, world_size: int) -> Iterator[str]:
     """Heads and widths over tp and sp."""
     model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
     heads = model.num_attention_heads
     if not heads or (tp == 1 and sp == 1):
         return
     if heads % tp:
-        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield (
-            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)};"
-            f" use --tp-size {legal}, or {heads // tp * tp or tp} or {(heads // tp + 1) * tp} heads"
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)}"
+            f"{_ways_out(config, world_size, {'heads over tp'}, 'tp', 'heads')}"
         )
-        return
-    if heads // tp < sp:
+    if heads < tp * sp:
         yield (
-            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads // tp}) are dealt out to the sequence-parallel ranks"
-            f" (sequence_parallel_size {sp}), and each needs one: use --sp-size {heads // tp} or less, or at least {tp * sp} heads"
+            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the sequence-parallel ranks"
+            f" (sequence_parallel_size {sp}), and each needs one{_ways_out(config, world_size, {'heads over sp'}, 'sp', 'tp', 'heads')}"
         )
-    groups = model.num_query_groups or heads
-    if heads % groups == 0 and groups % tp and tp % groups:
-        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0))
+    groups = model.num_query_groups
+    if groups and groups % tp and tp % groups:
         yield (
             f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
-            f" held by several ranks): {_division(groups, tp)}; use --tp-size {legal}"
+            f" held by several ranks): {_division(groups, tp)}{_ways_out(config, world_size, {'groups over tp'}, 'tp', 'groups')}"
         )
-    if model.hidden_size and (model.ffn_hidden_size or not model.hidden_size % heads) and model.ffn_size % tp:
+    if _ffn_known(model) and model.ffn_size % tp:
         yield (
             f"the width of the MLP ({model.ffn_size}) must be a multiple of tensor_model_parallel_size ({tp}):"
-            f" {_division(model.ffn_size, tp)}; use --ffn-hidden-size {model.ffn_size // tp * tp or tp}"
-            f" or {(model.ffn_size // tp + 1) * tp}"
+            f" {_division(model.ffn_size, tp)}{_ways_out(config, world_size, {'ffn'}, 'tp', 'ffn')}"
         )
 
 
-def _exchanges(config: Config) -> Iterator[str]:
+def _ffn_known(model: ModelConfig) -> bool:
+    return bool(model.ffn_hidden_size or model.hidden_size)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes that have to fit together in a layout, so that another value can be tried before it is recommended."""
+
+    processes: int
+    tp: int
+    sp: int
+    heads: int
+    groups: int | None
+    ffn: int | None
+    hidden: int | None  # None: a head's width does not depend on it
+    rotary: float | None
+    batches: tuple[int, ...]  # every global batch size of the run, or what they are made of
+    micro_batch: int
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> _Sizes:
+        model, parallel, batch = config.model, config.parallel, config.batch
+        return cls(
+            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, model.num_attention_heads or 0,
+            model.num_query_groups, model.ffn_size if _ffn_known(model) else None, None if model.kv_channels else model.hidden_size,
+            model.rotary_percent if model.position_embedding_type == "rope" else None,
+            tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2]))), batch.micro_batch_size,
+        )  # fmt: skip
+
+    def broken(self) -> set[str]:
+        """Names of the rules that these sizes break."""
+        groups, width = self.groups or self.heads, (self.hidden or 0) // self.heads if self.heads else 0
+        unit = self.micro_batch * max(1, self.processes // (self.tp * self.sp))
+        rules = {
+            "processes": self.processes % (self.tp * self.sp) != 0,
+            "batch": any(size % unit for size in self.batches),
+            "ffn": bool(self.ffn and self.ffn % self.tp),
+        }
+        if self.heads:
+            rules |= {
+                "heads over tp": self.heads % self.tp != 0,
+                "heads over sp": self.heads < self.tp * self.sp,
+                "groups over tp": bool(self.groups and self.groups % self.tp and self.tp % self.groups),
+                "heads over groups": self.heads % groups != 0,
+                "width of a head": bool(self.hidden and self.hidden % self.heads),
+                "rotary": bool(self.hidden and self.rotary and (int(width * self.rotary) < 2 or int(width * self.rotary) % 2)),
+            }
+        return {name for name, is_broken in rules.items() if is_broken}
+
+
+_WAYS = {
+    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"),
+    "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"), "ffn": ("--ffn-hidden-size {}", "ffn"),
+}  # fmt: skip
+_MOST_TRIED = 1 << 12
+
+
+def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more_than: int = 0) -> str:
+    """Which single changes keep the rules ``mend`` and break no other, as "; use --tp-size 1 or 2, or ..." with each size's nearest values.
+
+    Args:
+        mend: names of rules, as in ``_Sizes.broken``.
+        names: sizes to change, keys of ``_WAYS``.
+        more_than: the values have to be above this.
+    """
+    sizes = _Sizes.of(config, world_size)
+    before, said = sizes.broken(), []
+    for name in names:
+        text, key = _WAYS[name]
+        value = getattr(sizes, key)
+        found = []
+        for distance in range(1, min(2 * max(value, sizes.processes, sizes.tp * sizes.sp) + 2, _MOST_TRIED)):
+            found += [
+                near for near in (value - distance, value + distance)
+                if near > more_than and replace(sizes, **{key: near}).broken() <= before - mend
+            ]  # fmt: skip
+            if len(found) >= 3:
+                break
+        if found:
+            *first, last = [str(near) for near in sorted(found[:3])]
+            said.append(text.format(f"{', '.join(first)} or {last}" if first else last))
+    return f"; use {', or '.join(said)}" if said else ""
+
+
+def _exchanges(config: Config, world_size: int) -> Iterator[str]:
     """The flags of the Ulysses exchanges: they mean something only with sp > 1, and one thing at a time."""
     parallel = config.parallel
     given = [
@@ -193,7 +275,14 @@ def _exchanges(config: Config) -> Iterator[str]:
     if given and parallel.sequence_parallel_size == 1:
         yield (
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with sequence_parallel_size 1"
-            " there are none: add --sequence-parallel-size N, or leave the flag out"
+            f" there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out"
+        )
+    heads, tp, sp = config.model.num_attention_heads, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    most = -(-heads // (tp * sp)) if heads else None
+    if most and sp > 1 and (parallel.sp_head_chunks or 0) > most:
+        yield (
+            f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp} * {sp}), rounded up,"
+            f" = {most}): use --sp-head-chunks {most} or less"
         )
     mode = parallel.sp_overlap_mode
     if mode is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import random
+import re
 from typing import Any
 
 import pytest
 
 from megatron_sp.config import GROUPS, Config, diff
+from megatron_sp.config_rules import violations
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
 
@@ -176,6 +180,146 @@ def test_each_rule_is_the_only_message(fields: dict[str, Any], expected: str) ->
     text = message(**fields)
     assert expected in text
     assert "\n" not in text  # nothing else is wrong
+
+
+LAYOUTS: list[tuple[int, dict[str, Any], str]] = [
+    (
+        4, {"model__num_attention_heads": 10, "model__hidden_size": 100, "parallel__tensor_model_parallel_size": 4},
+        "num_attention_heads (10) must be a multiple of tensor_model_parallel_size (4): 10 = 2 * 4 + 2; use --tp-size 1 or 2,"
+        " or --num-attention-heads 4 or 20",
+    ),
+    (
+        4, {"model__num_attention_heads": 10, "model__kv_channels": 8, "parallel__tensor_model_parallel_size": 4},
+        "10 = 2 * 4 + 2; use --tp-size 1 or 2, or --num-attention-heads 4, 8 or 12",
+    ),
+    (
+        8, {"parallel__sequence_parallel_size": 8},
+        "query heads (4 / 1 = 4) are dealt out to the sequence-parallel ranks (sequence_parallel_size 8), and each needs"
+        " one; use --sp-size 1, 2 or 4, or --num-attention-heads 8 or 16",
+    ),
+    (
+        3,
+        {
+            "model__num_attention_heads": 6, "model__hidden_size": 60, "model__num_query_groups": 2,
+            "parallel__tensor_model_parallel_size": 3,
+        },
+        "num_query_groups (2) must be a multiple of tensor_model_parallel_size (3), or divide it (then key/value heads are held by several"
+        " ranks): 2 = 0 * 3 + 2; use --tp-size 1, or --num-query-groups 1, 3 or 6",
+    ),
+    (
+        4, {"model__ffn_hidden_size": 30, "parallel__tensor_model_parallel_size": 4},
+        "the width of the MLP (30) must be a multiple of tensor_model_parallel_size (4): 30 = 7 * 4 + 2; use --tp-size 1 or 2,"
+        " or --ffn-hidden-size 24, 28 or 32",
+    ),
+    (
+        3, {"parallel__sequence_parallel_size": 2},
+        "the number of processes (3) must be a multiple of tensor_model_parallel_size * sequence_parallel_size (1 * 2 = 2): 3 = 1 * 2 + 1;"
+        " use 2, 4 or 6 processes, or --sp-size 1 or 3",
+    ),
+    (
+        1, {"parallel__tensor_model_parallel_size": 2}, "(2 * 1 = 2): 1 = 0 * 2 + 1; use 2, 4 or 6 processes, or --tp-size 1",
+    ),
+    (
+        12,
+        {
+            "parallel__sequence_parallel_size": 4, "parallel__tensor_model_parallel_size": 2, "model__num_attention_heads": 8,
+            "batch__global_batch_size": 3,
+        },
+        "12 = 1 * 8 + 4; use 8 or 24 processes, or --tp-size 1, or --sp-size 2",  # not 16 or --sp-size 1: batches of 3
+    ),
+    (
+        4, {"parallel__sequence_parallel": True},
+        "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1; use --tp-size 2",
+    ),
+    (1, {"parallel__sequence_parallel": True}, "--tensor-model-parallel-size > 1; for Ulysses give --sequence-parallel-size N, else leave"),
+    (
+        4, {"parallel__split_qkv_linear": True, "parallel__sp_overlap_comm": True},
+        "--sp-overlap-comm and --split-qkv-linear are about the exchanges of Ulysses, and with sequence_parallel_size 1 there are none;"
+        " use --sp-size 2 or 4; or leave the flag out",
+    ),
+    (1, {"parallel__sp_overlap_mode": "chunked"}, "--sp-overlap-mode chunked is about the exchanges of Ulysses, and with sequence_par"),
+    (
+        2, {"parallel__sequence_parallel_size": 2, "parallel__split_qkv_linear": True, "parallel__sp_head_chunks": 2},
+        "--split-qkv-linear and --sp-head-chunks are two ways to cut the exchanges: give one",
+    ),
+    (
+        2, {"parallel__sequence_parallel_size": 2, "parallel__sp_overlap_mode": "none", "parallel__sp_overlap_comm": True},
+        "--sp-overlap-mode none and --sp-overlap-comm contradict each other",
+    ),
+    *((
+        2, {"parallel__sequence_parallel_size": 2, "parallel__sp_overlap_mode": mode, "parallel__split_qkv_linear": True},
+        f"--sp-overlap-mode {mode} and --split-qkv-linear contradict each other",
+    ) for mode in ("none", "chunked", "auto")),
+    *((
+        2, {"parallel__sequence_parallel_size": 2, "parallel__sp_overlap_mode": mode, "parallel__sp_head_chunks": 2},
+        f"--sp-overlap-mode {mode} and --sp-head-chunks contradict each other",
+    ) for mode in ("none", "split-qkv")),
+    (
+        2, {"parallel__sequence_parallel_size": 2, "parallel__sp_head_chunks": 3},
+        "sp_head_chunks (3) must be at most the query heads of a rank (4 / (1 * 2), rounded up, = 2): use --sp-head-chunks 2 or less",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "fields", "expected"), LAYOUTS, ids=[expected[:60] for *_, expected in LAYOUTS])
+def test_each_rule_of_layouts_is_the_only_message(processes: int, fields: dict[str, Any], expected: str) -> None:
+    text = message(processes, **fields)
+    assert expected in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("processes", "fields"),
+    [
+        (3, {"model__num_attention_heads": 7, "model__hidden_size": 70, "parallel__sequence_parallel_size": 3}),  # uneven heads
+        (4, {"model__num_query_groups": 1, "parallel__sequence_parallel_size": 4}),  # more ranks than key/value heads
+        (4, {"model__num_query_groups": 2, "parallel__tensor_model_parallel_size": 4}),
+        (8, {"model__seq_length": 1, "parallel__sequence_parallel_size": 4, "parallel__tensor_model_parallel_size": 1}),  # any length
+        (4, {"parallel__sequence_parallel_size": 2, "parallel__sp_overlap_mode": "auto", "parallel__sp_head_chunks": 2}),
+        (2, {"parallel__sequence_parallel_size": 2, "parallel__sp_overlap_mode": "chunked", "parallel__sp_overlap_comm": True}),
+        (1, {"parallel__sp_overlap_mode": "none"}),
+    ],
+)
+def test_sound_layouts(processes: int, fields: dict[str, Any]) -> None:
+    config(**fields).validate(processes)
+
+
+_FLAGS = {
+    "--tp-size": "parallel__tensor_model_parallel_size", "--sp-size": "parallel__sequence_parallel_size",
+    "--num-attention-heads": "model__num_attention_heads", "--num-query-groups": "model__num_query_groups",
+    "--ffn-hidden-size": "model__ffn_hidden_size",
+}  # fmt: skip
+_VALUES = r"(\d+(?:, \d+)*(?: or \d+)?)"
+
+
+def suggestions(text: str) -> list[tuple[str, int]]:
+    """(flag or "processes", value) for everything a message recommends."""
+    found = re.findall(rf"(--[a-z-]+) {_VALUES}", text) + [("processes", v) for v in re.findall(rf"(?:use|or) {_VALUES} processes", text)]
+    return [(name, int(value)) for name, values in found for value in re.findall(r"\d+", values)]
+
+
+def kinds(texts: list[str]) -> set[str]:
+    """The rules behind messages, whatever the numbers."""
+    return {re.sub(r"\d+(\.\d+)?", "N", text).split(":")[0].split("; use")[0] for text in texts}
+
+
+def test_what_a_message_recommends_works() -> None:
+    """Some hundred layouts of a grid: with a recommended value the message is gone and no other has come."""
+    tried: dict[str, int] = {}
+    sizes = itertools.product((1, 2, 3, 6, 8), (1, 2, 3, 4), (1, 2, 3, 4), (4, 7, 10, 12), (None, 1, 2, 4, 5), (None, 30, 36), (None, 8))
+    for processes, tp, sp, heads, groups, ffn, width in random.Random(0).sample(list(sizes), 150):
+        fields: dict[str, Any] = {
+            "parallel__tensor_model_parallel_size": tp, "parallel__sequence_parallel_size": sp, "model__num_attention_heads": heads,
+            "model__hidden_size": 840, "model__num_query_groups": groups, "model__ffn_hidden_size": ffn, "model__kv_channels": width,
+            "model__position_embedding_type": "rope", "batch__global_batch_size": 12,
+        }  # fmt: skip
+        texts = violations(config(**fields), processes)
+        for text in texts:
+            for name, value in suggestions(text):
+                changed = fields if name == "processes" else {**fields, _FLAGS[name]: value}
+                left = violations(config(**changed), value if name == "processes" else processes)
+                assert kinds(left) <= kinds(texts) - kinds([text]), (processes, fields, text, name, value, left)
+                tried[name] = tried.get(name, 0) + 1
+    assert tried.keys() == {"processes", *_FLAGS} and min(tried.values()) > 10, tried
 
 
 def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:
