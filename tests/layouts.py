@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
@@ -208,10 +209,12 @@ def _unsharded_step(whole: GPTModel, batches: list[tiny.Batch]) -> dict[str, Ten
 class Sharded:
     """The model of this rank with flat buffers, its weights taken from the whole model."""
 
-    def __init__(self, case: Case, whole: GPTModel) -> None:
-        self.case, config = case, whole.config
+    def __init__(self, case: Case, whole: GPTModel, recorder: Recorder | None = None) -> None:
+        self.case, self.recorder, config = case, recorder, whole.config
         self.groups = ParallelGroups.create(torch.device("cpu"), tp_size=case.tp, sp_size=case.sp)
-        self.layout = Layout.of(self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap)
+        self.layout = Layout.of(
+            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
+        )
         self.model = GPTModel(config, KernelConfig(**case.kernels), seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
@@ -232,13 +235,20 @@ class Sharded:
         for i in range(case.micro_batches):
             batch = batch_of(case, self.model.config, self.groups.dp_rank * case.micro_batches + i)
             ctx = context(self.model.config, batch)
+            self._enter("forward")
             loss, _ = self.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, self.gradients.unit_done)
             if i == case.micro_batches - 1:
                 self.gradients.last_micro_batch()
+            self._enter("backward")
             loss.backward()
             total += loss.detach()
+        self._enter("update")
         self.gradients.finish_step()
         return all_reduce(total, self.groups.dp_sp)
+
+    def _enter(self, direction: Direction) -> None:
+        if self.recorder is not None:
+            self.recorder.enter(direction)
 
     def grads(self) -> dict[str, Tensor]:
         return {slot.name: slot.view(unit.grads) for unit in self.units for slot in unit.slots}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.check import announced
 from megatron_sp.comm.groups import Group
+from megatron_sp.comm.recorder import Flight
 
 # torch 2.13 has new names for two of them and warns about the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,6 +37,14 @@ class Handle:
     ) -> None:
         self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
         self._waited = False
+        self._flight: Flight | None = None
+
+    def recorded(self, flight: Flight | None) -> Handle:
+        """This handle, which tells a recorder when it is waited for; None: nobody asks."""
+        if flight is not None and self._work is not None:
+            self._flight = flight
+            flight.watch(self._work)
+        return self
 
     def wait(self) -> Tensor:
         """The result; may be called once.
@@ -47,9 +56,9 @@ class Handle:
             raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
         self._waited = True
         if self._work is not None:
-            self._work.wait()
+            self._work.wait() if self._flight is None else self._flight.wait(self._work)
         result = self._result if self._finish is None else self._finish()
-        self._work = self._finish = self._operand = None
+        self._work = self._finish = self._operand = self._flight = None
         return result
 
     def __del__(self) -> None:

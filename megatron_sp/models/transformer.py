@@ -361,6 +361,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         assert config.hidden_size
         self.layer = layer
+        layout = layout.in_layer(layer)
         self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = Norm(config, config.hidden_size, dtype, layout)
         self.self_attention = SelfAttention(config, layer, f"{name}.self_attention", seed, dtype, layout)

@@ -34,6 +34,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: GradSink | None) -> Tensor:
         ctx.save_for_backward(ids)
+        tp.mark("embedding")
         ctx.param, ctx.tp, ctx.sink = weight, tp, sink  # by identity, as the sink knows it; its values are not needed
         out = empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         rows, elsewhere = _local_rows(ids, weight.shape[0], tp)
@@ -44,6 +45,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.tp.mark("embedding")
         (ids,), weight = ctx.saved_tensors, ctx.param
         gathered = ctx.tp.enter_async(grad)
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None

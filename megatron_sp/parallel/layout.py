@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.recorder import Recorder
 from megatron_sp.parallel.heads import Chunk, OverlapMode, plan_heads
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 from megatron_sp.parallel.ulysses import NOT_CUT, SequenceParallel
@@ -43,18 +44,29 @@ class Layout:
     Attributes:
         tp, sp: the groups.
         mode, num_chunks: how the exchanges of Ulysses are cut (``parallel/heads.py``).
+        recorder: of collectives and computation (--report-overlap).
     """
 
     tp: TensorParallel = NOT_SPLIT
     sp: SequenceParallel = NOT_CUT
     mode: OverlapMode = "none"
     num_chunks: int = 1
+    recorder: Recorder | None = None
 
     @classmethod
     def of(
-        cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False
-    ) -> Layout:
-        return cls(TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap), mode, num_chunks)
+        cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
+        recorder: Recorder | None = None,
+    ) -> Layout:  # fmt: skip
+        tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
+        return cls(tp, sp, mode, num_chunks, recorder).in_layer(None)
+
+    def in_layer(self, layer: int | None) -> Layout:
+        """The layout as a block sees it: what it does is recorded under its number."""
+        if self.recorder is None:
+            return self
+        tp, sp = replace(self.tp, recorder=self.recorder.at("tp", layer)), replace(self.sp, recorder=self.recorder.at("sp", layer))
+        return replace(self, tp=tp, sp=sp)
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[Chunk, ...]:
         """The way of one tp rank's heads through the exchanges."""

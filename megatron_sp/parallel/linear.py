@@ -90,6 +90,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.params = weight, bias, norm_weight, norm_bias
         ctx.spec, ctx.tp, ctx.sink = spec, tp, sink
         ctx.set_materialize_grads(False)
+        tp.mark("mlp")
         normed, _ = _normed(x, norm_weight, norm_bias, spec)
         a = tp.enter_async(normed).wait()
         # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
@@ -103,6 +104,7 @@ class _ColumnLinear(torch.autograd.Function):
             return passed, None, None, None, None, None, None, None
         x, weight, norm_weight, norm_bias = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
+        tp.mark("mlp")
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = ctx.needs_input_grad[:5]
         grad2, grad_weight, grad_bias, reduced = rows_of(grad), None, None, None
         need_back = need_x or need_norm_weight or need_norm_bias
@@ -137,11 +139,13 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.params = weight, bias
         ctx.activation, ctx.tp, ctx.sink = activation, tp, sink
+        tp.mark("mlp")
         a = x if activation is None else activation.forward(x)
         return project_back(a, weight, bias, residual, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.tp.mark("mlp")
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
         gathered = ctx.tp.enter_async(grad)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
@@ -84,6 +83,7 @@ class _LMHeadLoss(torch.autograd.Function):
         rows: _Rows, chunk: int, tp: TensorParallel, sink: GradSink | None, train: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        tp.mark("head")
         x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
         need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
@@ -116,6 +116,7 @@ class _LMHeadLoss(torch.autograd.Function):
         ctx.save_for_backward(grad_weight if ahead is None else None)
         ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
         ctx.grad_x = None
+        ctx.tp = tp
         ctx.shape, ctx.sink, ctx.param, ctx.ahead = x.shape, sink, weight, ahead
         token_loss_sb = token_loss.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb)
@@ -124,6 +125,7 @@ class _LMHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.tp.mark("head")
         (grad_weight,), weight = ctx.saved_tensors, ctx.param
         if ctx.reduced is not None:
             ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None
@@ -179,13 +181,13 @@ def _logits(x: Tensor, weight: Tensor, valid_rows: int, wide: torch.dtype, buffe
 
 def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """Cross entropy of each row [t]; turns ``logits`` into exp(logits - row maximum) and returns the row sums of that [t, 1]."""
-    logits.sub_(all_reduce(logits.amax(1, keepdim=True), tp.group, "max"))
+    logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
     at_label = logits.gather(1, picked)
     if elsewhere is not None:
         at_label.masked_fill_(elsewhere, 0.0)
     sums = logits.exp_().sum(1, keepdim=True)
     if tp.size > 1:
-        sums, at_label = all_reduce(torch.stack([sums, at_label]), tp.group)
+        sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
     return sums.log().sub_(at_label)[:, 0], sums
 
 

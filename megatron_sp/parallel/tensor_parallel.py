@@ -13,11 +13,13 @@ The backward of one is the other, so the same two calls serve both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async, done, reduce_scatter_async
 from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.recorder import Flight, Place
 from megatron_sp.ops.memory import empty
 
 
@@ -28,10 +30,12 @@ class TensorParallel:
     Attributes:
         group: ranks that share each weight.
         seq: activations between the parts are cut along the sequence over the group (tp_seq).
+        recorder: is told of every collective and of what is computed between them.
     """
 
     group: Group = ALONE
     seq: bool = False
+    recorder: Place | None = None
 
     @property
     def size(self) -> int:
@@ -51,7 +55,9 @@ class TensorParallel:
         if not self.seq or self.size == 1:
             return done(x)
         x = x.contiguous()
-        return all_gather_async(x, self.group, empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device))
+        out = empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        flight = None if self.recorder is None else self._flight("all_gather", x, out.numel())
+        return all_gather_async(x, self.group, out).recorded(flight)
 
     def leave_async(self, x: Tensor) -> Handle:
         """[s, ...], a partial sum on each rank -> [s/parts, ...], the sum; forward of leave, and backward of enter.
@@ -61,8 +67,25 @@ class TensorParallel:
         if self.size == 1:
             return done(x)
         if not self.seq:
-            return all_reduce_async(x, self.group)
-        return reduce_scatter_async(x, self.group, empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device))
+            flight = None if self.recorder is None else self._flight("all_reduce", x, x.numel())
+            return all_reduce_async(x, self.group).recorded(flight)
+        out = empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        flight = None if self.recorder is None else self._flight("reduce_scatter", x, out.numel())
+        return reduce_scatter_async(x, self.group, out).recorded(flight)
+
+    def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """Reduce ``x`` over the group in place, at once."""
+        flight = None if self.recorder is None or self.size == 1 else self._flight("all_reduce", x, x.numel())
+        return all_reduce_async(x, self.group, op).recorded(flight).wait()
+
+    def mark(self, label: str) -> None:
+        """Tell the recorder, if there is one, what is computed from here on."""
+        if self.recorder is not None:
+            self.recorder.mark(label)
+
+    def _flight(self, op: str, x: Tensor, receives: int) -> Flight | None:
+        assert self.recorder is not None
+        return self.recorder.start(op, (x.numel(),), (receives,), x.dtype, op.replace("_", "-"))
 
 
 NOT_SPLIT = TensorParallel()

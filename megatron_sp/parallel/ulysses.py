@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_to_all_async
 from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.recorder import Place
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, norm_forward
@@ -35,6 +36,9 @@ from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, pr
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
+
+# what a recorder calls the parts of the computation
+PROJECTION, ATTENTION, OUTPUT_PROJECTION, OTHER = "projection", "attention", "output projection", "other"
 
 
 class Core(Protocol):
@@ -61,10 +65,12 @@ class SequenceParallel:
     Attributes:
         group: ranks that share each sequence.
         overlap: exchanges run under computation; else each is waited for at once.
+        recorder: is told of every exchange and of what is computed between them.
     """
 
     group: Group = ALONE
     overlap: bool = False
+    recorder: Place | None = None
 
     @property
     def size(self) -> int:
@@ -73,6 +79,11 @@ class SequenceParallel:
     @property
     def rank(self) -> int:
         return self.group.rank()
+
+    def mark(self, label: str) -> None:
+        """Tell the recorder, if there is one, what is computed from here on."""
+        if self.recorder is not None:
+            self.recorder.mark(label)
 
 
 NOT_CUT = SequenceParallel()
@@ -128,6 +139,7 @@ class _AttentionBlock(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.plan, ctx.sink, ctx.core_params = spec, plan, sink, core_params
+        plan.sp.mark(PROJECTION)
         normed, _ = norm_forward(x, norm_weight, norm_bias, spec)
         a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
         del normed
@@ -137,6 +149,7 @@ class _AttentionBlock(torch.autograd.Function):
         y = project_back(out.view(-1, x.shape[1], w_proj.shape[1]), w_proj, b_proj, x if plan.add_input else None, plan.tp)
         if train:
             ctx.save_for_backward(x, norm_weight, norm_bias, w_qkv, w_proj, out)
+        plan.sp.mark(OTHER)
         ctx.params = w_qkv, b_qkv, w_proj, b_proj, norm_weight, norm_bias
         return y, x.view_as(x)
 
@@ -152,6 +165,7 @@ class _AttentionBlock(torch.autograd.Function):
         param_qkv, param_b_qkv, param_proj, param_b_proj = ctx.params[:4]
         need_x, need_norm_w, need_norm_b, need_qkv, need_b_qkv, need_proj, need_b_proj = ctx.needs_input_grad[:7]
         need_back = need_x or need_norm_w or need_norm_b
+        plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
         passed = add(passed, grad) if plan.add_input else passed
         gathered = plan.tp.enter_async(grad)
@@ -163,9 +177,12 @@ class _AttentionBlock(torch.autograd.Function):
 
         needs_qkv = need_back or need_qkv or need_b_qkv or any(p.requires_grad for p in ctx.core_params)
         if not needs_qkv:
-            return passed if need_x else None, None, None, None, None, weight_of_proj(), g_b_proj, *nothing[6:]
+            g_proj = weight_of_proj()
+            plan.sp.mark(OTHER)
+            return passed if need_x else None, None, None, None, None, g_proj, g_b_proj, *nothing[6:]
         arriving, g_proj, g_core = run.backward_to_messages(grad2, w_proj, weight_of_proj)
         del gathered
+        plan.sp.mark(PROJECTION)
         normed, stats = norm_forward(x, norm_weight, norm_bias, ctx.spec)
         a = plan.tp.enter_async(normed)
         reduced: Handle | None = None
@@ -190,8 +207,10 @@ class _AttentionBlock(torch.autograd.Function):
         del a2, normed
         g_qkv, g_b_qkv = (None if g is None else g.result() for g in (weight_grad, bias_grad))
         if reduced is None:
+            plan.sp.mark(OTHER)
             return passed if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
         grad_x, g_norm = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, (need_x, need_norm_w, need_norm_b), passed)
+        plan.sp.mark(OTHER)
         return grad_x, *g_norm, g_qkv, g_b_qkv, g_proj, g_b_proj, None, None, None, None, None, *g_core
 
 
@@ -227,21 +246,24 @@ class _Run:
         for index, chunk in enumerate(chunks):
             if index + 1 < len(chunks):
                 coming.append(self._send_heads(chunks[index + 1], a, weight, bias))
+            self.sp.mark(ATTENTION)
             wires = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, wires, shared)
-            going.append(self._exchange(out, *self._counts_back(chunk)))
+            going.append(self._exchange("out", out, *self._counts_back(chunk)))
+        self.sp.mark(OUTPUT_PROJECTION)
         return self._join(going, a.dtype)
 
     def _send_heads(self, chunk: Chunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Project a chunk's heads, message by message, and start their exchange."""
         handles = []
+        self.sp.mark(PROJECTION)
         for message in chunk.messages:
             rows, widths = self.rows(message), self._widths(message)
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
             project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
             counts = [self.tokens * width for width in widths]
-            handles.append(self._exchange(send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
+            handles.append(self._exchange(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
         return handles
 
     def _attend(self, chunk: Chunk, wires: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
@@ -320,6 +342,7 @@ class _Run:
         for place, index in enumerate(order):
             if place + 1 < len(order):
                 coming[order[place + 1]] = self._send_grad(chunks[order[place + 1]], grad, w_proj)
+            self.sp.mark(ATTENTION)
             d_out = coming.pop(index).wait()
             chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
             d_wires: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
@@ -330,11 +353,12 @@ class _Run:
             for message, d_wire in reversed(list(zip(chunk.messages, d_wires, strict=True))):
                 widths = self._widths(message)
                 mine = [self.tokens * widths[self.sp.rank]] * self.sp.size
-                arriving.append((message, self._exchange(d_wire, mine, [self.tokens * width for width in widths])))
+                arriving.append((message, self._exchange(f"d {message.part}", d_wire, mine, [self.tokens * width for width in widths])))
         return arriving, found, of_params
 
     def _send_grad(self, chunk: Chunk, grad: Tensor, w_proj: Tensor) -> Handle:
         """Start sending the gradient of a chunk's attention output to the ranks of its heads."""
+        self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
         to_me, from_me = self._counts_back(chunk)  # the way back, reversed
         send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
@@ -343,7 +367,7 @@ class _Run:
                 columns = w_proj[:, share.queries.start * d : share.queries.stop * d]
                 torch.mm(grad, columns, out=send[at : at + count].view(self.tokens, -1))
             at += count
-        return self._exchange(send, from_me, to_me)
+        return self._exchange("d out", send, from_me, to_me)
 
     def _attend_backward(
         self, state: _ChunkState, d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
@@ -395,9 +419,12 @@ class _Run:
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
         return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
 
-    def _exchange(self, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
+    def _exchange(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
         receive = send if self.sp.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
-        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.sp.group)
+        flight = None
+        if self.sp.recorder is not None and self.sp.size > 1:
+            flight = self.sp.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
+        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.sp.group).recorded(flight)
         if self.sp.overlap or self.sp.size == 1:
             return handle
         return Handle(None, handle.wait(), "all_to_all")

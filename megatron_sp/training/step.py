@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.recorder import Recorder
 from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
@@ -102,14 +103,17 @@ class TrainStep:
         drops: whether any dropout rate is above 0.
         kernel: attention kernel.
         faults: faults on purpose.
+        recorder: of collectives and computation; told where a step and its passes begin.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
         groups: ParallelGroups, *, seed: int, drops: bool, kernel: KernelName, faults: FaultPlan,
+        recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.gradients, self.optimizer, self.scaler = model, loss, gradients, optimizer, scaler
         self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
+        self.recorder = recorder
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
         """Perform step number ``step`` (from 1).
@@ -123,6 +127,8 @@ class TrainStep:
         if self.drops and self.kernel != "reference":
             # attention dropout inside a kernel draws from torch's generator: key it, so that a resumed run draws the same
             torch.manual_seed(_step_seed(self.seed, step, self.groups.rank))
+        if self.recorder is not None:
+            self.recorder.start_step()
         totals = self._start_totals(micro_batches, stop)
         self.gradients.start_step()
         sums = self._forward_backward(micro_batches, step, totals)
@@ -137,7 +143,10 @@ class TrainStep:
         num_terms = len(self.loss.names)
         losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms : 2 * num_terms], strict=True)]
         grad_norm = values[-1]
-        return self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
+        result = self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
+        if self.recorder is not None:
+            self.recorder.end_step()
+        return result
 
     def _start_totals(self, micro_batches: list[MicroBatch], stop: bool) -> Handle:
         """Start summing [count of each term, number of ranks that want to stop] over the ranks.
@@ -155,6 +164,8 @@ class TrainStep:
         sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=self._totals.device)
         inverse: Tensor | None = None
         for index, batch in enumerate(micro_batches):
+            if self.recorder is not None:
+                self.recorder.enter("forward")
             context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel)
             terms = self.loss.sums(self.model, batch, context, self.gradients.unit_done)
             if self.faults.poisons("loss", step):
@@ -166,8 +177,12 @@ class TrainStep:
             loss = sum((term * inverse[i].to(term.dtype) for i, term in enumerate(terms[1:], 1)), terms[0] * inverse[0].to(terms[0].dtype))
             if index == len(micro_batches) - 1:
                 self.gradients.last_micro_batch()
+            if self.recorder is not None:
+                self.recorder.enter("backward")
             (loss * self.scaler.scale).backward()
             self.faults.at("step.backward", step)
+        if self.recorder is not None:
+            self.recorder.enter("update")
         return sums
 
     def _update(

@@ -1,0 +1,191 @@
+"""The time line of a step, by a clock that is set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, done
+from megatron_sp.comm.recorder import WAIT, Direction, Place, Recorder, StepTimes, WallClock
+
+
+class Clock:
+    """Says what it was set to; a collective ends when its ``Work`` is told to."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.settled = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def when_done(self, work: Any, tell: Callable[[float], None]) -> None:
+        work.tell = tell
+
+
+class Work:
+    """A collective that ends at a given time, or whose end nobody tells."""
+
+    def __init__(self, clock: Clock, ends: float, tells: bool = True) -> None:
+        self.clock, self.ends, self.tells = clock, ends, tells
+        self.tell: Callable[[float], None] = lambda _: None
+
+    def wait(self) -> None:
+        self.clock.time = max(self.clock.time, self.ends)
+        if self.tells:
+            self.tell(self.ends)
+
+
+def start(place: Place, work: Any, name: str = "qkv", result: Tensor | None = None) -> Handle:
+    flight = place.start("all_to_all", (4, 4), (4, 4), torch.float32, name)
+    return Handle(work, torch.zeros(8) if result is None else result, "all_to_all").recorded(flight)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> Recorder:
+    recorder = Recorder(clock, num_steps=2)
+    recorder.start_step()
+    return recorder
+
+
+def ended(recorder: Recorder) -> StepTimes:
+    recorder.end_step()
+    return recorder.steps[-1]
+
+
+def test_a_wait_interrupts_what_is_computed(clock: Clock, recorder: Recorder) -> None:
+    place = recorder.at("sp", 3)
+    place.mark("projection")
+    handle = start(place, Work(clock, 105.0))
+    clock.time = 102.0
+    place.mark("attention")
+    clock.time = 103.0
+    handle.wait()
+    clock.time = 107.0
+    place.mark("other")
+    clock.time = 110.0
+    step = ended(recorder)
+    spans = [(s.label, s.layer, s.begin, s.end) for s in step.spans if s.end > s.begin]
+    assert spans == [
+        ("projection", 3, 0.0, 2.0), ("attention", 3, 2.0, 3.0), (WAIT, 3, 3.0, 5.0), ("attention", 3, 5.0, 7.0), ("other", 3, 7.0, 10.0),
+    ]  # fmt: skip
+    (flight,) = step.flights
+    assert (flight.layer, flight.direction, flight.name, flight.begin, flight.end, flight.exposed) == (3, "forward", "qkv", 0.0, 5.0, 2.0)
+    assert flight.what[:4] == ("sp", "all_to_all", (4, 4), (4, 4)) and flight.what.dtype == "float32"
+    assert step.seconds == 10.0 and clock.settled == 1
+
+
+def test_a_hidden_exchange_ends_before_it_is_waited_for(clock: Clock, recorder: Recorder) -> None:
+    handle = start(recorder.at("sp", 0), Work(clock, 104.0))
+    clock.time = 109.0
+    handle.wait()
+    (flight,) = ended(recorder).flights
+    assert (flight.begin, flight.end, flight.exposed) == (0.0, 4.0, 0.0)
+
+
+def test_an_end_that_nobody_tells_is_that_of_the_wait(clock: Clock, recorder: Recorder) -> None:
+    start(recorder.at("tp", 0), Work(clock, 106.0, tells=False)).wait()
+    (flight,) = ended(recorder).flights
+    assert (flight.end, flight.exposed) == (6.0, 6.0)
+
+
+def test_an_end_told_late_is_that_of_the_wait(clock: Clock, recorder: Recorder) -> None:
+    work = Work(clock, 104.0, tells=False)
+    handle = start(recorder.at("sp", 0), work)
+    handle.wait()
+    clock.time = 108.0
+    work.tell(107.0)  # gloo's thread had to wait for the interpreter
+    (flight,) = ended(recorder).flights
+    assert flight.end == 4.0
+
+
+def test_a_collective_that_nobody_waits_for(clock: Clock, recorder: Recorder) -> None:
+    handle = start(recorder.at("sp", 0), Work(clock, 104.0))
+    clock.time = 105.0
+    (flight,) = ended(recorder).flights
+    assert (flight.begin, flight.end, flight.exposed) == (0.0, 0.0, 0.0) and not handle.waited
+
+
+def test_the_sum_behind_a_wait_is_computation(clock: Clock, recorder: Recorder) -> None:
+    """gloo's reduce_scatter adds up after the exchange: nobody stands still then."""
+
+    def add_up() -> Tensor:
+        clock.time += 3.0
+        return torch.ones(1)
+
+    flight = recorder.at("tp", 0).start("reduce_scatter", (4,), (2,), torch.float32, "reduce-scatter")
+    assert Handle(Work(clock, 102.0), torch.zeros(1), "reduce_scatter", add_up).recorded(flight).wait() == 1  # type: ignore[arg-type]
+    assert [f.exposed for f in ended(recorder).flights] == [2.0]
+
+
+def test_directions_and_layers(clock: Clock, recorder: Recorder) -> None:
+    directions: list[Direction] = ["forward", "backward", "update"]
+    for direction in directions:
+        recorder.enter(direction)
+        start(recorder.at("sp", 1), Work(clock, clock.time)).wait()
+        start(recorder.at("tp"), Work(clock, clock.time), "all-reduce").wait()
+    flights = ended(recorder).flights
+    assert [(f.direction, f.what.axis, f.layer) for f in flights] == [
+        (d, a, layer) for d in directions for a, layer in (("sp", 1), ("tp", None))
+    ]
+
+
+def test_it_stops_after_its_steps(clock: Clock, recorder: Recorder) -> None:
+    assert not recorder.is_complete
+    for _ in range(4):
+        recorder.end_step()
+        recorder.start_step()
+    place = recorder.at("sp", 0)
+    place.mark("attention")
+    assert len(recorder.steps) == 2 and recorder.is_complete
+    assert place.start("all_to_all", (1,), (1,), torch.float32, "q") is None
+    handle = start(place, Work(clock, 101.0))
+    assert handle.wait().shape == (8,) and recorder.flights == []
+
+
+def test_what_an_error_left_is_not_in_the_next_step(clock: Clock, recorder: Recorder) -> None:
+    start(recorder.at("sp", 0), Work(clock, 101.0))
+    recorder.start_step()
+    assert ended(recorder).flights == []
+
+
+def test_a_handle_without_work_is_no_flight(recorder: Recorder) -> None:
+    flight = recorder.at("sp", 0).start("all_to_all", (0,), (0,), torch.float32, "q")
+    done(torch.zeros(1)).recorded(flight).wait()
+    assert ended(recorder).flights == []
+
+
+def test_a_recorded_handle_still_complains_of_a_second_wait(clock: Clock, recorder: Recorder) -> None:
+    handle = start(recorder.at("sp", 0), Work(clock, 101.0))
+    handle.wait()
+    with pytest.raises(RuntimeError, match="twice"):
+        handle.wait()
+
+
+def test_the_wall_clock() -> None:
+    clock = WallClock()
+    begin = clock.now()
+    assert clock.seconds(begin, clock.now()) >= 0.0
+
+    class NoFuture:
+        def get_future(self) -> None:
+            raise RuntimeError("not supported")
+
+    told: list[float] = []
+    clock.when_done(NoFuture(), told.append)  # type: ignore[arg-type]
+    assert told == []
