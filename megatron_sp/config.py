@@ -16,7 +16,9 @@ from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
 
 
-def flag(default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None) -> Any:
+def flag(
+    default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None, alone: int | None = None
+) -> Any:
     """A dataclass field that becomes a flag.
 
     Args:
@@ -24,8 +26,9 @@ def flag(default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = 
         unit: shown in --help and in docs/flags.md.
         aliases: other spellings, without dashes in front.
         low: the smallest value allowed.
+        alone: the value when the flag stands without one.
     """
-    return field(default=default, metadata={"help": help, "unit": unit, "aliases": aliases, "low": low})
+    return field(default=default, metadata={"help": help, "unit": unit, "aliases": aliases, "low": low, "alone": alone})
 
 
 @dataclass
@@ -349,6 +352,11 @@ class LoggingConfig:
     profile_step_start: int = flag(10, "first profiled step", unit="steps", low=0)
     profile_step_end: int = flag(12, "step before which profiling stops", unit="steps", low=0)
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace")
+    report_overlap: int | None = flag(
+        None,
+        "after N steps (10 if no number is given) print how much of each layer's exchanges ran under computation, and draw the time line",
+        unit="steps", low=1, alone=10,
+    )  # fmt: skip
     enable_fault_injection: bool = flag(False, "honour the variable MEGATRON_SP_FAULT (tests only)")
 
 

@@ -517,6 +517,15 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
     absent = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
     if log.profile and absent:
         yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
+    parallel = config.parallel
+    if log.report_overlap is not None and parallel.sequence_parallel_size == 1 and parallel.tensor_model_parallel_size == 1:
+        yield (
+            "--report-overlap is about the exchanges of sequence- and tensor-parallel ranks, and with sequence_parallel_size 1 and"
+            " tensor_model_parallel_size 1 there are none to report: add --sequence-parallel-size N or --tensor-model-parallel-size N,"
+            " or leave it out"
+        )
+    if log.report_overlap is not None and config.batch.skip_train:
+        yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"
     try:
         if log.peak_tflops is not None and not 0 < float(log.peak_tflops) < math.inf:
             yield f"peak_tflops ({log.peak_tflops}) must be above 0"

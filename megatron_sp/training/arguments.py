@@ -277,6 +277,9 @@ def _apply(settings: list[Setting], problems: list[str]) -> Config:
 
 def _value(setting: Setting, target: Target) -> Any:
     words = setting.words
+    alone = next(item.metadata["alone"] for item in dataclasses.fields(GROUPS[target.group]) if item.name == target.name)
+    if alone is not None and not words:
+        return alone
     if target.name == "profile" and words and words[0] in ("pt", "pt-full"):
         words = ()
     if target.kind.base == "bool":

@@ -103,6 +103,11 @@ def _steps(run: Run) -> str:
             profiler()
             if result.stop_requested:  # before anything that takes long: whoever sent the signal will not wait
                 return "signal" if _any_signal(run) else "duration"
+            last = progress.step >= run.train_iters or bool(batch.exit_interval and progress.step % batch.exit_interval == 0)
+            if run.overlap is not None and run.overlap.is_due(last=last):
+                run.watchdog.beat("overlap report")
+                run.overlap.write()
+                run.reporter.pause_ended()
             if progress.step >= run.train_iters:
                 break
             interval = run.config.checkpoint.save_interval

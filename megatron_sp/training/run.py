@@ -30,6 +30,7 @@ from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.console import Console, format_count
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
+from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.setup import RunStatus, dtype_of
@@ -187,9 +188,12 @@ class Run:
         assert mode in ("none", "split-qkv", "chunked")
         self.overlap_choice = {"mode": mode, "chunks": chunks}
         overlap = overlap and mode != "none"
+        steps = self.config.logging.report_overlap
+        self.overlap = None if steps is None else OverlapReport(steps, self.groups, self.run_dir, self.console.line)
         self.layout = Layout.of(
-            self.groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks, overlap=overlap
-        )
+            self.groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks, overlap=overlap,
+            recorder=None if self.overlap is None else self.overlap.recorder,
+        )  # fmt: skip
 
     def layout_record(self) -> dict[str, Any]:
         """What a checkpoint says of the layout it was written in."""
@@ -276,7 +280,7 @@ class Run:
         self.train_step = TrainStep(
             self.model, self.task.loss, self.gradients, self.optimizer, self.scaler, self.groups,
             seed=self.config.batch.seed, drops=max(model.attention_dropout, model.hidden_dropout) > 0, kernel=self.kernel.name,
-            faults=self.faults,
+            faults=self.faults, recorder=None if self.overlap is None else self.overlap.recorder,
         )  # fmt: skip
 
     def _announce(self) -> None:

@@ -1,0 +1,287 @@
+"""--report-overlap: how much of each layer's exchanges ran under computation, as a table, a trace and a picture.
+
+    exposed   time that a rank stood still in ``wait()``, summed over a layer's collectives of one pass (a slow peer counts too)
+    exchange  the same collectives, each alone: same sizes, same groups, nothing computed meanwhile
+    hidden    1 - exposed / exchange, shown between 0 and 1
+
+Collectives are recorded during some steps (``comm/recorder.py``). Then every kind of them that occurred is run alone, in turn over several
+rounds, so that what slows the machine for a while slows all of them; of each the median counts. Tables and pictures are rank 0's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import (
+    Handle,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    all_to_all_async,
+    barrier,
+    reduce_scatter_async,
+)
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.objects import gather_json
+from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CudaClock, Direction, FlightTimes, Recorder, StepTimes, WallClock
+from megatron_sp.ops import availability
+from megatron_sp.training.overlap_picture import draw_steps, in_lanes
+from megatron_sp.utils.files import atomic_write_text
+
+TRACE_NAME, PICTURE_NAME = "overlap-trace.json", "overlap.png"
+AXIS_WORDS: dict[Axis, str] = {"sp": "ulysses", "tp": "tensor"}
+_ROUNDS = 7
+_SECONDS = 20.0  # no more rounds are begun after so long
+_TRACED_STEPS = 3
+
+
+class Row(NamedTuple):
+    """The collectives of one axis, layer and direction in one step, in seconds; layer None: embedding and head."""
+
+    axis: Axis
+    layer: int | None
+    direction: Direction
+    number: int
+    exchange: float
+    exposed: float
+    share_of_step: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the exchange that cost nothing."""
+        return min(1.0, max(0.0, 1.0 - self.exposed / self.exchange)) if self.exchange > 0 else 0.0
+
+
+class OverlapReport:
+    """Records some steps, then reports once.
+
+    Args:
+        num_steps: how many to record; the first is not counted if there are others.
+        groups: of the layout.
+        run_dir: where trace and picture go.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(self, num_steps: int, groups: ParallelGroups, run_dir: Path, say: Callable[[str], None]) -> None:
+        self._groups, self._run_dir, self._say = groups, run_dir, say
+        self._clock: Clock = CudaClock(groups.device) if groups.device.type == "cuda" else WallClock()
+        self.recorder = Recorder(self._clock, num_steps)
+        self._written = False
+
+    def is_due(self, *, last: bool) -> bool:
+        """Whether to write now: enough steps are recorded, or there will be no more. The same answer on every rank."""
+        return not self._written and (self.recorder.is_complete or (last and bool(self.recorder.steps)))
+
+    def write(self) -> list[Row]:
+        """Time the collectives alone, print the table, and on rank 0 write trace and picture. Collective; returns this rank's rows."""
+        self._written = True
+        steps = comparable(self.recorder.steps)
+        self.recorder.num_steps, self.recorder.steps = 0, []
+        alone = time_alone([flight.what for flight in steps[-1].flights], self._groups, self._clock)
+        rows = tabulate(steps, alone)
+        length = statistics.median(step.seconds for step in steps)
+        shares = [float(share) for share in gather_json(sum(row.share_of_step for row in rows), self._groups.control)]
+        if self._groups.rank == 0:
+            for line in table(rows, len(steps), length, shares):
+                self._say(line)
+            self._write_files(steps, rows, length)
+        return rows
+
+    def _write_files(self, steps: list[StepTimes], rows: list[Row], length: float) -> None:
+        """Trouble with them is a line and no reason to stop."""
+        path = self._run_dir / TRACE_NAME
+        try:
+            atomic_write_text(path, json.dumps(trace(steps[-_TRACED_STEPS:], rows, length)) + "\n")
+            self._say(f"overlap: trace in {path} (open it at ui.perfetto.dev or chrome://tracing)")
+        except OSError as error:
+            self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
+        plots = availability.find("matplotlib")
+        if not plots.available:
+            self._say(f"overlap: no picture, for {plots.reason}; pip install matplotlib (or this package with [plot]) gets it")
+            return
+        path = self._run_dir / PICTURE_NAME
+        # the step of middle length: not the one in which something else ran on the machine
+        step = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
+        titles = {d: _summary([row for row in rows if row.direction == d]) for d in ("forward", "backward")}
+        try:
+            draw_steps(step, path, titles)
+            self._say(f"overlap: time line in {path}")
+        except OSError as error:
+            self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
+
+
+def comparable(steps: list[StepTimes]) -> list[StepTimes]:
+    """The steps that count: without the first, which warms up, and as the batch grows only those with as many collectives as the last."""
+    kept = steps[1:] or steps
+    return [step for step in kept if len(step.flights) == len(kept[-1].flights)]
+
+
+def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock) -> list[float]:
+    """Seconds of each collective with nothing under way beside it: the median over rounds. Collective.
+
+    Those that are of the same sizes on every rank are timed once. What is the same to one rank need not be to another (uneven heads), and
+    all have to take part, so they compare.
+
+    Raises:
+        RuntimeError: the ranks have not run the same number of collectives.
+    """
+    numbers: dict[Collective, int] = {}
+    mine = [numbers.setdefault(what, len(numbers)) for what in collectives]
+    everyone = gather_json(mine, groups.control)
+    counts = {len(theirs) for theirs in everyone}
+    if len(counts) > 1:
+        raise RuntimeError(f"the ranks have run different numbers of collectives in one step: {[len(theirs) for theirs in everyone]}")
+    kinds: dict[tuple[int, ...], list[float]] = {}
+    kind_of = [tuple(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+    example = {kind: what for kind, what in zip(reversed(kind_of), reversed(collectives), strict=True)}
+    buffers = _buffers(collectives, groups.device)
+    began = time.monotonic()
+    for index in range(1 + _ROUNDS):
+        for kind in dict.fromkeys(kind_of):
+            seconds = _time_once(example[kind], groups, clock, *buffers[example[kind].dtype])
+            if index > 0:  # the first is for warming up
+                kinds.setdefault(kind, []).append(seconds)
+        spent = torch.tensor([time.monotonic() - began], dtype=torch.float64)
+        if index > 0 and float(all_reduce(spent, groups.control, "max")) > _SECONDS:
+            break
+    return [statistics.median(kinds[kind]) for kind in kind_of]
+
+
+def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each dtype something to send and something to receive into, large enough for all; zeros, which no sum makes infinite."""
+    found = {}
+    for dtype in {what.dtype for what in collectives}:
+        sizes = [(sum(what.sends), sum(what.receives)) for what in collectives if what.dtype == dtype]
+        found[dtype] = tuple(torch.zeros(max(each), dtype=getattr(torch, dtype), device=device) for each in zip(*sizes, strict=True))
+    return found  # type: ignore[return-value]
+
+
+def _time_once(what: Collective, groups: ParallelGroups, clock: Clock, send: Tensor, receive: Tensor) -> float:
+    clock.settle()
+    barrier(groups.control)
+    begin = clock.now()
+    _start(what, groups, send[: sum(what.sends)], receive[: sum(what.receives)]).wait()
+    end = clock.now()
+    clock.settle()
+    return clock.seconds(begin, end)
+
+
+def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tensor) -> Handle:
+    group = groups.sp if what.axis == "sp" else groups.tp
+    if what.op == "all_to_all":
+        return all_to_all_async(send, what.sends, receive, what.receives, group)
+    if what.op == "all_gather":
+        return all_gather_async(send, group, receive)
+    if what.op == "reduce_scatter":
+        return reduce_scatter_async(send, group, receive)
+    assert what.op == "all_reduce", f"{what.op} cannot be run again"
+    return all_reduce_async(send, group)
+
+
+def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Row]:
+    """One row for each axis, layer and direction: sp before tp, layers in order, embedding and head at the end.
+
+    Args:
+        steps: with the same collectives in the same order.
+        alone: seconds of each of these by itself.
+    """
+    places: dict[tuple[Axis, int | None, Direction], list[int]] = {}
+    for index, flight in enumerate(steps[-1].flights):
+        places.setdefault((flight.what.axis, flight.layer, flight.direction), []).append(index)
+    rows = []
+    for (axis, layer, direction), indices in places.items():
+        exposed = [sum(step.flights[i].exposed for i in indices) for step in steps]
+        share = statistics.median(e / step.seconds for e, step in zip(exposed, steps, strict=True))
+        rows.append(Row(axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share))
+    return sorted(rows, key=lambda r: (r.axis, r.layer is None, r.layer or 0, r.direction != "forward"))
+
+
+def table(rows: Sequence[Row], num_steps: int, length: float, shares: Sequence[float]) -> list[str]:
+    """The lines to print.
+
+    Args:
+        rows: rank 0's.
+        num_steps, length: of how many steps the times are medians, and how long one took, in seconds.
+        shares: of every rank, the exposed share of its step.
+    """
+    steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+    lines = [f"overlap on rank 0, of one step (median of {steps}, {1e3 * length:.1f} ms):"]
+    lines.append("           layer  direction  number     exchange   hidden      exposed   share of step")
+    for row in rows:
+        lines.append(_line(AXIS_WORDS[row.axis], "ends" if row.layer is None else str(row.layer), row.direction, row))
+    for axis, word in AXIS_WORDS.items():
+        for direction in ("forward", "backward"):
+            of_all = [row for row in rows if row.axis == axis and row.direction == direction]
+            if len(of_all) > 1:
+                lines.append(_line(word, "all", direction, _added(of_all)))
+    if any(row.layer is None for row in rows):
+        lines.append('  ("ends": embedding and head)')
+    if sum(row.exposed for row in rows) > sum(row.exchange for row in rows):
+        lines.append("  (exposed above exchange: the ranks wait for each other, or computation takes the processor from the exchanges)")
+    worst = max(range(len(shares)), key=lambda rank: shares[rank])
+    lines.append(f"  exposed in all: rank 0 {100 * shares[0]:.1f} % of its step, the worst, rank {worst}, {100 * shares[worst]:.1f} %")
+    return lines
+
+
+def _line(word: str, layer: str, direction: str, row: Row) -> str:
+    return (
+        f"  {word:8s} {layer:>5s}  {direction:<9s} {row.number:7d} {1e3 * row.exchange:9.2f} ms {100 * row.hidden:6.0f} %"
+        f" {1e3 * row.exposed:9.2f} ms {100 * row.share_of_step:13.2f} %"
+    )
+
+
+def _added(rows: Sequence[Row]) -> Row:
+    """Several rows as one."""
+    number, exchange, exposed, share = (sum(values) for values in zip(*(row[3:] for row in rows), strict=True))
+    return rows[0]._replace(number=int(number), exchange=exchange, exposed=exposed, share_of_step=share)
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Of all layers in one direction, for the title of a picture."""
+    if not rows:
+        return "no exchanges"
+    whole = _added(rows)
+    return f"exchanges of all layers {1e3 * whole.exchange:.1f} ms, {100 * whole.hidden:.0f} % hidden"
+
+
+def trace(steps: Sequence[StepTimes], rows: Sequence[Row], length: float) -> dict[str, Any]:
+    """Chrome's trace format: one line of computation and waits, and under it as many lines of exchanges as run at once; times in us."""
+    names: dict[int, str] = {0: "compute"}
+    events: list[dict[str, Any]] = []
+    start = 0.0
+    for step in steps:
+        for span in step.spans:
+            label = span.label if span.layer is None or span.label == WAIT else f"{span.label} {span.layer}"
+            about = {"layer": span.layer, "direction": span.direction}
+            events.append(_event(0, "wait" if span.label == WAIT else "compute", label, start + span.begin, start + span.end, about))
+        for first, axis in ((1, "sp"), (11, "tp")):
+            for lane, flight in in_lanes([f for f in step.flights if f.what.axis == axis]):
+                names[first + lane] = f"{AXIS_WORDS[flight.what.axis]} exchanges" + (f" ({lane + 1})" if lane else "")
+                events.append(_event(first + lane, "exchange", flight.name, start + flight.begin, start + flight.end, _about(flight)))
+        start += step.seconds
+    about_lines = [{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}]
+    for tid, name in sorted(names.items()):
+        about_lines.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}})
+        about_lines.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": tid, "args": {"sort_index": tid}})
+    table_rows = [{**row._asdict(), "hidden": row.hidden} for row in rows]
+    return {"traceEvents": about_lines + events, "displayTimeUnit": "ms", "otherData": {"step_seconds": length, "rows": table_rows}}
+
+
+def _about(flight: FlightTimes) -> dict[str, Any]:
+    return {
+        "layer": flight.layer, "direction": flight.direction, "op": flight.what.op, "elements": sum(flight.what.sends),
+        "dtype": flight.what.dtype, "exposed_us": 1e6 * flight.exposed,
+    }  # fmt: skip
+
+
+def _event(tid: int, category: str, name: str, begin: float, end: float, about: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3)}
+    return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": tid, **times, "args": about}

@@ -1,0 +1,198 @@
+"""Rows, tables, traces and pictures of --report-overlap from steps that are written by hand; its flag."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_sp.comm.groups import ALONE
+from megatron_sp.comm.recorder import WAIT, Collective, FlightTimes, Recorder, Span, StepTimes
+from megatron_sp.ops import availability
+from megatron_sp.training import overlap
+from megatron_sp.training.arguments import config_from_args
+from megatron_sp.training.overlap import OverlapReport, Row, comparable, table, tabulate, trace
+from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
+from megatron_sp.utils.errors import ConfigError
+
+SP = Collective("sp", "all_to_all", (4, 4), (4, 4), "float32")
+TP = Collective("tp", "all_reduce", (8,), (8,), "float32")
+FLAGS = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=2", "--seq-length=8", "--lr=1", "--train-iters=2", "--mock-data",
+         "--vocab-size=9"]  # fmt: skip
+
+
+def make_step(seconds: float = 1.0, exposed: float = 0.01, layers: int = 3) -> StepTimes:
+    """Each layer projects, attends with an exchange under it, waits, and goes on; then all of that backward."""
+    step, at = StepTimes(seconds), 0.0
+    for direction in ("forward", "backward"):
+        for layer in range(layers) if direction == "forward" else reversed(range(layers)):
+            begin = at
+            for label, length in (("projection", 0.02), ("attention", 0.05), (WAIT, exposed), ("output projection", 0.02), ("mlp", 0.04)):
+                step.spans.append(Span(label, layer, direction, at, at + length))
+                at += length
+            step.flights.append(
+                FlightTimes(
+                    SP, "qkv" if direction == "forward" else "d qkv", layer, direction, begin + 0.02, begin + 0.07 + exposed, exposed
+                )
+            )
+            step.flights.append(FlightTimes(SP, "out", layer, direction, begin + 0.05, begin + 0.06, 0.0))
+        step.flights.append(FlightTimes(TP, "all-reduce", None, direction, at, at, 0.0))
+    return step
+
+
+def test_exposed_exchange_hidden_and_share() -> None:
+    steps = [make_step(1.0, 0.01), make_step(2.0, 0.02), make_step(4.0, 0.03)]
+    rows = tabulate(steps, [0.04, 0.01] * 3 + [0.5] + [0.06, 0.02] * 3 + [0.5])
+    assert [(r.axis, r.layer, r.direction, r.number) for r in rows] == [
+        ("sp", 0, "forward", 2), ("sp", 0, "backward", 2), ("sp", 1, "forward", 2), ("sp", 1, "backward", 2), ("sp", 2, "forward", 2),
+        ("sp", 2, "backward", 2), ("tp", None, "forward", 1), ("tp", None, "backward", 1),
+    ]  # fmt: skip
+    assert rows[0].exchange == pytest.approx(0.05) and rows[1].exchange == pytest.approx(0.08)
+    assert rows[0].exposed == pytest.approx(0.02) and rows[0].hidden == pytest.approx(0.6)  # medians of the steps
+    assert rows[0].share_of_step == pytest.approx(0.01)
+    assert rows[-1].exposed == 0.0 and rows[-1].hidden == 1.0
+
+
+@pytest.mark.parametrize("exchange, exposed, hidden", [(2.0, 0.5, 0.75), (1.0, 3.0, 0.0), (0.0, 0.0, 0.0), (1.0, -1e-9, 1.0)])
+def test_hidden_stays_between_none_and_all(exchange: float, exposed: float, hidden: float) -> None:
+    assert Row("sp", 0, "forward", 1, exchange, exposed, 0.0).hidden == hidden
+
+
+def test_the_table() -> None:
+    rows = tabulate([make_step()], [0.04, 0.01] * 3 + [0.5] + [0.06, 0.02] * 3 + [0.5])
+    lines = table(rows, 9, 1.0, [0.06, 0.11])
+    assert "median of 9 steps, 1000.0 ms" in lines[0]
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    assert "ulysses 0 forward 2 50.00 ms 80 % 10.00 ms 1.00 %" in text
+    assert "ulysses all backward 6 240.00 ms 88 % 30.00 ms 3.00 %" in text
+    assert "tensor ends forward 1 500.00 ms 100 % 0.00 ms 0.00 %" in text and "tensor all" not in text
+    assert "rank 0 6.0 % of its step, the worst, rank 1, 11.0 %" in text and "exposed above exchange" not in text
+    assert "exposed above exchange" in "\n".join(table([Row("sp", 0, "forward", 1, 1.0, 2.0, 0.5)], 1, 4.0, [0.5]))
+
+
+def test_which_steps_count() -> None:
+    """Not the first, unless it is the only one; and while the batch grows only those like the last."""
+    warm_up, short, long = make_step(9.0), make_step(layers=1), make_step(layers=2)
+    assert comparable([warm_up]) == [warm_up]
+    assert comparable([warm_up, short, long, long]) == [long, long]
+
+
+def test_the_trace_lays_steps_one_after_another() -> None:
+    steps = [make_step(1.0), make_step(1.0)]
+    found = trace(steps, tabulate(steps, [0.1] * 14), 1.0)
+    assert json.loads(json.dumps(found)) == found
+    events = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == 2 * (len(steps[0].spans) + len(steps[0].flights))
+    assert {e["cat"] for e in events} == {"compute", "wait", "exchange"}
+    waits = [e for e in events if e["cat"] == "wait"]
+    assert waits[0]["dur"] == pytest.approx(1e4) and waits[6]["ts"] - waits[0]["ts"] == pytest.approx(1e6)
+    for tid in {e["tid"] for e in events}:  # viewers draw what overlaps on one line over each other
+        line = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
+        assert all(b[0] >= a[1] - 0.01 for a, b in pairwise(line))
+    names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert names == {0: "compute", 1: "ulysses exchanges", 2: "ulysses exchanges (2)", 11: "tensor exchanges"}
+    assert {"axis", "layer", "direction", "exchange", "exposed", "hidden", "share_of_step"} <= found["otherData"]["rows"][0].keys()
+
+
+def test_lanes() -> None:
+    flights = [
+        FlightTimes(SP, str(i), 0, "forward", *times, 0.0) for i, times in enumerate([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6)])
+    ]
+    assert [(lane, f.name) for lane, f in in_lanes(reversed(flights))] == [(0, "0"), (1, "1"), (0, "2"), (2, "3")]
+
+
+def test_the_picture_shows_two_layers_of_each_pass() -> None:
+    forward, backward = windows(make_step(layers=6))
+    assert {s.layer for s in forward.spans} == {s.layer for s in backward.spans} == {2, 3}
+    assert {f.layer for f in forward.flights} == {2, 3} and {f.direction for f in forward.flights} == {"forward"}
+    assert forward.end - forward.begin == pytest.approx(2 * 0.14)
+    twice = make_step(layers=2)
+    later = make_step(layers=2)
+    twice.spans += [s._replace(begin=s.begin + 1.0, end=s.end + 1.0) for s in later.spans]
+    assert windows(twice)[0].end == pytest.approx(2 * 0.14), "the first micro-batch only"
+    assert windows(StepTimes(1.0)) == []
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_steps(make_step(), tmp_path / "a.png", {"forward": "all of it"})
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    draw_steps(StepTimes(1.0), tmp_path / "empty.png", {})
+    with pytest.raises(OSError):
+        draw_steps(make_step(), tmp_path / "absent" / "a.png", {})
+
+
+class Groups:
+    """A layout of one rank."""
+
+    sp = tp = control = ALONE
+    rank, device = 0, torch.device("cpu")
+
+
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Row], list[str]]:
+    """Of two steps written by hand, without anything to time."""
+    lines: list[str] = []
+    monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock: [0.04] * len(collectives))
+    monkeypatch.setattr(overlap, "gather_json", lambda value, group: [value])
+    made = OverlapReport(2, Groups(), tmp_path, lines.append)  # type: ignore[arg-type]
+    assert not made.is_due(last=True), "nothing is recorded"
+    made.recorder.steps = [make_step()]
+    assert not made.is_due(last=False) and made.is_due(last=True)
+    made.recorder.steps = [make_step(), make_step()]
+    assert made.is_due(last=False)
+    rows = made.write()
+    assert not made.is_due(last=True)
+    made.recorder.start_step()
+    assert not made.recorder.recording
+    return rows, lines
+
+
+def test_without_matplotlib_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, False, reason=f"{name} is not installed"))
+    _, lines = report(tmp_path, monkeypatch)
+    assert lines[-1] == "overlap: no picture, for matplotlib is not installed; pip install matplotlib (or this package with [plot]) gets it"
+    assert (tmp_path / "overlap-trace.json").exists() and not (tmp_path / "overlap.png").exists()
+
+
+def test_files_that_cannot_be_written_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, lines = report(tmp_path / "absent", monkeypatch)
+    warnings = [line for line in lines if line.startswith("warning: overlap: ")]
+    assert rows and len(warnings) >= 1 and all("No such file or directory; training goes on" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    "words, steps", [([], None), (["--report-overlap"], 10), (["--report-overlap", "3"], 3), (["--report-overlap", "--bf16"], 10)]
+)
+def test_the_flag_alone_means_ten_steps(words: list[str], steps: int | None) -> None:
+    assert config_from_args([*FLAGS, "--sp-size=2", *words], world_size=2).logging.report_overlap == steps
+
+
+def test_the_flag_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("report_overlap: 4\n")
+    assert config_from_args([*FLAGS, "--tp-size=2", "--config", str(path)], world_size=2).logging.report_overlap == 4
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--report-overlap"], "with sequence_parallel_size 1 and tensor_model_parallel_size 1 there are none to report"),
+    (["--report-overlap", "--sp-size=2", "--skip-train", "--load=x"], "--skip-train takes none"),
+    (["--report-overlap", "0", "--sp-size=2"], r"--report-overlap \(0\) must be at least 1"),
+    (["--report-overlap", "many", "--sp-size=2"], "expected an integer, got 'many'"),
+])  # fmt: skip
+def test_nothing_to_report(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_args([*FLAGS, *words], world_size=2)
+
+
+def test_a_recorder_is_handed_to_every_block() -> None:
+    from megatron_sp.parallel.layout import Layout
+
+    layout: Any = Layout()
+    assert layout.in_layer(3) is layout
+    recorder = Recorder(overlap.WallClock(), 1)
+    inner = Layout(recorder=recorder).in_layer(3)
+    assert (inner.tp.recorder, inner.sp.recorder) == (recorder.at("tp", 3), recorder.at("sp", 3))
