@@ -5,9 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.testing.assert_close(torch.ones(1), torch.ones(1))
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are deselected where there is none."""
+    if torch.cuda.is_available():
+        return
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]

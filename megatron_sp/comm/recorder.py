@@ -8,7 +8,7 @@ where in the model they stand. Without one nothing is recorded, at the price of 
 
 A flight's *exposed* time is what its ``wait()`` blocked. On CPU times are those of the wall clock, and a flight ends when gloo's thread
 says so. On CUDA they are events: those of marks and waits on the compute stream, so "blocked" means that the stream stood still, and the
-end of a flight on a stream of its own that waits for nothing else.
+end of a flight on a stream that waits for nothing but its group's collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Clock(Protocol):
     def seconds(self, begin: Moment, end: Moment) -> float:
         """From one moment to another; only behind ``settle``."""
 
-    def when_done(self, work: dist.Work, tell: Callable[[Moment], None]) -> None:
+    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
         """Tell the moment at which a collective ends, without making anybody wait; not at all if that cannot be known."""
 
 
@@ -55,7 +55,7 @@ class WallClock:
     def seconds(self, begin: Moment, end: Moment) -> float:
         return float(end - begin)
 
-    def when_done(self, work: dist.Work, tell: Callable[[Moment], None]) -> None:
+    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
         try:
             future = work.get_future()
         except RuntimeError:  # a backend without futures: the flight then ends with its wait
@@ -68,7 +68,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watcher = torch.cuda.Stream(device)
+        self._watchers: dict[Axis, torch.cuda.Stream] = {"sp": torch.cuda.Stream(device), "tp": torch.cuda.Stream(device)}
 
     def now(self) -> Moment:
         event = torch.cuda.Event(enable_timing=True)
@@ -81,9 +81,10 @@ class CudaClock:
     def seconds(self, begin: Moment, end: Moment) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
-    def when_done(self, work: dist.Work, tell: Callable[[Moment], None]) -> None:
-        # flights of one group end in the order in which they began, so one stream can wait for all of them, one after another
-        with torch.cuda.stream(self._watcher):
+    def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
+        # flights of one group end in the order in which they began, so one stream for each group can wait for them, one after another.
+        # With this wait torch forgets the tensors: the handle keeps them until the compute stream has waited too.
+        with torch.cuda.stream(self._watchers[axis]):
             work.wait()
             tell(self.now())
 
@@ -130,7 +131,7 @@ class Flight:
     def watch(self, work: dist.Work) -> None:
         """The collective is on its way."""
         self.recorder.flights.append(self)
-        self.recorder.clock.when_done(work, self._end)
+        self.recorder.clock.when_done(work, self.what.axis, self._end)
 
     def _end(self, moment: Moment) -> None:
         self.ended = moment

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
-from megatron_sp.comm.recorder import WAIT, Direction, Place, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, Direction, Place, Recorder, StepTimes, WallClock
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def when_done(self, work: Any, tell: Callable[[float], None]) -> None:
+    def when_done(self, work: Any, axis: Axis, tell: Callable[[float], None]) -> None:
         work.tell = tell
 
 
@@ -187,5 +187,5 @@ def test_the_wall_clock() -> None:
             raise RuntimeError("not supported")
 
     told: list[float] = []
-    clock.when_done(NoFuture(), told.append)  # type: ignore[arg-type]
+    clock.when_done(NoFuture(), "sp", told.append)  # type: ignore[arg-type]
     assert told == []
