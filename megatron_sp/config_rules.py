@@ -526,6 +526,8 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
         )
     if log.report_overlap is not None and config.batch.skip_train:
         yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"
+    if log.report_overlap is not None and parallel.verify_parallelism:
+        yield "--report-overlap measures training steps, and --verify-parallelism compares one step and ends: give one of them"
     try:
         if log.peak_tflops is not None and not 0 < float(log.peak_tflops) < math.inf:
             yield f"peak_tflops ({log.peak_tflops}) must be above 0"

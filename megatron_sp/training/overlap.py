@@ -114,8 +114,8 @@ class OverlapReport:
         try:
             draw_steps(step, path, titles)
             self._say(f"overlap: time line in {path}")
-        except OSError as error:
-            self._say(f"warning: overlap: {path} cannot be written: {error.strerror}; training goes on")
+        except Exception as error:  # a full disk, or a library that is broken in its own way: a picture is not worth the run
+            self._say(f"warning: overlap: {path} cannot be drawn: {type(error).__name__}: {error}; training goes on")
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:

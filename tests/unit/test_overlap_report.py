@@ -161,7 +161,19 @@ def test_without_matplotlib_there_is_one_line(tmp_path: Path, monkeypatch: pytes
 def test_files_that_cannot_be_written_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, lines = report(tmp_path / "absent", monkeypatch)
     warnings = [line for line in lines if line.startswith("warning: overlap: ")]
-    assert rows and len(warnings) >= 1 and all("No such file or directory; training goes on" in line for line in warnings)
+    assert rows and len(warnings) >= 1 and all("No such file or directory" in line for line in warnings)
+    assert all(line.endswith("; training goes on") for line in warnings)
+
+
+def test_a_broken_library_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, True, "3"))
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(overlap, "draw_steps", broken)
+    _, lines = report(tmp_path, monkeypatch)
+    assert lines[-1] == f"warning: overlap: {tmp_path / 'overlap.png'} cannot be drawn: RuntimeError: no fonts; training goes on"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +192,7 @@ def test_the_flag_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words, message", [
     (["--report-overlap"], "with sequence_parallel_size 1 and tensor_model_parallel_size 1 there are none to report"),
     (["--report-overlap", "--sp-size=2", "--skip-train", "--load=x"], "--skip-train takes none"),
+    (["--report-overlap", "--sp-size=2", "--verify-parallelism"], "--verify-parallelism compares one step and ends"),
     (["--report-overlap", "0", "--sp-size=2"], r"--report-overlap \(0\) must be at least 1"),
     (["--report-overlap", "many", "--sp-size=2"], "expected an integer, got 'many'"),
 ])  # fmt: skip
