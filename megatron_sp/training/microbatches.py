@@ -45,9 +45,8 @@ class BatchPlan:
         """Micro-batches per data-parallel rank of that step."""
         return divide(self.global_batch_size(consumed_samples), self.micro_batch_size * self.dp_size)
 
-    def samples_after(self, num_steps: int) -> int:
-        """Samples that ``num_steps`` steps from the start consume."""
-        consumed = 0
+    def samples_after(self, num_steps: int, consumed: int = 0) -> int:
+        """Samples consumed when ``num_steps`` more steps were taken after the first ``consumed`` samples."""
         for step in range(num_steps):
             size = self.global_batch_size(consumed)
             if size == self.full:  # the ramp is over: the rest is a product
@@ -55,9 +54,9 @@ class BatchPlan:
             consumed += size
         return consumed
 
-    def steps_for(self, samples: int) -> int:
-        """Steps until ``samples`` are consumed; the last one may go beyond by less than a batch, it is dropped."""
-        consumed = steps = 0
+    def steps_for(self, samples: int, consumed: int = 0) -> int:
+        """Steps from ``consumed`` samples on until ``samples`` are; the last one may go beyond by less than a batch, it is dropped."""
+        steps = 0
         while consumed + (size := self.global_batch_size(consumed)) <= samples:
             if size == self.full:
                 return steps + (samples - consumed) // self.full

@@ -35,7 +35,7 @@ from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.state import TrainingState, adopt_checkpoint_args, check_structure
+from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure
 from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError
@@ -113,7 +113,11 @@ class Run:
             if stored is not None:
                 self._differences = check_structure(stored, config)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
-        self.train_iters = config.batch.train_iters or self.plan.steps_for(config.batch.train_samples or 0)
+        # what a former part of the run consumed stays consumed, whatever the batch size was then
+        self.start = _where_it_starts(stored if not self._finetunes else None)
+        self.train_iters = config.batch.train_iters or self.start.step + self.plan.steps_for(
+            config.batch.train_samples or 0, self.start.consumed_samples
+        )
         if self.train_iters == 0 and not config.batch.skip_train:
             raise ConfigError(
                 f"train_samples ({config.batch.train_samples}) is less than one step takes ({self.plan.global_batch_size(0)}):"
@@ -150,11 +154,17 @@ class Run:
             return None
         return self.checkpointer.find(checkpoint.load, checkpoint.ckpt_step, checkpoint.resume_fallback)
 
+    @property
+    def _finetunes(self) -> bool:
+        """Whether the checkpoint gives its weights only, for a run of its own."""
+        return self.config.checkpoint.finetune and not self.goes_on
+
     def _build_data(self) -> None:
         batch, full = self.config.batch, self.plan.full
-        train = 0 if batch.skip_train else self.plan.samples_after(self.train_iters)
-        interval = batch.eval_interval or max(self.train_iters, 1)
-        passes = 1 if batch.skip_train else self.train_iters // interval + 1
+        start = self.start
+        train = 0 if batch.skip_train else self.plan.samples_after(max(self.train_iters - start.step, 0), start.consumed_samples)
+        last_step = max(self.train_iters, start.step, 1)  # a checkpoint may be beyond the end of a run that was made shorter
+        passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
         samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
         with all_ranks_agree(self.groups.control):
             self.datasets = self.task.build_datasets(self.config, self.tokenizer, samples)
@@ -219,7 +229,7 @@ class Run:
 
     def _load(self, source: Path, stored: dict[str, Any]) -> None:
         checkpoint = self.config.checkpoint
-        finetune = checkpoint.finetune and not self.goes_on
+        finetune = self._finetunes
         only_validates = self.config.batch.skip_train
         weights_only = finetune or only_validates or (checkpoint.no_load_optim and not self.goes_on)
         with all_ranks_agree(self.groups.control):
@@ -321,6 +331,18 @@ class Run:
             self.metrics.close()
         self.watchdog.close()
         self.signals.restore()
+
+
+def _where_it_starts(stored: dict[str, Any] | None) -> Progress:
+    """What is done already when the first step is taken.
+
+    Raises:
+        CheckpointError: the stored counts are no counts.
+    """
+    progress = Progress()
+    if stored is not None:
+        progress.load(stored)
+    return progress
 
 
 def settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:

@@ -45,6 +45,18 @@ class Progress:
     def to_dict(self) -> dict[str, int]:
         return dict(vars(self))
 
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over the counts of a checkpoint.
+
+        Raises:
+            CheckpointError: one is not a count.
+        """
+        for key in vars(self):
+            value = state.get(key, 0)
+            if not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"state.json: {key} must be a whole number, found {value!r}")
+            setattr(self, key, value)
+
 
 class TrainingState:
     """Everything a resume needs, as tensors and as JSON."""
@@ -90,11 +102,7 @@ class TrainingState:
 
     def load_json(self, state: dict[str, Any], *, weights_only: bool) -> None:
         """Take over progress and the scaler (not with --finetune)."""
-        for key in vars(self.progress):
-            value = state.get(key, 0)
-            if not isinstance(value, int) or value < 0:
-                raise CheckpointError(f"state.json: {key} must be a whole number, found {value!r}")
-            setattr(self.progress, key, value)
+        self.progress.load(state)
         if self.optimizer is not None and not weights_only:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])

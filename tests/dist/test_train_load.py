@@ -251,3 +251,27 @@ def test_too_few_samples_for_one_step(tmp_path: Path) -> None:
     train(tmp_path, "--train-samples", 3, "--save", run).expect(2, "train_samples (3)", "one step takes (4)")
     train(tmp_path, "--train-samples", 11, "--save", run).expect(0, "steps 0 to 2")
     assert [r["consumed_samples"] for r in records(run)] == [4, 8]
+
+
+@pytest.mark.parametrize("size, consumed", [(2, 24 + 4 * 2), (8, 24 + 4 * 8)])
+def test_another_batch_size_goes_on_to_the_last_step(old: Path, tmp_path: Path, size: int, consumed: int) -> None:
+    """What the first part consumed stays consumed: with smaller batches the data do not end before the run."""
+    run = tmp_path / "run"
+    flags = ("--micro-batch-size", 2, "--global-batch-size", size, "--train-iters", 10, "--override-opt-param-scheduler")
+    train(tmp_path, "--load", old, "--save", run, *flags).expect(0, "steps 6 to 10")
+    assert (state(run)["step"], state(run)["consumed_samples"]) == (10, consumed)
+
+
+@pytest.mark.parametrize("size, steps", [(2, 16), (8, 4)])
+def test_train_samples_counts_those_of_another_batch_size(tmp_path: Path, size: int, steps: int) -> None:
+    """Neither more samples than asked for, nor fewer, when the batch size changes half-way."""
+    run = tmp_path / "run"
+    flags = ("--save", run, "--train-samples", 56)
+    train(tmp_path, *flags, "--exit-interval", 6).expect(0)
+    train(tmp_path, *flags, "--auto-resume", "--global-batch-size", size).expect(0, f"steps 6 to {6 + steps}")
+    assert (state(run)["step"], state(run)["consumed_samples"]) == (6 + steps, 56)
+
+
+def test_a_run_made_shorter_than_its_checkpoint_is_validated_and_done(old: Path, tmp_path: Path) -> None:
+    flags = ("--eval-iters", 1, "--eval-interval", 1, "--train-iters", 3, "--override-opt-param-scheduler")
+    train(tmp_path, "--load", old, "--save", tmp_path / "run", *flags).expect(0, "valid at step 6", "test at step 6")
