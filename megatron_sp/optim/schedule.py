@@ -1,12 +1,14 @@
 """Learning rate and weight decay as pure functions of how far the run is.
 
-Progress is counted in samples whichever unit the flags use (steps are multiplied by the global batch size), so that a batch
-ramp-up or another number of ranks does not bend the curve. Shapes and names are Megatron's (optimizer_param_scheduler.py).
+Progress is counted in samples whichever unit the flags use, so that a batch ramp-up or another number of ranks does not bend
+the curve. A length in steps is what those steps consume, a ramp-up included: warm-up and decay end at the step the flags say.
+Shapes and names are Megatron's (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,11 +41,11 @@ class Schedule:
     length: int
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, global_batch_size: int) -> Schedule:
-        """Resolve the flags; ``global_batch_size`` is the full one, after ramp-up."""
+    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> Schedule:
+        """Resolve the flags; ``samples_after`` says how many samples the first so many steps consume."""
 
         def samples(iters: int | None, in_samples: int | None) -> int | None:
-            return in_samples if in_samples else iters * global_batch_size if iters else None
+            return in_samples if in_samples else samples_after(iters) if iters else None
 
         length = samples(batch.train_iters, batch.train_samples) or 1
         horizon = samples(config.lr_decay_iters, config.lr_decay_samples) or length
@@ -51,11 +53,14 @@ class Schedule:
             warmup = round(config.lr_warmup_fraction * horizon)
         else:
             warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
+        wsd_length = config.lr_wsd_decay_samples or 0
+        if config.lr_wsd_decay_iters and (last := config.lr_decay_iters or batch.train_iters):  # the last steps, not the first
+            wsd_length = horizon - samples_after(max(last - config.lr_wsd_decay_iters, 0))
         decay = config.weight_decay
         return cls(
             peak=config.lr or 0.0, floor=config.min_lr, start=config.lr_warmup_init, warmup=warmup, horizon=horizon,
             style=config.lr_decay_style, wsd_style=config.lr_wsd_decay_style,
-            wsd_length=samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0,
+            wsd_length=wsd_length,
             decay_start=decay if config.start_weight_decay is None else config.start_weight_decay,
             decay_end=decay if config.end_weight_decay is None else config.end_weight_decay,
             decay_style=config.weight_decay_incr_style, length=length,

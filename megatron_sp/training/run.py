@@ -123,7 +123,7 @@ class Run:
                 f"train_samples ({config.batch.train_samples}) is less than one step takes ({self.plan.global_batch_size(0)}):"
                 " raise --train-samples, or lower --global-batch-size"
             )
-        self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.full)
+        self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.samples_after)
         self._build_data()
         self._choose_layout(stored)
         self._build_model()
