@@ -11,6 +11,7 @@ generated, everything else to stderr. The same command gives the same text.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -222,6 +223,8 @@ def run(options: argparse.Namespace) -> None:
     from megatron_sp.models.generation import Sampling
 
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p, options.seed)
+    if options.num_threads is not None and options.num_threads < 1:
+        raise ConfigError(f"--num-threads ({options.num_threads}) must be at least 1; leave it out to use all cores")
     if options.max_new_tokens < 1 or options.num_samples < 1:
         raise ConfigError(f"--max-new-tokens ({options.max_new_tokens}) and --num-samples ({options.num_samples}) must be at least 1")
     texts = options.prompt
@@ -245,6 +248,9 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the letter shows "?", it does not end the program
     try:
         run(options)
     except ReportedError as error:

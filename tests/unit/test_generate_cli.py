@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_an_empty_prompt_starts_a_document(byte_run: tuple[Path, GPTModel], caps
         (["--prompt", "x" * 25], 2, "shorten it by at least 1"),
         (["--prompt", "a", "--top-p", "0"], 2, "top_p (0.0) must be in (0, 1]"),
         (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens (0)"),
+        (["--prompt", "a", "--num-threads", "-3"], 2, "--num-threads (-3) must be at least 1"),
         (["--prompt", "a", "--ckpt-step", "7"], 3, "step-000007"),
         (["--prompt-file", "/nowhere/prompts.txt"], 4, "/nowhere/prompts.txt cannot be read"),
         (["--prompt", "a", "--tokenizer-model", "/nowhere/spm.model"], 4, "/nowhere/spm.model"),
@@ -181,3 +183,10 @@ def test_closed_output_ends_quietly(byte_run: tuple[Path, GPTModel]) -> None:
     command = f"{sys.executable} tools/generate.py --load {byte_run[0]} --device cpu --num-threads 1 --prompt ab --num-samples 500"
     run = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], cwd=REPOSITORY, capture_output=True, text=True)
     assert run.stdout == "--- 1 ---\n" and "Traceback" not in run.stderr and run.returncode == 0, json.dumps([run.returncode, run.stderr])
+
+
+def test_output_that_cannot_show_a_letter_shows_a_question_mark(byte_run: tuple[Path, GPTModel]) -> None:
+    command = [sys.executable, "tools/generate.py", "--load", str(byte_run[0]), "--device", "cpu", "--prompt", "h\u00e9", "--greedy"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="ascii", env=environment)
+    assert run.returncode == 0 and run.stdout.startswith("h?"), json.dumps([run.returncode, run.stdout, run.stderr])
