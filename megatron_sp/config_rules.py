@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.utils.peaks import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from megatron_sp.config import Config, ModelConfig
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
 _FLASH_HEAD_DIM = 256
+_MAX_THREADS = 1024  # per process; far more than any host's cores, and the operating system refuses
 
 
 def normalize(config: Config) -> None:
@@ -299,6 +301,8 @@ def _exchanges(config: Config, world_size: int) -> Iterator[str]:
 
 def _kernels(config: Config) -> Iterator[str]:
     kernels, model = config.kernels, config.model
+    if kernels.num_threads and kernels.num_threads > _MAX_THREADS:
+        yield f"num_threads ({kernels.num_threads}) must be at most {_MAX_THREADS}: leave it out to share the host's cores"
     if kernels.use_flash_attn and kernels.attention_backend != "flash":
         yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
     if kernels.attention_backend == "flash":
@@ -528,11 +532,13 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
         yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"
     if log.report_overlap is not None and parallel.verify_parallelism:
         yield "--report-overlap measures training steps, and --verify-parallelism compares one step and ends: give one of them"
+    if log.peak_tflops is None or log.peak_tflops in PEAK_TFLOPS:
+        return
     try:
-        if log.peak_tflops is not None and not 0 < float(log.peak_tflops) < math.inf:
+        if not 0 < float(log.peak_tflops) < math.inf:
             yield f"peak_tflops ({log.peak_tflops}) must be above 0"
     except ValueError:
-        pass  # a name such as h100-bf16; looked up where the table is
+        yield f"peak_tflops ({log.peak_tflops}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
 
 
 def _division(value: int, divisor: int, bare: bool = False) -> str:

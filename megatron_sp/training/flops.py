@@ -12,12 +12,8 @@ import time
 import torch
 
 from megatron_sp.config import ModelConfig
+from megatron_sp.utils.peaks import PEAK_TFLOPS
 
-# dense (not sparse) peak TFLOP/s of matrix products, from the vendors' data sheets
-PEAK_TFLOPS = {
-    "a100-bf16": 312.0, "a100-fp16": 312.0, "h100-bf16": 989.0, "h100-pcie-bf16": 756.0, "h200-bf16": 989.0, "h800-bf16": 989.0,
-    "b200-bf16": 2250.0, "l40s-bf16": 362.0, "a10-bf16": 125.0, "v100-fp16": 125.0, "rtx4090-bf16": 165.0, "mi300x-bf16": 1307.0,
-}  # fmt: skip
 _NAME_TO_PEAK = (
     ("H100 PCIe", "h100-pcie-bf16"), ("H100", "h100-bf16"), ("H200", "h200-bf16"), ("H800", "h800-bf16"), ("A100", "a100-bf16"),
     ("B200", "b200-bf16"), ("L40S", "l40s-bf16"), ("A10", "a10-bf16"), ("V100", "v100-fp16"), ("4090", "rtx4090-bf16"),

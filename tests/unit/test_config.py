@@ -172,6 +172,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "lr_warmup_iters (10) must be below the decay horizon (10,",
     ),
     ({"logging__peak_tflops": "-3"}, "peak_tflops (-3) must be above 0"),
+    ({"logging__peak_tflops": "h100"}, "peak_tflops (h100) must be a number of TFLOP/s above 0, or one of a100-bf16"),
+    ({"kernels__num_threads": 100000}, "num_threads (100000) must be at most 1024"),
 ]
 
 
