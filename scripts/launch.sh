@@ -61,11 +61,17 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # silences torchrun; the program 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}"
 
 # a mistake in the flags is answered here, in a moment and once, and not by torchrun's report about dead processes
+resolved=""
 if number "$nproc" && grep -qs 'parse_config(' "$1"; then
-    WORLD_SIZE=$((nproc * nnodes)) "$python" "$@" --print-config >/dev/null || exit $?
+    resolved="$(WORLD_SIZE=$((nproc * nnodes)) "$python" "$@" --print-config)" || exit $?
 fi
 
 run_dir=""
+case " $* " in *" --config"*) # --save may stand in that file; one on the command line wins, below
+    run_dir="$(printf '%s' "$resolved" | "$python" -c '
+import sys, yaml
+print(((yaml.safe_load(sys.stdin) or {}).get("checkpoint") or {}).get("save") or "")')" ;;
+esac
 previous=""
 for word in "$@"; do
     case "$word" in --save=*) run_dir="${word#--save=}" ;; esac

@@ -127,3 +127,10 @@ def test_mistakes_are_answered_before_torchrun(tmp_path: Path) -> None:
 def test_usage(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(ROOT / "scripts" / "launch.sh"), "2"], capture_output=True, text=True)
     assert done.returncode == 2 and "usage" in done.stderr
+
+
+def test_the_run_folder_may_stand_in_a_file(tmp_path: Path) -> None:
+    """--save in --config: the program's exit code comes back as it does with --save on the command line."""
+    (tmp_path / "flags.yaml").write_text(f"save: {tmp_path / 'a run'}\n")
+    code, text = launch(tmp_path, "--config", tmp_path / "flags.yaml", "--train-iters", 6, "--load", tmp_path / "nothing")
+    assert code == 3, text
