@@ -53,13 +53,22 @@ def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return rows
 
 
+def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
+    records = read_records(run)[0]
+    try:
+        return summary(run, records)
+    except (KeyError, TypeError, ValueError) as error:  # the program writes no such record: the file was changed
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{run}/metrics.jsonl holds a record that cannot be used ({what}): it is damaged, or of another program") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The result of a run in a few lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
     args = parser.parse_args(argv)
     try:
-        rows = summary(args.run, read_records(args.run)[0])
+        rows = _summary_of_sound_records(args.run)
     except ReportedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

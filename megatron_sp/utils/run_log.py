@@ -44,7 +44,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     usable = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
     return record if usable else None

@@ -66,3 +66,12 @@ def test_nothing_to_summarise(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert tool.main([str(tmp_path)]) == 4
     text = capsys.readouterr().err
     assert "cannot be read" in text and "no training step yet" in text
+
+
+@pytest.mark.parametrize(
+    "record", [{"kind": "train", "step": 1}, {**step(1), "tokens_per_s": "fast"}, {**step(1), "consumed_tokens": None}]
+)
+def test_a_damaged_record_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, Any]) -> None:
+    write(tmp_path, step(2), record, end="[" * 100_000 + "\n")
+    assert tool.main([str(tmp_path)]) == 4
+    assert "holds a record that cannot be used" in capsys.readouterr().err
