@@ -81,14 +81,29 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
     except Exception as error:
         held.append(error)
         code = 1
-        traceback.print_exc()
-        status.write("failed", code, f"{type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            message = (
+                f"out of memory: {first_line(error)}. Lower --micro-batch-size or --seq-length, add --recompute-granularity full or --bf16,"
+                " make the model smaller, or use more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
+            )
+            print(f"[rank {launch.rank}] error: {message}", file=sys.stderr, flush=True)
+        else:
+            message = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        status.write("failed", code, message)
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 0:
         destroy_process_group()
         sys.exit(0)
     os._exit(code)  # a broken process group would hold an orderly exit up
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU, torch's CPU allocator or numpy could not give the memory that was asked for."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:

@@ -316,3 +316,10 @@ def test_ranks_other_than_0_leave_their_files_in_the_run_folder(tmp_path: Path) 
     for rank in (0, 1):
         events = json.loads((run / f"profile-rank{rank}.json").read_text())["traceEvents"]
         assert sorted({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep")}) == ["ProfilerStep#1", "ProfilerStep#2"]
+
+
+@pytest.mark.parametrize("flags", [("--hidden-size", 4 * 10**9), ("--micro-batch-size", 10**12, "--global-batch-size", 10**12)])
+def test_out_of_memory_is_one_message_with_what_helps(tmp_path: Path, flags: tuple[object, ...]) -> None:
+    outcome = train(tmp_path, "--save", tmp_path / "run", *flags).expect(1, "error: out of memory: ", "--micro-batch-size")
+    assert "Traceback" not in outcome.text
+    assert status(tmp_path / "run")["message"].startswith("out of memory: ")
