@@ -126,16 +126,19 @@ def check_tags(
     n, local = r * g, round_up(s, sp) // sp
     core = Inspector(s, b, d, r)
     plan = AttentionPlan(tuple(plan_heads(r, g, sp, mode, num_chunks)), d, s, sp=SequenceParallel(group, overlap))
-    run = _Run(plan, core, b, local, train=True)
     first = rank * local
     real = max(0, min(local, s - first)) * b  # tokens of this rank that are not padding
     mine = torch.stack([torch.arange(first * b, (first + local) * b).double(), torch.ones(local * b).double()], dim=1)  # [tokens, 2]
+
+    run = _Run(plan, core, mine.view(local, b, 2), train=True)
 
     def names(count: int) -> Tensor:
         """Weight rows that give row channel i its tag."""
         return torch.stack([torch.ones(count), STEP * (1 + torch.arange(count))], dim=1).double()
 
-    out = run.forward(mine, names(g * (r + 2) * d), None)
+    out = torch.full((local * b, n * d), float("nan"), dtype=torch.float64)
+    for columns, piece in run.outputs(run.forward(mine, names(g * (r + 2) * d), None)):
+        out[:, columns] = piece
     want = tags(first, local, b, torch.arange(n * d)).view(local * b, -1)
     by_row = tags(first, local, b, channels([row_of("q", q, r) for q in range(n)], d)).view(local * b, -1)
     assert torch.equal(out[:real], by_row[:real]), "heads came back to the wrong place"
@@ -147,8 +150,11 @@ def check_tags(
     assert found is not None and found.item() == 1.0, "the work under the first exchange was not done"
     uses = _uses_of_all(plan, sp)
     for message, handle in arriving:
-        got = run.by_token(handle.wait(), message)
+        pieces = run.by_rows(handle.wait(), message)
+        got = torch.cat([piece for _, piece in pieces], dim=1)
         rows = [row for of_rank in message.rows for row in of_rank]
+        said = [row for runs, _ in pieces for run_of_rows in runs for row in range(run_of_rows.start, run_of_rows.stop)]
+        assert said == [row * d + i for row in rows for i in range(d)], "the rows that the pieces are said to be of"
         times = [1 if row % (r + 2) < r else uses[to][row // (r + 2)] for to, of_rank in enumerate(message.rows) for row in of_rank]
         want = tags(first, local, b, channels(rows, d)).view(local * b, -1)
         want = want * torch.tensor(times, dtype=torch.float64).repeat_interleave(d)

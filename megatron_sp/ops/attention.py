@@ -234,7 +234,8 @@ class _CPUFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         s, m, r, d = q.shape
-        if k.shape[0] == s:  # one tensor for all three, in the layout of the fused QKV: then packing them costs nothing
+        one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        if one and k.shape[0] == s:  # parts of the fused QKV: one tensor for all three gradients, in its layout, and packing costs nothing
             packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
             grad_q, grad_k, grad_v = packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]
         else:

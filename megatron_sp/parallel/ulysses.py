@@ -18,7 +18,7 @@ which backward runs; the exchanges and projections around it are written out. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ from megatron_sp.ops.norm import NormInFront, norm_forward
 from megatron_sp.parallel.heads import Chunk, Message, Share, runs_of
 from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+
+_FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
 
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -143,12 +145,13 @@ class _AttentionBlock(torch.autograd.Function):
         normed, _ = norm_forward(x, norm_weight, norm_bias, spec)
         a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
         del normed
-        ctx.run = run = _Run(plan, core, a.shape[1], a.shape[0], train and any(ctx.needs_input_grad))
-        out = run.forward(rows_of(a), w_qkv, b_qkv)  # [s/sp * b, n*d]
+        ctx.run = run = _Run(plan, core, a, train and any(ctx.needs_input_grad))
+        going = run.forward(rows_of(a), w_qkv, b_qkv)
         del a
-        y = project_back(out.view(-1, x.shape[1], w_proj.shape[1]), w_proj, b_proj, x if plan.add_input else None, plan.tp)
+        y, outs = _project(run.outputs(going), x, w_proj, b_proj, plan)
+        ctx.columns = [columns for columns, _ in outs]
         if train:
-            ctx.save_for_backward(x, norm_weight, norm_bias, w_qkv, w_proj, out)
+            ctx.save_for_backward(x, norm_weight, norm_bias, w_qkv, w_proj, *(out for _, out in outs))
         plan.sp.mark(OTHER)
         ctx.params = w_qkv, b_qkv, w_proj, b_proj, norm_weight, norm_bias
         return y, x.view_as(x)
@@ -161,7 +164,7 @@ class _AttentionBlock(torch.autograd.Function):
         if ctx.run is None:
             raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
         (run, ctx.run), plan, sink = (ctx.run, None), ctx.plan, ctx.sink
-        x, norm_weight, norm_bias, w_qkv, w_proj, out = ctx.saved_tensors
+        x, norm_weight, norm_bias, w_qkv, w_proj, *outs = ctx.saved_tensors
         param_qkv, param_b_qkv, param_proj, param_b_proj = ctx.params[:4]
         need_x, need_norm_w, need_norm_b, need_qkv, need_b_qkv, need_proj, need_b_proj = ctx.needs_input_grad[:7]
         need_back = need_x or need_norm_w or need_norm_b
@@ -173,7 +176,7 @@ class _AttentionBlock(torch.autograd.Function):
         grad2 = rows_of(gathered.wait())
 
         def weight_of_proj() -> Tensor | None:
-            return put_weight_grad(sink, param_proj, grad2, out) if need_proj else None
+            return _grad_of_columns(sink, param_proj, grad2, list(zip(ctx.columns, outs, strict=True))) if need_proj else None
 
         needs_qkv = need_back or need_qkv or need_b_qkv or any(p.requires_grad for p in ctx.core_params)
         if not needs_qkv:
@@ -190,18 +193,21 @@ class _AttentionBlock(torch.autograd.Function):
         weight_grad = _RowWiseGrad(sink, param_qkv, run.whole_weight) if need_qkv else None
         bias_grad = _RowWiseGrad(sink, param_b_qkv, run.whole_weight) if need_b_qkv else None
         a2: Tensor | None = None
+        first = True
         for index, (message, handle) in enumerate(arriving):
-            d_heads = run.by_token(handle.wait(), message)  # [s/sp * b, rows of the message]
-            rows = run.rows(message)
+            pieces = run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]
             if grad_a is not None:
-                torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if index == 0 else 1.0, out=grad_a)
+                for rows, d_heads in pieces:
+                    torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if first else 1.0, out=grad_a)
+                    first = False
                 if index == len(arriving) - 1:
                     reduced = plan.tp.leave_async(grad_a.view(-1, *x.shape[1:]))
-            if bias_grad is not None:
-                bias_grad.put(column_sum(d_heads), rows)
-            if weight_grad is not None:
-                a2 = rows_of(a.wait()) if a2 is None else a2
-                weight_grad.put_product(d_heads, a2, rows)
+            for rows, d_heads in pieces:
+                if bias_grad is not None:
+                    bias_grad.put(column_sum(d_heads), rows)
+                if weight_grad is not None:
+                    a2 = rows_of(a.wait()) if a2 is None else a2
+                    weight_grad.put_product(d_heads, a2, rows)
         if a2 is None:
             a.wait()
         del a2, normed
@@ -227,18 +233,19 @@ class _ChunkState:
 class _Run:
     """One pass of a block's heads through exchanges and attention."""
 
-    def __init__(self, plan: AttentionPlan, core: Core, batch: int, local_length: int, train: bool) -> None:
+    def __init__(self, plan: AttentionPlan, core: Core, a: Tensor, train: bool) -> None:
         self.plan, self.core, self.train = plan, core, train
-        self.sp, self.batch, self.tokens = plan.sp, batch, local_length * batch
-        self.padded_length = local_length * plan.sp.size
+        self.sp, self.batch, self.tokens = plan.sp, a.shape[1], a.shape[0] * a.shape[1]
+        self.padded_length = a.shape[0] * plan.sp.size
+        self.is_16_bit = a.dtype in (torch.bfloat16, torch.float16)
         self.states: list[_ChunkState | None] = []
         rows = [row for chunk in plan.chunks for message in chunk.messages for of_rank in message.rows for row in of_rank]
         self.whole_weight = len(set(rows)) == len(rows)  # else some rows travel to several ranks
 
     # forward
 
-    def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """a [tokens, h] -> the attention's output for all of this tp rank's heads, [tokens, n*d]."""
+    def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
+        """a [tokens, h] -> the attention's output for all of this tp rank's heads, on its way back, chunk by chunk."""
         chunks = self.plan.chunks
         coming = [self._send_heads(chunks[0], a, weight, bias)]
         going: list[Handle] = []
@@ -252,7 +259,7 @@ class _Run:
             out = self._attend(chunk, wires, shared)
             going.append(self._exchange("out", out, *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
-        return self._join(going, a.dtype)
+        return going
 
     def _send_heads(self, chunk: Chunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Project a chunk's heads, message by message, and start their exchange."""
@@ -299,24 +306,36 @@ class _Run:
         whole[self.plan.seq_length :] = 0.0
         return whole.view(-1)
 
-    def _join(self, going: list[Handle], dtype: torch.dtype) -> Tensor:
-        """What comes back of all chunks, [tokens, n*d] with heads in order."""
-        chunks, d = self.plan.chunks, self.plan.head_dim
-        if self.sp.size == 1 and len(chunks) == 1:
-            return going[0].wait().view(self.tokens, -1)
+    def outputs(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
+        """What comes back, as (columns of [tokens, n*d], those columns).
+
+        Few pieces are handed on as they come, and a product with each is added up while the next is under way. Many are put side by side
+        first: a product for each would cost more than the copy. So are those in 16 bits, whose sum would be rounded at every step.
+        """
+        d, chunks = self.plan.head_dim, self.plan.chunks
+        pieces = self._pieces(going)
+        if self.sp.size * len(chunks) <= _FEW and not self.is_16_bit:
+            yield from pieces
+            return
         n = sum(len(share.queries) for chunk in chunks for share in chunk.shares)
         whole: Tensor | None = None
-        for chunk, handle in zip(chunks, going, strict=True):
-            arrived, at = handle.wait(), 0
+        for columns, piece in pieces:
             if whole is None:
-                whole = empty((self.tokens, n * d), dtype=dtype, device=arrived.device)
+                whole = empty((self.tokens, n * d), dtype=piece.dtype, device=piece.device)
+            whole[:, columns] = piece
+        assert whole is not None
+        yield slice(0, n * d), whole
+
+    def _pieces(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
+        d = self.plan.head_dim
+        for chunk, handle in zip(self.plan.chunks, going, strict=True):
+            arrived, at = handle.wait(), 0
             for share in chunk.shares:
                 width = len(share.queries) * d
-                columns = slice(share.queries.start * d, share.queries.stop * d)
-                whole[:, columns] = arrived[at : at + self.tokens * width].view(self.tokens, width)
+                if width:
+                    block = arrived[at : at + self.tokens * width].view(self.tokens, width)
+                    yield slice(share.queries.start * d, share.queries.stop * d), block
                 at += self.tokens * width
-        assert whole is not None
-        return whole
 
     # backward
 
@@ -389,26 +408,39 @@ class _Run:
         d_wires = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.wires, strict=False)]
         return [self._padded(g) for g in d_wires], list(found[len(state.wires) :])
 
-    def by_token(self, arrived: Tensor, message: Message) -> Tensor:
-        """Gradients of a message's heads from all ranks: flat, rank by rank -> [tokens, rows of the message]."""
-        widths = self._widths(message)
+    def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
+        """Gradients of a message's heads, flat, rank by rank -> (rows of the weight, [tokens, those rows]), for each rank or in one piece.
+
+        Pieces or one, as in ``outputs``.
+        """
+        widths, at = self._widths(message), 0
+        blocks = []
+        for width in widths:
+            blocks.append(arrived[at : at + self.tokens * width].view(self.tokens, width))
+            at += self.tokens * width
+        if self.sp.size <= _FEW // 2 and not self.is_16_bit:
+            found = [(self._runs(rows), block) for rows, block in zip(message.rows, blocks, strict=True)]
+            return [(rows, block) for rows, block in found if rows]
         if self.sp.size == 1:
-            return arrived.view(self.tokens, widths[0])
-        whole, at, column = empty((self.tokens, sum(widths)), dtype=arrived.dtype, device=arrived.device), 0, 0
+            return [(self.rows(message), blocks[0])]
+        whole, column = empty((self.tokens, sum(widths)), dtype=arrived.dtype, device=arrived.device), 0
         if len(set(widths)) == 1:
             whole.view(self.tokens, self.sp.size, -1).copy_(arrived.view(self.sp.size, self.tokens, -1).transpose(0, 1))
-            return whole
-        for width in widths:
-            whole[:, column : column + width] = arrived[at : at + self.tokens * width].view(self.tokens, width)
-            at, column = at + self.tokens * width, column + width
-        return whole
+            return [(self.rows(message), whole)]
+        for block in blocks:
+            whole[:, column : column + block.shape[1]] = block
+            column += block.shape[1]
+        return [(self.rows(message), whole)]
 
     # both
 
     def rows(self, message: Message) -> list[slice]:
         """Weight rows of a message, all destinations one after another."""
+        return self._runs(tuple(row for of_rank in message.rows for row in of_rank))
+
+    def _runs(self, heads: tuple[int, ...]) -> list[slice]:
         d = self.plan.head_dim
-        return [slice(run.start * d, run.stop * d) for run in runs_of(tuple(row for of_rank in message.rows for row in of_rank))]
+        return [slice(run.start * d, run.stop * d) for run in runs_of(heads)]
 
     def _widths(self, message: Message) -> list[int]:
         return [len(rows) * self.plan.head_dim for rows in message.rows]
@@ -428,6 +460,40 @@ class _Run:
         if self.sp.overlap or self.sp.size == 1:
             return handle
         return Handle(None, handle.wait(), "all_to_all")
+
+
+def _project(
+    pieces: Iterator[tuple[slice, Tensor]], x: Tensor, weight: Tensor, bias: Tensor | None, plan: AttentionPlan
+) -> tuple[Tensor, list[tuple[slice, Tensor]]]:
+    """(leave(sum of piece @ weight[:, columns].T) + bias, plus x if the plan says so; the pieces)."""
+    columns, out = next(pieces)
+    rest = iter(pieces)
+    second = next(rest, None)
+    residual = x if plan.add_input else None
+    if second is None:
+        return project_back(out.view(-1, x.shape[1], out.shape[1]), weight, bias, residual, plan.tp), [(columns, out)]
+    y = empty((out.shape[0] // x.shape[1], x.shape[1], weight.shape[0]), dtype=out.dtype, device=out.device)
+    kept = [(columns, out), second]
+    torch.mm(out, weight[:, columns].t(), out=rows_of(y))
+    torch.addmm(rows_of(y), second[1], weight[:, second[0]].t(), out=rows_of(y))
+    for columns, out in rest:
+        torch.addmm(rows_of(y), out, weight[:, columns].t(), out=rows_of(y))
+        kept.append((columns, out))
+    y = plan.tp.leave_async(y).wait()
+    if residual is not None:
+        y.add_(residual)
+    return (y if bias is None else y.add_(bias)), kept
+
+
+def _grad_of_columns(sink: GradSink | None, weight: Tensor, grad: Tensor, pieces: list[tuple[slice, Tensor]]) -> Tensor | None:
+    """Weight gradient of ``_project``: grad.T @ piece in each piece's columns; None if the sink took it."""
+    if len(pieces) == 1:
+        return put_weight_grad(sink, weight, grad, pieces[0][1])
+    claimed = sink.claim(weight) if sink is not None else None
+    view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
+    for columns, piece in pieces:
+        torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
+    return view if claimed is None else None
 
 
 class _RowWiseGrad:
