@@ -13,7 +13,16 @@ LEVELS = {
     "__init__": 0, "config": 0, "config_rules": 0, "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2, "checkpoint": 2,
     "models": 3, "schedule": 4, "training": 5, "cli": 5, "doctor": 5,
 }  # fmt: skip
-TORCH_FREE = ("config", "config_rules", "cli", "utils/errors", "utils/field_kinds", "training/arguments", "training/config_file")
+TORCH_FREE = (
+    "config",
+    "config_rules",
+    "cli",
+    "utils/errors",
+    "utils/field_kinds",
+    "training/arguments",
+    "training/config_file",
+    "training/memory",
+)
 OPTIONAL = {"flash_attn", "apex", "triton", "tensorboard", "wandb", "matplotlib", "transformers", "tokenizers", "torch.utils.tensorboard"}
 CORE = {"torch", "numpy", "einops", "sentencepiece", "safetensors", "tyro", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}

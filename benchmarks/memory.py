@@ -1,0 +1,270 @@
+"""Peak memory of a training step per rank, measured, against the closed form of ``megatron_sp/training/memory.py``.
+
+    python benchmarks/memory.py [--layers 4] [--hidden 256] [--seq-length 1024] [--vocab 4096] [--json docs/benchmarks/memory.json]
+
+Every layout trains two steps of a small GPT, fp32 on gloo ranks of this machine, and each rank counts the bytes of its live tensors
+(``benchmarks/storages.py``: storages, not resident memory). With --device cuda it is one rank, bf16, and the allocator that counts.
+The second step is the one that is reported: it begins with the first one's gradients in place, as all later ones do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import print_table, write_json
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One line of the table: sizes of the axes, overrides of the model and of the kernels, and the number of micro-batches."""
+
+    sp: int = 1
+    tp: int = 1
+    tp_seq: bool = False
+    mode: str = "none"
+    micro_batches: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.sp * self.tp
+
+    def __str__(self) -> str:
+        words = [f"sp {self.sp}"] if self.sp > 1 or self.tp == 1 else []
+        words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
+        words += [self.mode] if self.mode != "none" else []
+        words += [f"{k} {v}" for k, v in {**self.model, **self.kernels}.items()]
+        words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return ", ".join(words)
+
+
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+DROPOUT = {"hidden_dropout": 0.1}
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 4,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+LAYOUTS = [
+    Layout(), Layout(sp=2), Layout(sp=4), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(tp=2),
+    Layout(tp=2, tp_seq=True), Layout(tp=2, tp_seq=True, sp=2), Layout(sp=2, kernels=FULL), Layout(kernels=FULL),
+    Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=DROPOUT), Layout(sp=2, micro_batches=2), Layout(sp=2, model=LLAMA),
+]  # fmt: skip
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per micro-batch (default: 2)")
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--smoke", action="store_true", help="two layouts of a smaller model")
+    parser.add_argument("--lines", action="store_true", help="print the closed form of each layout line by line")
+    parser.add_argument("--json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    import torch
+
+    shape = {
+        "num_layers": options.layers, "hidden_size": options.hidden, "num_attention_heads": options.heads, "vocab_size": options.vocab,
+        "seq_length": options.seq_length, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    layouts = LAYOUTS
+    if options.smoke:
+        shape, layouts = {**shape, "num_layers": 2, "seq_length": 256, "vocab_size": 1024}, [Layout(), Layout(sp=2)]
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            print("--device cuda needs a GPU", file=sys.stderr)
+            return 2
+        layouts = [replace(layout, sp=1, tp=1, tp_seq=False, mode="none") for layout in layouts]
+        layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
+    results: dict[str, Any] = {"shape": shape, "batch": options.batch, "device": options.device, "layouts": {}}
+    rows = []
+    for layout in layouts:
+        measured = run(layout, shape, options.batch, options.device)
+        plan = predict(layout, shape, options.batch, options.device)
+        largest = max(m["peak"] for m in measured)
+        resident = max(m["resident"] for m in measured)
+        rows.append([str(layout), *(f"{b / MIB:.2f}" for b in (resident, plan.resident, largest, plan.peak)), f"{largest / plan.peak:.3f}"])
+        results["layouts"][str(layout)] = {"layout": asdict(layout), "ranks": measured, "closed_form": plan.as_dict()}
+        if options.lines:
+            print(plan.text())
+    print_table(
+        f"Memory per rank, MiB, {options.device}", ["layout", "resident", "closed form", "peak", "closed form", "peak / closed form"], rows
+    )
+    write_json(options.json, "memory", results, {"torch": str(torch.__version__)})
+    return 0
+
+
+def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> Any:
+    """The closed form for a layout."""
+    from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+    from megatron_sp.training.memory import memory_plan
+
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
+        sp_overlap_mode=layout.mode,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return memory_plan(
+        ModelConfig(**{**shape, **layout.model}), parallel, KernelConfig(**layout.kernels),
+        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches), PrecisionConfig(bf16=device == "cuda"),
+        data_parallel_size=1, device=device,
+    )  # fmt: skip
+
+
+def run(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> list[dict[str, int]]:
+    """{resident, peak} of each rank, in forked processes (on a GPU: in this one)."""
+    import torch
+    import torch.multiprocessing as mp
+    from storages import StorageCount
+
+    with tempfile.TemporaryDirectory() as folder:
+        if device == "cuda":
+            _worker(0, layout, shape, batch, device, folder)
+        else:
+            with StorageCount():  # what a dispatch mode imports is imported once, here, instead of in every child
+                torch.zeros(1)
+            mp.start_processes(_worker, (layout, shape, batch, device, folder), nprocs=layout.ranks, start_method="fork")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(layout.ranks)]
+
+
+def _worker(rank: int, layout: Layout, shape: dict[str, Any], batch: int, device: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=layout.ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    try:
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(measure(layout, shape, batch, device)))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> dict[str, int]:
+    """Train two steps on this rank, whose process group exists already.
+
+    Returns:
+        bytes: ``resident`` when the second step begins (without gradients), ``peak`` within it, and the peak within its forward passes,
+        backward passes and update.
+    """
+    counter = Counter(device)
+    with counter.mode:
+        training = Training(layout, shape, batch, device, counter)
+        training.step(1)
+        counter.phases.clear()
+        training.step(2)
+    return {"resident": counter.resident, "peak": max(counter.phases.values()), **counter.phases}
+
+
+class Counter:
+    """Peaks of phases: those since the last call, under a name."""
+
+    def __init__(self, device: str) -> None:
+        from storages import StorageCount
+
+        self.mode, self.device = StorageCount(), device
+        self.phases: dict[str, int] = {}
+        self.resident = 0
+
+    def begin(self) -> None:
+        """A step begins: the last one's gradients are gone, the micro-batches are there."""
+        import torch
+
+        self.resident = self.mode.live if self.device == "cpu" else torch.cuda.memory_allocated()
+        self.end("")
+
+    def end(self, phase: str) -> None:
+        """A phase is over."""
+        import torch
+
+        peak = self.mode.peak if self.device == "cpu" else torch.cuda.max_memory_allocated()
+        if phase:
+            self.phases[phase] = max(peak, self.phases.get(phase, 0))
+        self.mode.reset_peak()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+
+class Training:
+    """Model, flat buffers, optimizer and step, put together as a run does."""
+
+    def __init__(self, layout: Layout, shape: dict[str, Any], batch: int, device: str, counter: Counter) -> None:
+        import torch
+
+        from megatron_sp.comm.groups import ParallelGroups
+        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+        from megatron_sp.models.gpt import GPTModel
+        from megatron_sp.models.transformer import attach_sink, shard_specs
+        from megatron_sp.ops.attention import choose_kernel
+        from megatron_sp.optim.flat import FlatGradients, FlatUnit
+        from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+        from megatron_sp.parallel.layout import Layout as Parallel
+        from megatron_sp.training.step import Loss, TrainStep
+        from megatron_sp.utils.faults import FaultPlan
+
+        self.config = config = ModelConfig(**{**shape, **layout.model})
+        self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp)
+        mode: Any = layout.mode
+        parallel = Parallel.of(groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none")
+        model = GPTModel(config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel).to(self.device)
+        names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
+        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs) for u in model.units()]
+        gradients = FlatGradients(units, groups.dp_sp, tp=groups.tp)
+        attach_sink(model, gradients)
+
+        def sums(model: Any, batch: Any, context: Any, on_backward_done: Any) -> Any:
+            terms = [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, on_backward_done)[0]]
+            counter.end("forward")
+            return terms
+
+        start, finish = gradients.start_step, gradients.finish_step
+        gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]
+        gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
+        self.train_step = TrainStep(
+            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), gradients,
+            FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp),
+            LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1,
+            drops=max(config.attention_dropout, config.hidden_dropout) > 0,
+            kernel=choose_kernel("auto", device, dtype, config.attention_dropout).name, faults=FaultPlan.none(),
+        )  # fmt: skip
+
+    def step(self, number: int) -> None:
+        import torch
+
+        assert self.config.vocab_size and self.config.seq_length
+        batches = []
+        for index in range(self.layout.micro_batches):
+            shape, generator = (self.batch, self.config.seq_length), torch.Generator().manual_seed(100 * number + index)
+            tokens, labels = (torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2))
+            ids = torch.arange(self.batch, device=self.device) + index * self.batch
+            batches.append({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape, device=self.device), "sample_ids": ids})
+            del tokens, labels
+        self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1)
+        self.counter.end("update")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

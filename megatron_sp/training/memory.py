@@ -1,0 +1,481 @@
+"""Memory of one rank in closed form: what stays, and what a training step adds at its worst moment.
+
+    resident    parameters, master weights (16-bit models), optimizer state, the micro-batches
+    forward     what every block keeps for backward, and on top the LM head: one chunk of logits, its gradient, the table's gradient
+    backward    from the last block to the first: the blocks below still keep theirs, the blocks above have gradients
+    update      all gradients
+
+Gradients take memory from the first one of a step to the start of the next step (``optim/flat.py``), so backward frees activations while it
+makes gradients, and the worst moment is the head, a block's backward, or the update, whichever the shapes say: all are worked out, tensor
+by tensor, as ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py`` hold them.
+
+Counted are tensors, as an allocator counts them: not fragmentation, the buffers of NCCL, or the working memory inside a kernel. This
+module does not load torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` holds it against measured steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.utils.numbers import round_up
+
+_MIB = 2**20
+_BLOCK_BYTES = 2**20  # of ops/memory.py :: blocks on the CPU, one thread
+_LM_HEAD_BYTES = 52 * _MIB  # of parallel/lm_head.py; a test holds them together
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of tensors: what they are, and how many bytes."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What exists at one moment of a step, beside what stays.
+
+    Attributes:
+        phase: forward, backward or update.
+        name: where in the phase.
+    """
+
+    phase: Literal["forward", "backward", "update"]
+    name: str
+    lines: tuple[Line, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(line.num_bytes for line in self.lines)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank.
+
+    Attributes:
+        stays: lives from start to end.
+        moments: the worst one of each kind.
+    """
+
+    stays: tuple[Line, ...]
+    moments: tuple[Moment, ...]
+
+    @property
+    def resident(self) -> int:
+        return sum(line.num_bytes for line in self.stays)
+
+    @property
+    def worst(self) -> Moment:
+        return max(self.moments, key=lambda m: m.num_bytes)
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.worst.num_bytes
+
+    def peak_of(self, phase: str) -> int:
+        """Peak within forward, backward or update."""
+        return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
+
+    def text(self) -> str:
+        """A line per kind, in MiB, at the worst moment."""
+        rows = [("stays", self.stays), (f"at the peak: {self.worst.phase}, {self.worst.name}", self.worst.lines)]
+        made = []
+        for title, lines in rows:
+            made.append(f"{title}: {sum(line.num_bytes for line in lines) / _MIB:.2f} MiB")
+            made += [f"  {line.num_bytes / _MIB:10.2f}  {line.name}" for line in lines if line.num_bytes]
+        return "\n".join([*made, f"peak: {self.peak / _MIB:.2f} MiB"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "resident": self.resident, "peak": self.peak, "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
+            "stays": {line.name: line.num_bytes for line in self.stays},
+            "worst": {"phase": self.worst.phase, "name": self.worst.name, **{line.name: line.num_bytes for line in self.worst.lines}},
+        }  # fmt: skip
+
+
+def memory_plan(
+    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
+    *, data_parallel_size: int = 1, optimizer: Literal["adam", "sgd"] = "adam", device: Literal["cpu", "cuda"] = "cpu",
+) -> MemoryPlan:  # fmt: skip
+    """Memory of the rank that holds most (sp rank 0: the first ranks get the heads that are left over).
+
+    Args:
+        model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
+        data_parallel_size: dp, for the number of micro-batches.
+        optimizer: whose state is kept.
+        device: decides kernels and temporaries.
+    """
+    return _Form(model, parallel, kernels, batch, precision, data_parallel_size, device).plan(optimizer)
+
+
+def lm_head_chunk_tokens(vocab_rows: int) -> int:
+    """Tokens per chunk of the LM head when no flag says so."""
+    return max(128, _LM_HEAD_BYTES // (4 * vocab_rows) // 64 * 64)
+
+
+class _Form:
+    """Sizes of all tensors, in bytes unless a name says otherwise."""
+
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
+        dp: int, device: str,
+    ) -> None:  # fmt: skip
+        assert model.num_layers and model.hidden_size and model.num_attention_heads and model.seq_length and model.vocab_size
+        self.model, self.kernels, self.cuda = model, kernels, device == "cuda"
+        self.tp, self.sp, b, s = (
+            parallel.tensor_model_parallel_size,
+            parallel.sequence_parallel_size,
+            batch.micro_batch_size,
+            model.seq_length,
+        )
+        self.is_16_bit = precision.bf16 or precision.fp16
+        self.e, self.wide = (2, 4) if self.is_16_bit else (8, 8) if precision.fp64 else (4, 4)  # of an activation; of sums
+        self.layers, self.h, self.d = model.num_layers, model.hidden_size, model.head_dim
+        self.parts = self.tp if parallel.sequence_parallel else 1
+        self.num_micro_batches = (batch.global_batch_size or b * dp) // (b * dp)
+        self.length, self.padded = s, round_up(s, self.sp * self.parts)
+        self.all_tokens = s * b
+        self.inside = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
+        self.between = self.inside // self.parts  # and between them
+        self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
+        self.ffn = model.ffn_size // self.tp
+        self.ffn_in = self.ffn * (2 if model.swiglu else 1)
+        # the stream between the layers, and the same with all positions of the tp group
+        self.stream, self.whole_stream = self.between * self.h * self.e, self.inside * self.h * self.e
+        self.gathered = self.whole_stream if self.parts > 1 else 0
+        self._heads(parallel)
+        self._gradients()
+        self.dropout = model.hidden_dropout > 0
+        # a reduce_scatter of the stream that is under way; without NCCL also what arrives from the other ranks
+        self.scattering = self.stream + (0 if self.cuda else self.whole_stream) if self.parts > 1 else 0
+        # one pass of our CPU ops that go by blocks; a GPU kernel does all at once
+        self.norm_block = min(self.stream, _BLOCK_BYTES) if not self.cuda else self.stream
+
+    def _heads(self, parallel: ParallelConfig) -> None:
+        """Elements that the attention of a block holds."""
+        model, tp, d = self.model, self.tp, self.d
+        assert model.num_attention_heads
+        n, g = model.num_attention_heads, model.num_groups
+        r = n // g
+        self.queries_per_group, groups = (r, g // tp) if g % tp == 0 else (n // tp, 1)
+        self.qkv_rows = groups * (self.queries_per_group + 2) * d  # of this tp rank
+        self.proj_columns = n // tp * d
+        mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
+        self.chunks: Sequence[Chunk] = plan_heads(self.queries_per_group, groups, self.sp, mode, parallel.sp_head_chunks or 2)
+        shares = [chunk.shares[0] for chunk in self.chunks]
+        tokens = self.padded * self.all_tokens // self.length
+        widths = [[len(message.rows[0]) * d for message in chunk.messages] for chunk in self.chunks]
+        self.wires = [tokens * sum(of_chunk) * self.e for of_chunk in widths]  # what arrives for each chunk
+        self.outs = [self.all_tokens * len(share.queries) * d * self.e for share in shares]
+        self.sent = [
+            self.inside * sum(len(of_rank) * d for message in chunk.messages for of_rank in message.rows) * self.e for chunk in self.chunks
+        ]
+        self.out_whole = self.inside * self.proj_columns * self.e
+        # our CPU kernel alone writes its output as the projection reads it
+        self.joins = self.sp > 1 or len(self.chunks) > 1 or self.padded > self.length or self.cuda or self.uses_reference
+        self.num_queries = sum(len(share.queries) for share in shares)
+        repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
+        normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
+        self.made_heads = self.all_tokens * (sum(repeated) + normed) * d * self.e  # heads that are not views of what arrived
+        widest = max(len(share.queries) for share in shares)
+        group = self.length * self.queries_per_group * d * self.e
+        passes = 2 * max(1, _BLOCK_BYTES // group) * group  # one at work, and the results of the one before
+        self.attention_blocks = 0 if self.cuda else min(passes, self.all_tokens * widest * d * self.e)
+
+    def _gradients(self) -> None:
+        """Parameters of each unit, in elements with the alignment of the flat buffers."""
+        model, h = self.model, self.h
+        align = 16 // self.e
+        bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
+
+        def total(*counts: int) -> int:
+            return sum(round_up(count, align) for count in counts)
+
+        attention = [self.qkv_rows * h, h * self.proj_columns]
+        attention += [self.qkv_rows] * (bias or model.add_qkv_bias) + [h] * bias + [self.d] * (2 * norms * model.qk_layernorm)
+        mlp = [self.ffn_in * h, h * self.ffn] + [self.ffn_in, h] * bias
+        self.block_params = total(*attention, *mlp, *[h] * (2 * norms))
+        positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
+        self.embedding_params = total(self.rows * h, *positions)
+        self.tied = not model.untie_embeddings_and_output_weights
+        self.head_params = total(*[h] * norms, *([] if self.tied else [self.rows * h]))
+        self.num_params = self.layers * self.block_params + self.embedding_params + self.head_params
+
+    # what a block keeps
+
+    @property
+    def kernel_keeps(self) -> int:
+        """For the attention's backward, beside q, k, v and its output."""
+        if self.kernels.recompute_granularity == "selective":
+            return 0
+        if self.uses_reference:
+            return self._reference_keeps
+        return self.num_queries * self.all_tokens * max(4, self.e)  # log of the sum of exponentials
+
+    @property
+    def _scores(self) -> int:
+        """One tensor of attention scores, in fp32 or wider."""
+        return self.num_queries * self.all_tokens * self.length * self.wide
+
+    @property
+    def _reference_keeps(self) -> int:
+        """Probabilities, and with dropout the mask and what it leaves; the keys and values of each query where they are shared."""
+        elements, shared = self._scores // self.wide, self.queries_per_group > 1
+        dropped = elements * (1 + self.e) if self.model.attention_dropout > 0 else elements * self.e if self.is_16_bit else 0
+        return self._scores + dropped + self.length**2 + shared * 2 * self.num_queries * self.all_tokens * self.d * self.e
+
+    @property
+    def _reference_makes(self) -> int:
+        """In the forward pass, beside what is kept."""
+        return (2 if self.model.attention_dropout > 0 else 1) * self._scores
+
+    @property
+    def uses_reference(self) -> bool:
+        plain = self.kernels.attention_backend in ("unfused", "local")
+        return plain or (self.kernels.attention_backend == "auto" and not self.cuda and self.model.attention_dropout > 0)
+
+    @property
+    def attention_keeps(self) -> list[Line]:
+        joined = self.out_whole if self.joins else 0
+        keys = 2 * 4 * self.between if self.dropout else 0
+        return [
+            Line("residual stream", self.stream), Line("q, k, v", sum(self.wires) + self.made_heads),
+            Line("attention output", sum(self.outs)), Line("attention output, all heads of my positions", joined),
+            Line("attention kernel's own", self.kernel_keeps), Line("dropout keys", keys),
+        ]  # fmt: skip
+
+    @property
+    def mlp_keeps(self) -> list[Line]:
+        return [Line("residual stream", self.stream), Line("MLP, in front of the activation", self.inside * self.ffn_in * self.e)]
+
+    @property
+    def block_keeps(self) -> list[Line]:
+        return [*self.attention_keeps, *self.mlp_keeps]
+
+    def kept_below(self, layer: int) -> list[Line]:
+        """By all blocks below one, when backward works on that."""
+        whole = _sum(self.block_keeps)
+        recomputed = {i: first for first, last in self.recomputed for i in range(first, last)}
+        inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in self.recomputed)
+        stored = sum(i not in recomputed for i in range(layer))
+        remade = layer - recomputed[layer] if layer in recomputed else 0  # blocks of the same chunk, made again
+        return [
+            Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.stream),
+            Line("output of recomputed blocks", self.stream if layer in recomputed else 0),
+        ]  # fmt: skip
+
+    @property
+    def recomputed(self) -> list[tuple[int, int]]:
+        """(first, last + 1) of each chunk of blocks that keeps its input alone."""
+        if self.kernels.recompute_granularity != "full":
+            return []
+        number = self.kernels.recompute_num_layers or 1
+        if self.kernels.recompute_method == "block":
+            return [(i, i + 1) for i in range(min(number, self.layers))]
+        return [(i, min(i + number, self.layers)) for i in range(0, self.layers, number)]
+
+    # moments
+
+    def plan(self, optimizer: str) -> MemoryPlan:
+        n = self.num_params
+        data = self.num_micro_batches * self.all_tokens * (8 + 8 + 4)
+        stays = [
+            Line("parameters", n * self.e), Line("master weights", n * self.wide if self.is_16_bit else 0),
+            Line("optimizer state", n * self.wide * (2 if optimizer == "adam" else 1)),
+            Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
+        ]  # fmt: skip
+        moments = [self._head(), self._head_end(), self._attention_forward(), self._last_forward(), *self._head_backward()]
+        for layer in reversed(range(self.layers)):
+            moments += [self._mlp_backward(layer), *self._fc1_backward(layer), *self._attention_backward(layer)]
+        every = Line("gradients", n * self.wide)
+        moments.append(Moment("backward", "embedding", (every, *self._in_backward(), Line("table's gradient, widened", self._widened()))))
+        moments.append(Moment("update", "optimizer", (every,)))
+        return MemoryPlan(tuple(stays), tuple(moments))
+
+    def _tables(self) -> int:
+        """Positions, rotary tables, dropout's token keys."""
+        rotary = self.length * self.model.rotary_dim // 2 * 2 * max(4, self.wide) if self.model.position_embedding_type == "rope" else 0
+        keys = 8 * (self.all_tokens + self.between) if self.dropout or self.model.attention_dropout > 0 else 0
+        return 8 * self.length + rotary + keys
+
+    def _widened(self) -> int:
+        return self.inside * self.h * self.wide if self.is_16_bit else 0
+
+    def _gradients_above(self, layer: int) -> Line:
+        """Gradient buffers that exist when backward works on a block; -1: on the embedding, ``layers``: on the head."""
+        if self.num_micro_batches > 1:
+            return Line("gradients", self.num_params * self.wide)
+        head = self.head_params + (self.embedding_params if self.tied else 0)
+        if layer == self.layers and self.tied:
+            head = self.embedding_params
+        return Line("gradients", (head + (self.layers - layer) * self.block_params) * self.wide)
+
+    def _kept_by_all(self) -> list[Line]:
+        """At the end of the forward pass: all blocks, and the final norm's input."""
+        recomputed = sum(last - first for first, last in self.recomputed)
+        stats = self.between * self.wide * (2 if self.model.normalization == "LayerNorm" else 1)
+        kept = [Line(line.name, (self.layers - recomputed) * line.num_bytes) for line in _merge(self.block_keeps)]
+        return [
+            *kept, Line("inputs of recomputed blocks", len(self.recomputed) * self.stream), Line("final norm's input", self.stream + stats)
+        ]  # fmt: skip
+
+    def _head_lines(self) -> list[Line]:
+        chunk = min(self.inside, self.kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows))
+        logits = chunk * self.rows * self.wide
+        # a last chunk that is shorter gets logits of its own while the others' still exist
+        rest = self.inside % chunk * self.rows * self.wide
+        beside = "head's input of a chunk, weighted, or the last chunk's logits"
+        more = chunk * self.rows * (self.wide + self.e) if self.is_16_bit else 0  # divided, and rounded
+        product = self.rows * self.h * (self.wide if self.cuda else self.e) if self.is_16_bit else 0
+        buffer = self.rows * self.h * self.wide if self.num_micro_batches > 1 else 0  # the sink holds a gradient already
+        before = self.stream if self.num_micro_batches > 1 else 0
+        return [
+            self._gradients_above(self.layers), *self._kept_by_all(), Line("final norm's output", self.stream),
+            Line("final norm's output, gathered", self.gathered), Line("gradient of the head's input", self.whole_stream),
+            Line("one chunk of logits", logits), Line("its gradient", more), Line("gradient of the table, one chunk", product),
+            Line("gradient of the table", buffer), Line(beside, max(chunk * self.h * self.e, rest)),
+            Line("the last micro-batch's gradient of the head's input", before), Line("labels, masks", self.inside * 16 + chunk * 20),
+        ]  # fmt: skip
+
+    def _head(self) -> Moment:
+        return Moment("forward", "LM head", tuple(self._head_lines()))
+
+    def _head_end(self) -> Moment:
+        """The reduction of the gradient of x starts while the last chunk of logits still exists."""
+        gone = ("head's input of a chunk, weighted, or the last chunk's logits", "gradient of the table, one chunk")
+        kept = [line for line in self._head_lines() if line.name not in gone]
+        return Moment("forward", "end of the LM head", (*kept, Line("gradient of the head's input, scattered", self.scattering)))
+
+    def _head_backward(self) -> list[Moment]:
+        """Before the reduction is waited for, and behind it, when the gradient is multiplied."""
+        buffer = Line("gradient of the table", self.rows * self.h * self.wide if self.num_micro_batches > 1 else 0)
+        base = [self._gradients_above(self.layers), *self._kept_by_all(), buffer]
+        waiting = Line("gradient of the head's input", self.whole_stream + self.scattering)
+        times = self.stream * self.wide // self.e + (self.stream if self.is_16_bit else 0)
+        scaled = [Line("gradient of the head's input", self.stream), Line("gradient of the head's input, times what arrives", times)]
+        return [Moment("backward", "LM head begins", (*base, waiting)), Moment("backward", "LM head", (*base, *scaled))]
+
+    def _attention_forward(self) -> Moment:
+        """Attention of the last block."""
+        gradients = self.num_params * self.wide if self.num_micro_batches > 1 else 0
+        mlp = 0 if self.recomputed else -_sum(self.mlp_keeps)
+        kept = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        keeps = _sum(self.attention_keeps) if self.recomputed else 0
+        makes = self.attention_blocks
+        if self.uses_reference:
+            # without gradients the mask is gone before the last product
+            mask = self._scores // self.wide if self.model.attention_dropout > 0 and self.kernels.recompute_granularity else 0
+            makes = self._reference_makes + self._reference_keeps - mask - (0 if self.recomputed else self.kernel_keeps)
+            keeps -= self.kernel_keeps if self.recomputed else 0
+        return Moment(
+            "forward", "attention of the last block",
+            (
+                Line("gradients", gradients), *kept, Line("MLP, not there yet", mlp), Line("of a recomputed block", keeps),
+                Line("attention kernel's temporaries", makes),
+            ),
+        )  # fmt: skip
+
+    def _last_forward(self) -> Moment:
+        """Last block: behind the activation, and the block's output."""
+        gradients = self.num_params * self.wide if self.num_micro_batches > 1 else 0
+        inside = _sum(self.mlp_keeps) if self.recomputed else 0
+        lines = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        made = Line("MLP, behind the activation", self.inside * self.ffn * self.e)
+        return Moment(
+            "forward", "last block",
+            (Line("gradients", gradients), *lines, Line("of a recomputed block", inside), made, Line("block's output", self.whole_stream)),
+        )  # fmt: skip
+
+    def _in_backward(self) -> list[Line]:
+        """The gradient of the stream (with dropout also of the branch), gathered, and the head's, which its node keeps."""
+        count = 2 if self.dropout else 1
+        return [
+            Line("gradient of the stream", count * self.stream), Line("gradient of the stream, gathered", self.gathered),
+            Line("gradient of the head's input", self.stream),
+        ]  # fmt: skip
+
+    def _block(self, layer: int, name: str, *lines: Line) -> Moment:
+        where = "last" if layer == self.layers - 1 else "first" if layer == 0 else f"number {layer}"
+        return Moment("backward", f"{where} block, {name}", (self._gradients_above(layer), *self.kept_below(layer), *lines))
+
+    def _from_outside(self, layer: int, attention: bool = False) -> Line:
+        """The gradient that came to a chunk of recomputed blocks: apart from that of the stream, once the chunk's first op is done."""
+        ends = {i: last for first, last in self.recomputed for i in range(first, last)}
+        apart = layer in ends and (attention or layer + 1 < ends[layer])
+        return Line("gradient of the recomputed blocks' output", self.stream if apart else 0)
+
+    def _mlp_backward(self, layer: int) -> Moment:
+        """Second linear layer: the activation computed again, then its gradient."""
+        one = self.inside * self.ffn * self.e
+        made = 5 * one if self.model.swiglu else 2 * one if self.model.squared_relu else one
+        return self._block(layer, "MLP", *self.block_keeps, *self._in_backward(), self._from_outside(layer), Line("MLP, inside", made))
+
+    def _fc1_backward(self, layer: int) -> list[Moment]:
+        """First linear layer: what fc2 kept is gone."""
+        name, kept = "first linear layer", [*self.attention_keeps, Line("residual stream", self.stream)]
+        stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"] + [self._from_outside(layer)]
+        wide = Line("gradient of the MLP, inside", self.inside * self.ffn_in * self.e)
+        product = [
+            Line("norm's output", self.stream), Line("norm's output, gathered", self.gathered),
+            Line("gradient of the norm's output", self.whole_stream + self.scattering),
+        ]  # fmt: skip
+        norm = [Line("gradient of the norm's output", self.stream), *self._norm_backward()]
+        return [self._block(layer, name, *kept, *stream, wide, *more) for more in (product, norm)]
+
+    def _norm_backward(self) -> list[Line]:
+        return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", 2 * self.norm_block)]
+
+    def _attention_backward(self, layer: int) -> list[Moment]:
+        first, count = max(range(len(self.chunks)), key=lambda i: self.wires[i]), len(self.chunks)
+        d_out = self.outs[first] * self.padded // self.length
+        received = d_out if self.sp > 1 else 0
+        # with several chunks the next one's gradient is on its way already, and the last one's is not yet taken
+        ahead = 2 * d_out if count > 1 and self.sp > 1 else d_out if count > 1 else 0
+        kernel = self._scores if self.uses_reference else 3 * self.attention_blocks
+        if self.kernels.recompute_granularity == "selective":  # made again
+            log_sums = self.num_queries * self.all_tokens * max(4, self.e)
+            kernel += self.outs[first] + (self._reference_keeps if self.uses_reference else log_sums)
+        base = [*self.attention_keeps, *self._in_backward(), self._from_outside(layer, attention=True)]
+        inside = self._block(
+            layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
+            Line("gradient of q, k, v", self.wires[first]), Line("attention kernel's temporaries", kernel),
+        )  # fmt: skip
+        sending = self._block(
+            layer, "exchange of the gradient of q, k, v", *base, Line("gradient of the attention's output", d_out + ahead),
+            Line("gradient of q, k, v", self.wires[first] + (self.sent[first] if self.sp > 1 else 0)),
+        )  # fmt: skip
+        kept = [line for line in self.attention_keeps if line.name not in ("q, k, v", "attention output", "attention kernel's own")]
+        if not self.joins:
+            kept.append(Line("attention output", sum(self.outs)))
+        by_token = sum(len(of_rank) for of_rank in self.chunks[0].messages[0].rows) * self.d * self.inside * self.e if self.sp > 1 else 0
+        product = [
+            *kept, *self._in_backward(), self._from_outside(layer, attention=True),
+            Line("gradient of q, k, v, as it arrives", sum(self.sent)),
+            Line("gradient of q, k, v, by token", by_token), Line("norm's output, for all", self.whole_stream),
+            Line("gradient of the norm's output", self.whole_stream),
+        ]  # fmt: skip
+        norm_output = Line("norm's output", self.stream if self.parts > 1 else 0)
+        scattered = Line("gradient of the norm's output, scattered", self.scattering)
+        qkv = self._block(layer, "QKV projection", *product, norm_output, scattered)
+        out = Line("gradient of the norm's output, scattered", self.stream if self.parts > 1 else 0)
+        norm = self._block(layer, "norm in front of QKV", *product, out, *self._norm_backward())
+        if not self.uses_reference or not (self.recomputed or self.kernels.recompute_granularity):
+            return [inside, sending, qkv, norm]
+        makes = Line("attention kernel's temporaries", self._reference_makes + self._reference_keeps - self.kernel_keeps)
+        return [inside, sending, qkv, norm, self._block(layer, "attention, made again", *base, makes)]
+
+
+def _sum(lines: Sequence[Line]) -> int:
+    return sum(line.num_bytes for line in lines)
+
+
+def _merge(lines: Sequence[Line]) -> list[Line]:
+    """One line for each name."""
+    names = list(dict.fromkeys(line.name for line in lines))
+    return [Line(name, sum(line.num_bytes for line in lines if line.name == name)) for name in names]

@@ -1,0 +1,108 @@
+"""The closed form of a step's memory against counted storages, phase by phase, on gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.parallel.lm_head import default_chunk_tokens
+from megatron_sp.training.memory import MemoryPlan, lm_head_chunk_tokens, memory_plan
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+import memory  # noqa: E402
+import storages  # noqa: E402
+from memory import DROPOUT, FULL, LLAMA, SELECTIVE, Layout  # noqa: E402
+
+SHAPE = {
+    "num_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 200, "seq_length": 202, "vocab_size": 300,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+BATCH = 3
+WORDS = {"vocab_size": 3000}  # the head is the worst moment
+WIDE = {"ffn_hidden_size": 500}  # the MLP is
+CASES = [
+    [Layout(), Layout(model=WORDS), Layout(model=WIDE), Layout(kernels={**FULL, "recompute_num_layers": 2})],
+    [Layout(kernels=SELECTIVE), Layout(model=DROPOUT), Layout(model=LLAMA | {"num_query_groups": 2}), Layout(model={"attention_dropout": 0.1})],
+    [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS)],
+    [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
+    [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
+    [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
+    [Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load_dynamo() -> None:
+    """A dispatch mode imports it: once, here, instead of in every child."""
+    with storages.StorageCount():
+        torch.zeros(1)
+
+
+def compare(cases: list[Layout]) -> None:
+    """Measure each layout on every rank; the largest rank's peak of each phase against the plan."""
+    for case in cases:
+        measured = memory.measure(case, SHAPE, BATCH)
+        plan = memory.predict(case, SHAPE, BATCH)
+        want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}
+        assert measured.keys() == want.keys()
+        for name, expected in want.items():
+            most = torch.tensor(measured[name])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            assert abs(int(most) / expected - 1) < 0.02, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: "; ".join(map(str, cases)))
+def test_the_closed_form_is_what_a_step_holds(tmp_path: Path, cases: list[Layout]) -> None:
+    assert len({case.ranks for case in cases}) == 1
+    run_ranks(compare, cases[0].ranks, tmp_path, cases)
+
+
+def test_storages_are_counted_once_and_forgotten() -> None:
+    count = storages.StorageCount()
+    with count:
+        a = torch.zeros(1000)
+        assert count.live == 4000
+        views = [a.view(10, 100), a.detach(), a[::2].t(), a.add_(1)]
+        torch.mul(a, 2, out=a)
+        assert count.live == count.peak == 4000
+        b = torch.nn.Parameter(torch.ones(1000))
+        product = (b * 2).square()  # square saves its input
+        del b
+        assert count.live == 4 * 4000
+        product.sum().backward()
+        del product
+        assert count.live == 4000 and count.peak >= 5 * 4000
+        del a
+        assert count.live == 4000
+        del views
+        assert count.live == 0
+        count.reset_peak()
+        assert count.peak == 0
+
+
+def plan_of(shape: dict[str, Any], parallel: dict[str, Any] | None = None, **rest: Any) -> MemoryPlan:
+    model = ModelConfig(**{**SHAPE, **shape})
+    return memory_plan(model, ParallelConfig(**(parallel or {})), KernelConfig(), BatchConfig(), rest.pop("precision", PrecisionConfig()), **rest)
+
+
+def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
+    assert [lm_head_chunk_tokens(rows) for rows in (1, 1000, 4096, 50304, 2**20)] == [default_chunk_tokens(r) for r in (1, 1000, 4096, 50304, 2**20)]
+
+
+def test_precision_and_optimizer() -> None:
+    fp32, bf16, sgd = plan_of({}), plan_of({}, precision=PrecisionConfig(bf16=True)), plan_of({}, optimizer="sgd")
+    lines = {line.name: line.num_bytes for line in fp32.stays}
+    n = lines["parameters"] // 4
+    assert lines["optimizer state"] == 8 * n and lines["master weights"] == 0
+    assert {line.name: line.num_bytes for line in sgd.stays}["optimizer state"] == 4 * n
+    narrow = {line.name: line.num_bytes for line in bf16.stays}
+    assert narrow["master weights"] == 4 * n and narrow["parameters"] == 2 * n
+    assert "parameters" in fp32.text() and "at the peak: " in fp32.text() and fp32.as_dict()["peak"] == fp32.peak
