@@ -124,6 +124,16 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["results"]["help"]["median"] > 0
 
 
+def test_the_memory_benchmark_runs(tmp_path: Path) -> None:
+    done = run("memory.py", "--smoke", "--lines", "--json", str(tmp_path / "m.json"))
+    assert done.returncode == 0, done.stderr
+    layouts = json.loads((tmp_path / "m.json").read_text())["results"]["layouts"]
+    assert [len(layouts[name]["ranks"]) for name in ("sp 1", "sp 2")] == [1, 2]
+    assert "at the peak: " in done.stdout
+    if not torch.cuda.is_available():
+        assert run("memory.py", "--device", "cuda").returncode == 2
+
+
 def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
     done = run("gpu/step.py", "--smoke", "--no-peer")
     assert done.returncode == 0, done.stderr
