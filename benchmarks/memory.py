@@ -35,6 +35,7 @@ class Layout:
     tp_seq: bool = False
     mode: str = "none"
     micro_batches: int = 1
+    bf16: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
 
@@ -47,6 +48,7 @@ class Layout:
         words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
         words += [self.mode] if self.mode != "none" else []
         words += [f"{k} {v}" for k, v in {**self.model, **self.kernels}.items()]
+        words += ["bf16"] if self.bf16 else []
         words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return ", ".join(words)
 
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("--device cuda needs a GPU", file=sys.stderr)
             return 2
-        layouts = [replace(layout, sp=1, tp=1, tp_seq=False, mode="none") for layout in layouts]
+        layouts = [replace(layout, sp=1, tp=1, tp_seq=False, mode="none", bf16=True) for layout in layouts]
         layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     results: dict[str, Any] = {"shape": shape, "batch": options.batch, "device": options.device, "layouts": {}}
     rows = []
@@ -125,7 +127,7 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
     )  # fmt: skip
     return memory_plan(
         ModelConfig(**{**shape, **layout.model}), parallel, KernelConfig(**layout.kernels),
-        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches), PrecisionConfig(bf16=device == "cuda"),
+        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches), PrecisionConfig(bf16=layout.bf16),
         data_parallel_size=1, device=device,
     )  # fmt: skip
 
@@ -225,7 +227,7 @@ class Training:
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
         self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        dtype = torch.bfloat16 if layout.bf16 else torch.float32
         groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp)
         mode: Any = layout.mode
         parallel = Parallel.of(groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none")

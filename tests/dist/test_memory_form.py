@@ -31,7 +31,7 @@ WIDE = {"ffn_hidden_size": 500}  # the MLP is
 CASES = [
     [Layout(), Layout(model=WORDS), Layout(model=WIDE), Layout(kernels={**FULL, "recompute_num_layers": 2})],
     [Layout(kernels=SELECTIVE), Layout(model=DROPOUT), Layout(model=LLAMA | {"num_query_groups": 2}), Layout(model={"attention_dropout": 0.1})],
-    [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS)],
+    [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS), Layout(bf16=True, model=WORDS)],
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
@@ -56,7 +56,8 @@ def compare(cases: list[Layout]) -> None:
         for name, expected in want.items():
             most = torch.tensor(measured[name])
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            assert abs(int(most) / expected - 1) < 0.02, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
+            tolerance = 0.05 if case.bf16 else 0.02  # bf16 kernels on the CPU widen block by block
+            assert abs(int(most) / expected - 1) < tolerance, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: "; ".join(map(str, cases)))
