@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant("attention: gradient used before it is reduced", ULYSSES, "norm_gradients(ctx, reduced.wait(), x", "norm_gradients(ctx, reduced._result, x"),
     Mutant("gradients: the unit's sum is not waited for", FLAT, "            handle.wait()\n", "            pass\n"),
     # reductions
-    Mutant("tp: leave without a sum", TP, "            return all_reduce_async(x, self.group)\n", "            return done(x)\n"),
-    Mutant("tp: leave sums twice", TP, "return all_reduce_async(x, self.group)", "return all_reduce_async(all_reduce_async(x, self.group).wait(), self.group)"),
+    Mutant("tp: leave without a sum", TP, "            return all_reduce_async(x, self.group).recorded(flight)\n", "            return done(x)\n"),
+    Mutant("tp: leave sums twice", TP, "return all_reduce_async(x, self.group).recorded(flight)\n", "return all_reduce_async(all_reduce_async(x, self.group).wait(), self.group)\n"),
     Mutant("tp_seq: the gather takes a copy of what is here", TP, "        x = x.contiguous()\n        return all_gather_async(",
            "        x = x.contiguous()\n        if self.size > 1:\n            return done(x.repeat(self.size, *[1] * (x.ndim - 1)))\n        return all_gather_async("),
     Mutant("reduce-scatter: a part is missing", COLLECTIVES, "for part in by_rank[2:]:", "for part in by_rank[3:]:"),

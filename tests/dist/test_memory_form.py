@@ -56,7 +56,7 @@ def compare(cases: list[Layout]) -> None:
         for name, expected in want.items():
             most = torch.tensor(measured[name])
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            tolerance = 0.05 if case.bf16 else 0.02  # bf16 kernels on the CPU widen block by block
+            tolerance = 0.1 if case.bf16 else 0.02  # bf16 kernels on the CPU widen block by block
             assert abs(int(most) / expected - 1) < tolerance, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
 
 
