@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch._C._distributed_c10d import Backend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_sp.comm.check import check_groups
 from megatron_sp.comm.rendezvous import fresh_store
@@ -96,12 +97,16 @@ class ParallelGroups:
         world_size = dist.get_world_size()
         if world_size % (tp_size * sp_size):
             raise ValueError(f"world_size ({world_size}) must be a multiple of tp_size * sp_size ({tp_size} * {sp_size})")
-        shape = (world_size // (tp_size * sp_size), sp_size, tp_size)
-        ranks = torch.arange(world_size).view(shape)
-        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("dp", "sp", "tp"))
+        shape = {"dp": world_size // (tp_size * sp_size), "sp": sp_size, "tp": tp_size}
+        options: dict[int | str, Any] = {
+            axis: o for axis, size in shape.items() if (o := _options(size, device, urgent=axis != "dp")) is not None
+        }
+        mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=options)
         control = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
         assert dist.group.WORLD is not None and control is not None
-        dp_sp = mesh["dp", "sp"]._flatten("dp_sp").get_group() if sp_size > 1 else mesh.get_group("dp")
+        dp_sp = mesh.get_group("dp")
+        if sp_size > 1:
+            dp_sp = mesh["dp", "sp"]._flatten("dp_sp", _options(world_size // tp_size, device, urgent=False)).get_group()
         groups = {
             "world": dist.group.WORLD, "control": control, "tp": mesh.get_group("tp"), "sp": mesh.get_group("sp"),
             "dp": mesh.get_group("dp"), "dp_sp": dp_sp,
@@ -138,6 +143,25 @@ class ParallelGroups:
     @property
     def dp_size(self) -> int:
         return self.dp.size()
+
+
+def _options(size: int, device: torch.device, *, urgent: bool) -> Any:
+    """Of a group along one axis; None where torch's own choice is right.
+
+    Groups that torch makes by itself forget the timeout of the job. ``urgent`` ones, which layers wait for, get a stream of high priority
+    on NCCL: their kernels start while a GEMM that was launched before still fills the GPU, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    nccl = dist.get_backend(world) == "nccl"
+    if size == 1 or (size == world.size() and not (nccl and urgent)):  # torch takes the job's own group for all ranks
+        return None
+    timeout = world._get_backend(device).options._timeout
+    if not nccl:
+        return Backend.Options(dist.get_backend(world), timeout)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    options._timeout = timeout
+    return options
 
 
 def init_process_group(launch: Launch, device: torch.device, backend: str, timeout: timedelta) -> None:

@@ -13,6 +13,8 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 
+CPU = torch.device("cpu")
+
 
 def _members(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
@@ -40,6 +42,18 @@ def _layout(tp: int, sp: int) -> None:
 )
 def test_members(tmp_path: Path, world: int, tp: int, sp: int) -> None:
     run_ranks(_layout, world, tmp_path, tp, sp)
+
+
+def _timeouts(tp: int, sp: int) -> None:
+    groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp)
+    for group in (groups.tp, groups.sp, groups.dp, groups.dp_sp):
+        if group.size() > 1:
+            assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)  # what run_ranks gave the world
+
+
+@pytest.mark.parametrize("world, tp, sp", [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 1, 2)])
+def test_every_group_has_the_timeout_of_the_job(tmp_path: Path, world: int, tp: int, sp: int) -> None:
+    run_ranks(_timeouts, world, tmp_path, tp, sp)
 
 
 def _indivisible() -> None:
