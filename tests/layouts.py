@@ -28,6 +28,8 @@ from megatron_sp.optim.flat import FlatGradients, FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.parallel.layout import Layout
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -166,7 +168,8 @@ def documents_of(batch: tiny.Batch) -> list[tiny.Batch]:
 def context(config: ModelConfig, batch: tiny.Batch) -> ForwardContext:
     keys = None
     if config.hidden_dropout or config.attention_dropout:
-        keys = DropoutKeys.create(7, 3, batch["sample_ids"], torch.arange(batch["tokens"].shape[1]))
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        keys = DropoutKeys.create(7, 3, batch["sample_ids"], positions)
     kernel: KernelName = "reference" if config.attention_dropout else "sdpa"
     if "lengths" in batch:
         return ForwardContext(AttentionMask(causal=False, key_lengths=batch["lengths"]), kernel=kernel, dropout=keys)
@@ -207,11 +210,11 @@ def _unsharded_step(whole: GPTModel, batches: list[tiny.Batch]) -> dict[str, Ten
 
 
 class Sharded:
-    """The model of this rank with flat buffers, its weights taken from the whole model."""
+    """The model of this rank with flat buffers, its weights taken from the whole model, which is on the CPU."""
 
-    def __init__(self, case: Case, whole: GPTModel, recorder: Recorder | None = None) -> None:
+    def __init__(self, case: Case, whole: GPTModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
-        self.groups = ParallelGroups.create(torch.device("cpu"), tp_size=case.tp, sp_size=case.sp)
+        self.groups = ParallelGroups.create(device, tp_size=case.tp, sp_size=case.sp)
         self.layout = Layout.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
         )
@@ -223,6 +226,7 @@ class Sharded:
             for offsets, view in spec.pieces(p.data):
                 part = weights[name].data[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
                 view.copy_(part)
+        self.model.to(device)
         names = {id(p): n for n, p in self.model.named_parameters()}
         self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs) for u in self.model.units()]
         self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
@@ -230,10 +234,10 @@ class Sharded:
 
     def step(self) -> Tensor:
         """All micro-batches; the loss summed over the ranks."""
-        case, total = self.case, torch.zeros((), dtype=torch.float64)
+        case, total = self.case, torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.gradients.start_step()
         for i in range(case.micro_batches):
-            batch = batch_of(case, self.model.config, self.groups.dp_rank * case.micro_batches + i)
+            batch = self.batch(i)
             ctx = context(self.model.config, batch)
             self._enter("forward")
             loss, _ = self.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, self.gradients.unit_done)
@@ -244,14 +248,19 @@ class Sharded:
             total += loss.detach()
         self._enter("update")
         self.gradients.finish_step()
-        return all_reduce(total, self.groups.dp_sp)
+        return all_reduce(total, self.groups.dp_sp).cpu()
 
     def _enter(self, direction: Direction) -> None:
         if self.recorder is not None:
             self.recorder.enter(direction)
 
+    def batch(self, i: int) -> tiny.Batch:
+        """Micro-batch ``i`` of this rank, on its device."""
+        number = self.groups.dp_rank * self.case.micro_batches + i
+        return {name: t.to(self.groups.device) for name, t in batch_of(self.case, self.model.config, number).items()}
+
     def grads(self) -> dict[str, Tensor]:
-        return {slot.name: slot.view(unit.grads) for unit in self.units for slot in unit.slots}
+        return {slot.name: slot.view(unit.grads).cpu() for unit in self.units for slot in unit.slots}
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, with zeros for padding."""
@@ -261,11 +270,11 @@ class Sharded:
         return local
 
 
-def check(case: Case) -> None:
+def check(case: Case, device: torch.device = CPU) -> None:
     """Loss, every gradient, the gradient norm, and with ``steps`` the weights after that many updates."""
     config = tiny.shape(**{"seq_length": case.seq, **case.model})
     whole = tiny.make_model(config, dtype=case.dtype)
-    sharded = Sharded(case, whole)
+    sharded = Sharded(case, whole, device=device)
     tolerance = FP64 if case.dtype == torch.float64 else FP32
     want = want_of(case, whole)
     loss = sharded.step()
@@ -275,7 +284,7 @@ def check(case: Case) -> None:
     assert_law(got, parts, tolerance)
     optimizer = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5), tp=sharded.groups.tp)
     norm = torch.stack([g.square().sum() for n, g in want.items() if n != "loss"]).sum().sqrt()
-    assert_law({"grad norm": optimizer.grad_norm()}, {"grad norm": norm}, tolerance)
+    assert_law({"grad norm": optimizer.grad_norm().cpu()}, {"grad norm": norm}, tolerance)
     if case.steps:
         _compare_weights(case, whole, sharded, optimizer, tolerance)
 
@@ -306,4 +315,4 @@ def _compare_weights(case: Case, whole: GPTModel, sharded: Sharded, optimizer: F
         gradients.finish_step()
         theirs.step(0.05, 0.1, float(theirs.grad_norm()))
     weights = {n: sharded.part(n, p.detach()) for n, p in whole.named_parameters()}
-    assert_law({n: p.detach() for n, p in sharded.model.named_parameters()}, weights, tolerance)
+    assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)

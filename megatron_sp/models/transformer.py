@@ -309,9 +309,11 @@ class AttentionCore:
 
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
         """[s, b*g, 1, d] -> [s, b*queries, 1, d]: the key or value head of each query."""
-        places = torch.tensor(key_of_each_query(share, self.r), device=x.device)
+        places = key_of_each_query(share, self.r)
         by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
-        return by_group.index_select(2, places).view(x.shape[0], -1, 1, self.d)
+        # not an index: it would have to travel to the GPU each time, and the host to wait for it
+        runs = [by_group[:, :, key : key + 1].expand(-1, -1, places.count(key), -1) for key in range(len(share.uses))]
+        return torch.cat(runs, dim=2).view(x.shape[0], -1, 1, self.d)
 
 
 class MLP(nn.Module):

@@ -50,12 +50,24 @@ def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: 
     if claimed is None:
         return grad_out.t() @ x
     view, fresh = claimed
+    put_product(view, grad_out, x, fresh=fresh)
+    return None
+
+
+def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
+    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], into ``view`` [out, in], which may be wider than they.
+
+    The tensor cores of a GPU accumulate in fp32: those bits go straight into an fp32 view, with no product of the weight's size beside it.
+    """
     if view.dtype == grad_out.dtype:
         torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)
-    else:
+    elif not x.is_cuda or view.dtype != torch.float32:
         product = weight_product(grad_out, x, view.dtype)
         view.copy_(product) if fresh else view.add_(product)
-    return None
+    elif fresh:
+        torch.mm(grad_out.t(), x, out_dtype=torch.float32, out=view)
+    else:
+        torch.addmm(view, grad_out.t(), x, out_dtype=torch.float32, out=view)
 
 
 def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

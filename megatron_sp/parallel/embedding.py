@@ -56,16 +56,16 @@ class _Embedding(torch.autograd.Function):
         whole = gathered.wait()
         grad2 = whole.reshape(-1, whole.shape[-1]).to(view.dtype)
         if elsewhere is not None:
-            rows, grad2 = rows[~elsewhere], grad2[~elsewhere]
+            grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)  # not an index by mask: its size would have to come from the GPU
         view.index_add_(0, rows, grad2)
         return None, view if claimed is None else None, None, None
 
 
 def _local_rows(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
-    """(row of each id in this rank's part, flat; whether it lies on another rank instead: then the row is any)."""
+    """(row of each id in this rank's part, flat; whether it lies on another rank instead: then the row is any, not always the same)."""
     flat = ids.reshape(-1)
     if tp.size == 1:
         return flat, None
     local = flat - tp.rank * rows
     elsewhere = (local < 0) | (local >= rows)
-    return local.masked_fill(elsewhere, 0), elsewhere
+    return local.remainder_(rows), elsewhere

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, all_to_all_async
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.comm.recorder import Place
-from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad, weight_product
+from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, norm_forward
 from megatron_sp.parallel.heads import Chunk, Message, Share, runs_of
@@ -303,7 +303,7 @@ class _Run:
             return x.reshape(-1)
         whole = empty((self.padded_length, x[0].numel()), dtype=x.dtype, device=x.device)
         whole[: self.plan.seq_length] = x.reshape(self.plan.seq_length, -1)
-        whole[self.plan.seq_length :] = 0.0
+        whole[self.plan.seq_length :].zero_()
         return whole.view(-1)
 
     def outputs(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
@@ -509,9 +509,8 @@ class _RowWiseGrad:
 
     def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
         """Add grad_out.T @ x, whose rows go to ``rows`` one after another."""
-        if len(rows) == 1 and self._view.dtype == x.dtype:
-            view = self._view[rows[0]]
-            torch.addmm(view, grad_out.t(), x, beta=0.0 if self._overwrite else 1.0, out=view)
+        if len(rows) == 1:
+            put_product(self._view[rows[0]], grad_out, x, fresh=self._overwrite)
         else:
             self.put(weight_product(grad_out, x, self._view.dtype), rows)
 
