@@ -20,17 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.grad_sink import GradSink, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 
-_CHUNK_BYTES = 52 * 2**20
+_CHUNK_BYTES = {"cpu": 52 * 2**20, "cuda": 2**29}
 
 
-def default_chunk_tokens(vocab_rows: int) -> int:
-    """Tokens whose fp32 logits take about 52 MiB: large enough for a full-speed GEMM, small enough not to matter."""
-    return max(128, _CHUNK_BYTES // (4 * vocab_rows) // 64 * 64)
+def default_chunk_tokens(vocab_rows: int, device_type: str = "cpu") -> int:
+    """Tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU): large enough for full-speed GEMMs, small enough not to matter.
+
+    Each chunk reads and writes the whole gradient of the weight once: with few tokens that takes a GPU longer than the product itself.
+    """
+    return max(128, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (4 * vocab_rows) // 64 * 64)
 
 
 def lm_head_loss(
@@ -53,14 +56,14 @@ def lm_head_loss(
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
         loss_mask: [s, b], a weight for each token.
         vocab_size: valid rows.
-        chunk_tokens: tokens per chunk; None: about 52 MiB of logits.
+        chunk_tokens: tokens per chunk; None: ``default_chunk_tokens``.
         tp: the group over which the vocabulary is split.
         sink: receives the gradient of weight.
     Returns:
         (the sum, the same on every rank of the group, a scalar in fp32 or wider that carries the gradient; the loss of every token
         [s, b] before weighting, detached).
     """
-    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
     here = _Rows(first_row, valid, vocab_size)
@@ -112,7 +115,7 @@ class _LMHeadLoss(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
-                _accumulate(grad_weight, grad_logits, x2[part] * row_weight, first=start == 0)
+                put_product(grad_weight, grad_logits, x2[part] * row_weight, fresh=start == 0)
         ctx.save_for_backward(grad_weight if ahead is None else None)
         ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
         ctx.grad_x = None
@@ -175,7 +178,7 @@ def _logits(x: Tensor, weight: Tensor, valid_rows: int, wide: torch.dtype, buffe
         else:
             torch.mm(x, weight.t(), out_dtype=wide, out=logits)
     if valid_rows < weight.shape[0]:
-        logits[:, valid_rows:] = float("-inf")
+        logits[:, valid_rows:].fill_(float("-inf"))
     return logits
 
 
@@ -189,11 +192,3 @@ def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp:
     if tp.size > 1:
         sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
     return sums.log().sub_(at_label)[:, 0], sums
-
-
-def _accumulate(total: Tensor, grad_logits: Tensor, x: Tensor, *, first: bool) -> None:
-    if total.dtype == grad_logits.dtype:
-        torch.addmm(total, grad_logits.t(), x, beta=0.0 if first else 1.0, out=total)
-        return
-    product = torch.mm(grad_logits.t(), x, out_dtype=total.dtype) if x.is_cuda else grad_logits.t() @ x
-    total.copy_(product) if first else total.add_(product)

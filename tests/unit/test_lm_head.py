@@ -108,7 +108,7 @@ def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
 def test_without_autograd_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation must not pay for two more GEMMs and a buffer as large as the weight."""
     b = batch()
-    monkeypatch.setattr(lm_head, "_accumulate", lambda *a, **k: pytest.fail("a weight gradient was computed"))
+    monkeypatch.setattr(lm_head, "put_product", lambda *a, **k: pytest.fail("a weight gradient was computed"))
     with torch.no_grad():
         loss, _ = lm_head_loss(b["x"].requires_grad_(), b["weight"].requires_grad_(), b["labels"], b["mask"], vocab_size=VOCAB)
     assert not loss.requires_grad
