@@ -23,8 +23,10 @@ test:
 test-full: env
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_layout_grid.py
 
-test-gpu: env
-	$(PYTHON) -m pytest -q -m gpu
+# another interpreter: make test-gpu PYTHON=python3
+test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
+	@$(PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch %s sees no GPU here (megatron-sp doctor says why)" % torch.__version__)'
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu
 
 docs: env
 	$(PYTHON) tools/make_flag_docs.py

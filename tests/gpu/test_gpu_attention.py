@@ -1,0 +1,84 @@
+"""Attention kernels of the GPU against the plain reference on the CPU: every backend of torch's SDPA, and flash-attn where it is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from errors import FP32, assert_law
+from op_checks import randn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_sp.ops import availability
+from megatron_sp.ops.attention import AttentionMask, KernelName, attention
+
+pytestmark = pytest.mark.gpu
+S, B, G, D = 96, 2, 2, 64
+BF16 = 2e-2  # operands, probabilities and output are rounded at 2^-9 each
+MASKS = {
+    "causal": AttentionMask(causal=True),
+    "all": AttentionMask(causal=False),
+    "padding": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50])),
+    "causal padding": AttentionMask(causal=True, key_lengths=torch.tensor([S, 50])),
+    "documents": AttentionMask(documents=((30, 31, S), (S,))),
+}
+
+
+def run(qkv: Tensor, grad: Tensor, r: int, mask: AttentionMask, kernel: KernelName) -> dict[str, Tensor | None]:
+    qkv = qkv.detach().requires_grad_()
+    lengths = None if mask.key_lengths is None else mask.key_lengths.to(qkv.device)
+    out = attention(qkv, r, D, AttentionMask(mask.causal, lengths, mask.documents), kernel=kernel)
+    out.backward(grad.to(out))
+    assert qkv.grad is not None
+    return {"out": out.detach().cpu(), "qkv": qkv.grad.cpu()}
+
+
+def compare(dtype: torch.dtype, r: int, mask: AttentionMask, kernel: KernelName, tolerance: float) -> None:
+    qkv, grad = randn(S, B, G * (r + 2) * D).to(dtype), randn(S, B, G * r * D).to(dtype)
+    want = run(qkv.double(), grad.double(), r, mask, "reference")
+    assert_law(run(qkv.cuda(), grad.cuda(), r, mask, kernel), want, tolerance)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
+def test_torchs_choice(dtype: torch.dtype, tolerance: float, r: int, mask: str) -> None:
+    compare(dtype, r, MASKS[mask], "sdpa", tolerance)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_plain_reference(mask: str) -> None:
+    compare(torch.float32, 3, MASKS[mask], "reference", FP32)
+
+
+@pytest.mark.parametrize("mask", ["causal", "all"])
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+def test_each_backend(backend: SDPBackend, r: int, mask: str) -> None:
+    with sdpa_kernel(backend):
+        compare(torch.bfloat16, r, MASKS[mask], "sdpa", BF16)
+
+
+@pytest.mark.parametrize("mask", ["causal", "all"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
+def test_the_efficient_backend(dtype: torch.dtype, tolerance: float, mask: str) -> None:
+    """It knows no grouped queries."""
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        compare(dtype, 1, MASKS[mask], "sdpa", tolerance)
+
+
+@pytest.mark.skipif(not availability.find("flash_attn").available, reason="flash-attn is not installed")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("r", [1, 3])
+def test_flash_attn(r: int, mask: str) -> None:
+    compare(torch.bfloat16, r, MASKS[mask], "flash", BF16)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_the_output_is_the_send_buffer(backend: SDPBackend) -> None:
+    """[s, b, heads] as it leaves the kernel: no copy stands between the attention and the exchange back."""
+    qkv = randn(S, B, G * 3 * D).to(torch.bfloat16).cuda()
+    with sdpa_kernel(backend), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(qkv, 1, D, MASKS["causal"])
+    copies = [event.key for event in profile.key_averages() if event.key in ("aten::copy_", "aten::clone", "aten::contiguous")]
+    assert "aten::copy_" not in copies, copies
