@@ -15,11 +15,13 @@ from megatron_sp.training.flops import step_flops_per_token
 
 REPOSITORY = Path(__file__).parent.parent.parent
 BENCHMARKS = REPOSITORY / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
 
+import attention_kernels  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
 import step_vs_hf  # noqa: E402
+import ulysses_replay  # noqa: E402
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +142,72 @@ def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
     assert "ours" in done.stdout and "last loss" in done.stdout
     if not torch.cuda.is_available():
         assert run("gpu/step.py").returncode == 2
+
+
+def test_the_attention_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
+    done = run("gpu/attention_kernels.py", "--smoke", "--head-dims", "64", "--json", str(tmp_path / "k.json"))
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads((tmp_path / "k.json").read_text())["results"]["kernels"]
+    assert set(kernels) == {f"d64 {mask} {size}" for mask in ("causal", "full") for size in ("4x128", "2x256")}
+    assert all(found["backward_tflops"] > 0 for shape in kernels.values() for found in shape.values())
+    if not torch.cuda.is_available():
+        assert set(kernels["d64 causal 4x128"]) == {"sdpa flash", "math"}
+        assert run("gpu/attention_kernels.py").returncode == 2
+
+
+def test_attention_flops_are_those_of_the_model() -> None:
+    shape = attention_kernels.Shape(b=3, s=64, n=4, d=16, causal=False)
+    config = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=128)
+    causal, full = step_flops_per_token(config)  # three times the forward pass; what causal leaves out is half of the attention
+    assert 3 * shape.forward_flops / (3 * 64) == 2 * (full - causal)
+
+
+def test_a_wrong_or_missing_kernel_is_left_out_with_its_reason() -> None:
+    class Wrong(attention_kernels.Math):
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return super().__call__(q, k, v) * 1.1
+
+    class Missing(attention_kernels.Kernel):
+        def __init__(self, shape: attention_kernels.Shape) -> None:
+            raise ImportError("No module named 'flash_attn'")
+
+    reasons: dict[str, str] = {}
+    kinds = {"math": attention_kernels.Math, "wrong": Wrong, "missing": Missing}
+    shape = attention_kernels.Shape(b=1, s=64, n=2, d=16, causal=True)
+    found = attention_kernels.measure(shape, kinds, torch.device("cpu"), torch.float32, 1, reasons)
+    assert set(found) == {"math"}
+    assert "wrong by 0.1" in reasons["wrong"] and "No module named 'flash_attn'" in reasons["missing"]
+
+
+def test_the_replay_runs_or_says_what_it_needs(tmp_path: Path) -> None:
+    done = run("gpu/ulysses_replay.py", "--smoke", "--no-peer", "--json", str(tmp_path / "u.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "u.json").read_text())["results"]["smoke"]
+    assert set(results) == {"shape", "none", "split-qkv", "chunked x2", "no exchange"}  # 16 heads on 8 ranks make no 4 chunks
+    shape = ulysses_replay.SHAPES["smoke"]
+    # of each layer q, k, v and out, forward and backward, in bf16: what rank 0 receives, its own share included
+    received = 8 * shape["num_layers"] * shape["seq_length"] // ulysses_replay.SP * shape["hidden_size"] * 2
+    assert {name: r["exchanges"] for name, r in results.items() if name != "shape"} == {
+        "none": 8, "split-qkv": 16, "chunked x2": 16, "no exchange": 8
+    }  # fmt: skip
+    assert all(r["exchanged_bytes"] == received for name, r in results.items() if name != "shape")
+    if not torch.cuda.is_available():
+        assert run("gpu/ulysses_replay.py").returncode == 2
+    assert run("gpu/ulysses_replay.py", "--smoke", "--no-peer", "--only", "nobody").returncode == 2
+
+
+def test_the_replay_puts_the_exchange_back() -> None:
+    from megatron_sp.parallel import ulysses
+
+    real = ulysses.all_to_all_async
+    engine = ulysses_replay.CopyEngine(torch.device("cpu"))
+    with pytest.raises(RuntimeError), ulysses_replay.exchanges_by(engine):
+        assert ulysses.all_to_all_async is not real
+        raise RuntimeError
+    assert ulysses.all_to_all_async is real
+    send, receive = torch.arange(4.0), torch.zeros(6)
+    engine.all_to_all_async(send, [2, 2], receive, [3, 3], None).wait()
+    assert receive.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
 
 
 def test_setup_peers_refuses_unknown_arguments() -> None:

@@ -1,0 +1,65 @@
+"""What can be said of the GPU tests where there is no GPU: they import, nothing is collected, and `make test-gpu` says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sp.comm import groups
+
+REPOSITORY = Path(__file__).parent.parent.parent
+GPU_TESTS = sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py"))
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@without_gpu
+def test_nothing_is_collected() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/gpu"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 5 and "no tests" in done.stdout  # 5: nothing to run
+
+
+@without_gpu
+def test_make_says_that_there_is_no_gpu() -> None:
+    done = subprocess.run(["make", "test-gpu", f"PYTHON={sys.executable}"], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 2 and "sees no GPU" in done.stderr
+    assert "pytest" not in done.stdout
+
+
+@pytest.mark.parametrize("path", GPU_TESTS, ids=lambda p: p.stem)
+def test_the_modules_import_without_cuda(path: Path) -> None:
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), str(path.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", f"import {path.stem}"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+class _NCCLWorld:
+    """As much of a default process group over eight GPUs as the choice of options looks at."""
+
+    def size(self) -> int:
+        return 8
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=3)))
+
+
+@pytest.mark.parametrize("size, urgent, wanted", [(1, True, None), (4, True, True), (4, False, False), (8, True, True), (8, False, None)])
+def test_options_of_nccl_groups(size: int, urgent: bool, wanted: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tp and sp have a communicator and a stream of high priority of their own, even where they are everybody."""
+    made = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(urgent=is_high_priority_stream))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=_NCCLWorld()))
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    options = groups._options(size, torch.device("cuda", 0), urgent=urgent)
+    assert (None if options is None else options.urgent) == wanted
+    assert options is None or options._timeout == timedelta(minutes=3)
