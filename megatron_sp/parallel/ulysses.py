@@ -381,6 +381,14 @@ class _Run:
         d = self.plan.head_dim
         to_me, from_me = self._counts_back(chunk)  # the way back, reversed
         send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
+        starts, ranks = [share.queries.start * d for share in chunk.shares], self.sp.size
+        apart = w_proj.shape[1] // ranks
+        evenly = len(set(from_me)) == 1 and starts == [starts[0] + r * apart for r in range(ranks)]
+        if evenly and ranks > 1:  # one batched GEMM, nothing is copied for it
+            blocks = send.view(ranks, self.tokens, -1)
+            columns = w_proj.view(-1, ranks, apart)[:, :, starts[0] : starts[0] + blocks.shape[2]]
+            torch.bmm(grad.expand(ranks, *grad.shape), columns.transpose(0, 1), out=blocks)
+            return self._exchange("d out", send, from_me, to_me)
         for share, count in zip(chunk.shares, from_me, strict=True):
             if count:
                 columns = w_proj[:, share.queries.start * d : share.queries.stop * d]
