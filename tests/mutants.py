@@ -70,8 +70,8 @@ MUTANTS = [
     # reductions
     Mutant("tp: leave without a sum", TP, "            return all_reduce_async(x, self.group).recorded(flight)\n", "            return done(x)\n"),
     Mutant("tp: leave sums twice", TP, "return all_reduce_async(x, self.group).recorded(flight)\n", "return all_reduce_async(all_reduce_async(x, self.group).wait(), self.group)\n"),
-    Mutant("tp_seq: the gather takes a copy of what is here", TP, "        x = x.contiguous()\n        return all_gather_async(",
-           "        x = x.contiguous()\n        if self.size > 1:\n            return done(x.repeat(self.size, *[1] * (x.ndim - 1)))\n        return all_gather_async("),
+    Mutant("tp_seq: the gather takes a copy of what is here", TP, "        return all_gather_async(x, self.group, out).recorded(flight)\n",
+           "        return done(x.repeat(self.size, *[1] * (x.ndim - 1)))\n"),
     Mutant("reduce-scatter: a part is missing", COLLECTIVES, "for part in by_rank[2:]:", "for part in by_rank[3:]:"),
     Mutant("reduce-scatter: a part is added twice", COLLECTIVES, "torch.add(by_rank[0], by_rank[1], out=result)", "torch.add(by_rank[0], by_rank[1], out=result).add_(by_rank[0])"),
     Mutant("head: maxima are not shared", HEAD, 'all_reduce(logits.amax(1, keepdim=True), tp.group, "max")', "logits.amax(1, keepdim=True)"),
