@@ -11,6 +11,7 @@ sequence-first return is broken), its exchanges synchronous as it does them on a
     T_exchanges   the eight exchanges (q, k, v, out, and their gradients) one after another, nothing else
     hidden        1 - (T - T_compute) / T_exchanges
     control       eight exchanges of the same sizes, each under a plain matrix product long enough to cover it: what can be hidden at all
+    auto          the mode that --sp-overlap-mode auto takes on this link, its median over that of the fastest
     copies        elements moved without arithmetic in a forward and a backward pass, outside attention kernels, in units of s/P * b * h
 """
 
@@ -81,6 +82,8 @@ def summarise(raw: dict[str, Any]) -> dict[str, Any]:
         1 - (t - c) / e for t, c, e in zip(seconds["control"], seconds["control products"], exchanges, strict=True)
     )
     results["copies"] = raw["copies"]
+    fastest = min(results[f"{name}_seconds"].median for name in MODES)
+    results["auto"], results["auto_of_fastest"] = raw["auto"], results[f"{raw['auto']}_seconds"].median / fastest
     return results
 
 
@@ -98,7 +101,8 @@ def report(link: str, results: dict[str, Any]) -> None:
             ratio.text("") if ratio else "", _copies(results["copies"].get(name)),
         ])  # fmt: skip
     notes = [
-        f"control hides {results['control_hidden'].text('', digits=2)}; copies: number of copies of s/P * b * h or more, and their sum"
+        f"control hides {results['control_hidden'].text('', digits=2)}; copies: number of copies of s/P * b * h or more, and their sum",
+        f"auto takes {results['auto']}: {results['auto_of_fastest']:.3f} of the fastest mode",
     ]
     print_table(f"Attention block, {title}", ["", "median (min-max)", "hidden", "of control", "of DeepSpeed", "copies"], rows, notes)
 
@@ -145,6 +149,7 @@ def worker(task: dict[str, Any]) -> int:
     sys.stdout, out = sys.stderr, sys.stdout  # what libraries print is not the answer
     rank, shape = task["rank"], task["shape"]
     join(task)
+    auto = choice_of_auto(shape)
     contenders, copies = build(task, shape)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(task["warmup"] + task["rounds"]):
@@ -162,10 +167,35 @@ def worker(task: dict[str, Any]) -> int:
             import deepspeed
 
             versions["deepspeed"] = deepspeed.__version__
-        print(json.dumps({"seconds": seconds, "copies": copies, "versions": versions}), file=out, flush=True)
+        print(json.dumps({"seconds": seconds, "auto": auto, "copies": copies, "versions": versions}), file=out, flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def choice_of_auto(shape: dict[str, int]) -> str:
+    """What training would choose on this link. Collective."""
+    import torch
+
+    from megatron_sp.comm.groups import ParallelGroups
+    from megatron_sp.config import BatchConfig, Config, ParallelConfig
+    from megatron_sp.training.probe import choose_overlap, words_for
+
+    config = Config(model=model_config(shape), parallel=ParallelConfig(sequence_parallel_size=RANKS), batch=BatchConfig(shape["batch"]))
+    groups = ParallelGroups.create(torch.device("cpu"), sp_size=RANKS)
+    mode, chunks, line = choose_overlap(config, groups, torch.float32)
+    if groups.rank == 0:
+        print(line, file=sys.stderr)
+    return words_for((mode, chunks))
+
+
+def model_config(shape: dict[str, int]) -> Any:
+    from megatron_sp.config import ModelConfig
+
+    return ModelConfig(
+        num_layers=1, hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"], seq_length=shape["seq_length"], vocab_size=8,
+        attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
 
 
 def build(task: dict[str, Any], shape: dict[str, int]) -> tuple[dict[str, Callable[[], None]], dict[str, list[float]]]:
@@ -203,16 +233,12 @@ class OurBlock:
     ) -> None:
         import torch
 
-        from megatron_sp.config import ModelConfig
         from megatron_sp.models.transformer import ForwardContext, Norm, SelfAttention
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.layout import Layout
         from megatron_sp.parallel.ulysses import SequenceParallel
 
-        config = ModelConfig(
-            num_layers=1, hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"], seq_length=shape["seq_length"],
-            vocab_size=8, attention_dropout=0.0, hidden_dropout=0.0,
-        )  # fmt: skip
+        config = model_config(shape)
         layout = Layout(sp=SequenceParallel(group, overlap), mode=mode, num_chunks=chunks)
         self.attention = SelfAttention(config, 0, "block", 0, torch.float32, layout)
         self.norm = Norm(config, shape["hidden_size"], torch.float32, layout)
