@@ -193,8 +193,8 @@ def model_config(shape: dict[str, int]) -> Any:
     from megatron_sp.config import ModelConfig
 
     return ModelConfig(
-        num_layers=1, hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"], seq_length=shape["seq_length"], vocab_size=8,
-        attention_dropout=0.0, hidden_dropout=0.0,
+        num_layers=1, hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"], seq_length=shape["seq_length"],
+        vocab_size=8, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
 
 
