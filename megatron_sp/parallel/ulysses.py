@@ -382,8 +382,8 @@ class _Run:
         to_me, from_me = self._counts_back(chunk)  # the way back, reversed
         send, at = empty((sum(from_me),), dtype=grad.dtype, device=grad.device), 0
         starts, ranks = [share.queries.start * d for share in chunk.shares], self.sp.size
-        apart = w_proj.shape[1] // ranks
-        evenly = len(set(from_me)) == 1 and starts == [starts[0] + r * apart for r in range(ranks)]
+        apart, left = divmod(w_proj.shape[1], ranks)  # a chunk may be even where the heads as a whole are not
+        evenly = left == 0 and len(set(from_me)) == 1 and starts == [starts[0] + r * apart for r in range(ranks)]
         if evenly and ranks > 1:  # one batched GEMM, nothing is copied for it
             blocks = send.view(ranks, self.tokens, -1)
             columns = w_proj.view(-1, ranks, apart)[:, :, starts[0] : starts[0] + blocks.shape[2]]

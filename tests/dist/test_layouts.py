@@ -41,6 +41,7 @@ CASES = [
         for mode in ("none", "split-qkv", "chunked")
     ),  # ranks whose queries use two key heads unevenly
     Case(sp=4, mode="chunked", model={"num_attention_heads": 7, "kv_channels": 2}),
+    Case(sp=3, mode="chunked", model={"num_attention_heads": 7, "kv_channels": 2}),  # the heads are uneven, a chunk of them is even
     Case(sp=2, mode="split-qkv", overlap=False),
     *(Case(sp=2, mode=mode, model={**ROPE, "qk_layernorm": True, **GROUPED}) for mode in ("none", "split-qkv", "chunked")),
     Case(sp=3, mode="chunked", model={"num_attention_heads": 6, "kv_channels": 4, **GROUPED, **ROPE, "qk_layernorm": True}),
