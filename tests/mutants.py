@@ -1,8 +1,9 @@
 """Break the parallel layers on purpose, one line at a time, and see that some test turns red: ``make mutants``.
 
 Each mutant drops, doubles or misplaces one wait, permutation, reduction, scale or sum in a temporary copy of the repository, and the tests of
-the exchanges and layouts run there until the first failure. A mutant that survives means that a test is missing. One whose text no longer
-occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to docs/mutants.md.
+the exchanges and layouts run there until the first failure, once without a mutant before. A mutant that survives means that a test is missing.
+One whose text no longer occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to
+docs/mutants.md.
 
     python tests/mutants.py [--only WORD] [--write]
 """
@@ -211,6 +212,10 @@ def main() -> int:
                 )
         if args.check:
             return 0
+        outcome, test, took = run_tests(clean)
+        if outcome != "survived":  # a test that is red without a mutant would kill them all
+            raise SystemExit(f"without a mutant {test} is red: nothing can be said about the mutants")
+        print(f"green    {took:5.0f} s  (no mutant)", flush=True)
         for number, mutant in enumerate(chosen):
             broken = Path(scratch) / f"mutant{number}"
             shutil.copytree(clean, broken)
