@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_sp.training.arguments import parse_config
@@ -12,8 +11,8 @@ if __name__ == "__main__":
 
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext
+from megatron_sp.models.gpt import GPTModel, OnUnit
+from megatron_sp.models.transformer import ForwardContext, UnitEvents
 from megatron_sp.training.loop import Task, pretrain
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss, MicroBatch
@@ -37,8 +36,8 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
     )  # fmt: skip
 
 
-def model_provider(config: Config, layout: Layout) -> nn.Module:
-    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout)
+def model_provider(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
@@ -46,9 +45,9 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
     return [batch["loss_mask"].sum()]
 
 
-def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, on_backward_done: Callable[[int], None] | None) -> list[Tensor]:
+def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
     """The sum of token losses of a micro-batch."""
-    loss_sum, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, on_backward_done)
+    loss_sum, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)
     return [loss_sum]
 
 

@@ -49,8 +49,10 @@ class Ours:
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import attach_sink
         from megatron_sp.ops.attention import choose_kernel
-        from megatron_sp.optim.flat import FlatGradients, FlatUnit
+        from megatron_sp.optim.flat import FlatUnit
+        from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer
+        from megatron_sp.optim.weights import UnitWork, WholeWeights
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
@@ -66,6 +68,7 @@ class Ours:
         names = {id(p): n for n, p in self.model.named_parameters()}
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in self.model.units()]
         self.gradients = FlatGradients(units, groups.dp_sp)
+        self.events = UnitWork(WholeWeights(units), self.gradients)
         self.optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
         attach_sink(self.model, self.gradients)
 
@@ -83,7 +86,7 @@ class Ours:
         self.gradients.start_step()
         self.gradients.last_micro_batch()
         ctx = ForwardContext(AttentionMask(), kernel=self.kernel, dropout=keys)
-        loss_sum, _ = self.model(tokens, labels, loss_mask, ctx, self.gradients.unit_done)
+        loss_sum, _ = self.model(tokens, labels, loss_mask, ctx, self.events)
         loss = loss_sum / loss_mask.sum()
         loss.backward()
         self.gradients.finish_step()

@@ -219,8 +219,10 @@ class Training:
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import attach_sink, shard_specs
         from megatron_sp.ops.attention import choose_kernel
-        from megatron_sp.optim.flat import FlatGradients, FlatUnit
+        from megatron_sp.optim.flat import FlatUnit
+        from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+        from megatron_sp.optim.weights import WholeWeights
         from megatron_sp.parallel.layout import Layout as Parallel
         from megatron_sp.training.step import Loss, TrainStep
         from megatron_sp.utils.faults import FaultPlan
@@ -237,8 +239,8 @@ class Training:
         gradients = FlatGradients(units, groups.dp_sp, tp=groups.tp)
         attach_sink(model, gradients)
 
-        def sums(model: Any, batch: Any, context: Any, on_backward_done: Any) -> Any:
-            terms = [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, on_backward_done)[0]]
+        def sums(model: Any, batch: Any, context: Any, events: Any) -> Any:
+            terms = [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)[0]]
             counter.end("forward")
             return terms
 
@@ -246,8 +248,8 @@ class Training:
         gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         self.train_step = TrainStep(
-            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), gradients,
-            FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp),
+            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), WholeWeights(units), gradients,
+            FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
             LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1,
             drops=max(config.attention_dropout, config.hidden_dropout) > 0,
             kernel=choose_kernel("auto", device, dtype, config.attention_dropout).name, faults=FaultPlan.none(),

@@ -158,6 +158,31 @@ class ParallelConfig:
     overlap_grad_reduce: bool = flag(
         True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
     )
+    zero_stage: int = flag(
+        0,
+        "what the ranks of dp x sp share instead of each having all of it; 1: optimizer state and master weights; 2: gradients too; 3:"
+        " parameters too (ZeRO)",
+        low=0,
+    )
+    use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
+    overlap_param_gather: bool = flag(
+        True,
+        "with --zero-stage 1 or more: gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each",
+    )
+    grad_reduce_in_bf16: bool = flag(False, "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)")
+    zero3_keep_units: int = flag(
+        0,
+        "with --zero-stage 3: keep so many more blocks whole than the two that are needed, so that fewer are gathered",
+        unit="blocks",
+        low=0,
+    )
+    zero3_gather_once: bool = flag(
+        False, "with --zero-stage 3: gather each block once per step, whatever the accumulation; takes memory for all parameters"
+    )
+    zero3_fetch: Literal["all_gather", "all_reduce"] = flag(
+        "all_gather", "with --zero-stage 3: what makes a block whole; all_reduce moves twice the bytes"
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = flag(False, "same as --zero3-fetch all_reduce (DeepSpeed's name)")
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:

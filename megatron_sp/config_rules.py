@@ -27,6 +27,10 @@ def normalize(config: Config) -> None:
     model, kernels, data = config.model, config.kernels, config.data
     if model.num_query_groups is not None:
         model.group_query_attention = True
+    if config.parallel.use_distributed_optimizer and config.parallel.zero_stage == 0:
+        config.parallel.zero_stage = 1
+    if config.parallel.stage3_use_all_reduce_for_fetch_params:
+        config.parallel.zero3_fetch = "all_reduce"
     if kernels.use_flash_attn and kernels.attention_backend == "auto":
         kernels.attention_backend = "flash"
     if kernels.recompute_activations and kernels.recompute_granularity is None:
@@ -143,12 +147,29 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1"
             f"{_ways_out(config, world_size, set(), 'tp', more_than=1)}; for Ulysses give --sequence-parallel-size N, else leave it out"
         )
+    yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:
         yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
     if world_size < 1:
         yield f"the number of processes ({world_size}) must be at least 1"
     if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
         yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
+
+
+def _zero(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    stage = parallel.zero_stage
+    if stage > 3:
+        yield f"zero_stage ({stage}) must be 0, 1, 2 or 3"
+    only_3 = {
+        "--zero3-keep-units": parallel.zero3_keep_units > 0, "--zero3-gather-once": parallel.zero3_gather_once,
+        "--zero3-fetch all_reduce": parallel.zero3_fetch != "all_gather",
+    }  # fmt: skip
+    for name, given in only_3.items():
+        if given and stage != 3:
+            yield f"{name} is about gathering blocks and needs --zero-stage 3 (now {stage}); give that, or leave it out"
+    if parallel.zero3_gather_once and parallel.zero3_keep_units > 0:
+        yield "--zero3-gather-once keeps every block: leave --zero3-keep-units out"
 
 
 def _split_heads(config: Config, world_size: int) -> Iterator[str]:

@@ -15,7 +15,8 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
-from megatron_sp.optim.flat import FlatGradients, FlatUnit
+from megatron_sp.optim.flat import FlatUnit
+from megatron_sp.optim.gradients import FlatGradients
 
 S, B, LAYERS = 8, 3, 3
 BASE = ModelConfig(
@@ -73,8 +74,22 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64, perturb:
     return model
 
 
+class Announce:
+    """``UnitEvents`` that calls a function when a unit's backward is done."""
+
+    def __init__(self, done: Callable[[int], None]) -> None:
+        self._done = done
+
+    def before_use(self, unit: int) -> None:
+        pass
+
+    def backward_done(self, unit: int) -> None:
+        self._done(unit)
+
+
 def loss_of(model: GPTModel, batch: Batch, callback: Callable[[int], None] | None = None, **overrides: Any) -> Tensor:
-    return model(batch["tokens"], batch["labels"], batch["loss_mask"], context(model.config, batch, **overrides), callback)[0]
+    events = None if callback is None else Announce(callback)
+    return model(batch["tokens"], batch["labels"], batch["loss_mask"], context(model.config, batch, **overrides), events)[0]
 
 
 def flatten(model: GPTModel, group: Any = None, overlap: bool = True) -> FlatGradients:

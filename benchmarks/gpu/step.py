@@ -54,8 +54,10 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.models.gpt import GPTModel
     from megatron_sp.models.transformer import ForwardContext, attach_sink
     from megatron_sp.ops.attention import AttentionMask, choose_kernel
-    from megatron_sp.optim.flat import FlatGradients, FlatUnit
+    from megatron_sp.optim.flat import FlatUnit
+    from megatron_sp.optim.gradients import FlatGradients
     from megatron_sp.optim.optimizer import FlatOptimizer
+    from megatron_sp.optim.weights import UnitWork, WholeWeights
 
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)
@@ -64,6 +66,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     names = {id(p): n for n, p in model.named_parameters()}
     units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
     gradients = FlatGradients(units, groups.dp_sp)
+    events = UnitWork(WholeWeights(units), gradients)
     optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
     attach_sink(model, gradients)
     loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
@@ -72,9 +75,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     def step(tokens: Any, _: int) -> Any:
         gradients.start_step()
         gradients.last_micro_batch()
-        loss_sum, _token_losses = model(
-            tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), gradients.unit_done
-        )
+        loss_sum, _token_losses = model(tokens, tokens.roll(-1, dims=1), loss_mask, ForwardContext(AttentionMask(), kernel=kernel), events)
         loss = loss_sum / loss_mask.sum()
         loss.backward()
         gradients.finish_step()

@@ -146,7 +146,8 @@ class Replay:
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import attach_sink
         from megatron_sp.ops.attention import choose_kernel
-        from megatron_sp.optim.flat import FlatGradients, FlatUnit
+        from megatron_sp.optim.flat import FlatUnit
+        from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.parallel.layout import Layout
         from megatron_sp.parallel.ulysses import SequenceParallel
 

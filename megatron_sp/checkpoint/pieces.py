@@ -9,7 +9,7 @@ tile the tensor exactly: every element in one rectangle, none in two.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +62,21 @@ class GlobalTensor:
         """This rank's part of a parameter, or of something that lies like it."""
         return cls(spec.shape, local.dtype, [Piece(offsets, view) for offsets, view in spec.pieces(local)])
 
+    @classmethod
+    def of_range(cls, spec: ShardSpec, shape: tuple[int, ...], flat: Tensor, start: int) -> GlobalTensor:
+        """A contiguous range of this rank's part of a parameter (ZeRO), or of something that lies like it.
+
+        Args:
+            spec: of the part.
+            shape: of the part, with padding.
+            flat: the elements from ``start`` on, counted row by row.
+        """
+        pieces, at = [], 0
+        for local in rectangles(shape, start, start + flat.numel()):
+            block, at = flat[at : at + local.numel].view(local.sizes), at + local.numel
+            pieces += [Piece(offsets, view) for offsets, view in spec.pieces_of(local.offsets, block)]
+        return cls(spec.shape, flat.dtype, pieces)
+
     def rects(self) -> list[Rect]:
         """This rank's rectangles, in the order of ``pieces``, without empty ones."""
         return [piece.rect for piece in self.pieces if piece.rect.numel]
@@ -78,6 +93,26 @@ class GlobalTensor:
                 problem = f"its dtype is {piece.tensor.dtype}, the tensor's {self.dtype}"
             if problem is not None:
                 raise ValueError(f"{name} {list(self.shape)}: piece {list(piece.rect.sizes)} at {list(piece.rect.offsets)}: {problem}")
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
+    """The rectangles that make up elements [start, stop) of a tensor, counted row by row; in order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield Rect((start,) if shape else (), (stop - start,) if shape else ())
+        return
+    row_size = math.prod(shape[1:])
+    row, column = divmod(start, row_size)
+    if column:
+        end = min(stop, (row + 1) * row_size)
+        yield from (Rect((row, *r.offsets), (1, *r.sizes)) for r in rectangles(shape[1:], column, end - row * row_size))
+        start, row = end, row + 1
+    rows = (stop - start) // row_size
+    if rows > 0:
+        yield Rect((row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+        start, row = start + rows * row_size, row + rows
+    yield from (Rect((row, *r.offsets), (1, *r.sizes)) for r in rectangles(shape[1:], 0, stop - start))
 
 
 def outside(shape: tuple[int, ...], rect: Rect) -> str | None:

@@ -85,6 +85,19 @@ class ShardSpec:
             yield tuple(offsets), local.narrow(self.dim, at, length)
             at += length
 
+    def pieces_of(self, offsets: tuple[int, ...], block: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """(offsets in the whole, view) of what a rectangle of the local part, at ``offsets`` there, holds of each run."""
+        if not self.shape:
+            yield (), block
+            return
+        at, dim = 0, self.dim
+        begin, end = offsets[dim], offsets[dim] + block.shape[dim]
+        for start, length in self.runs:
+            low, high = max(begin, at), min(end, at + length)
+            if low < high:
+                yield (*offsets[:dim], start + low - at, *offsets[dim + 1 :]), block.narrow(dim, low - begin, high - low)
+            at += length
+
     def counted_views(self, local: Tensor) -> list[Tensor]:
         """The parts of ``local`` that this rank counts."""
         if not self.shape:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.init import draw_normal
-from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, unit_boundary
+from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, UnitEvents, unit_boundary
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.rotary import rotary_tables
@@ -26,6 +26,8 @@ from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
 from megatron_sp.utils.numbers import round_up
+
+OnUnit = Callable[["GPTModel", Unit], None]
 
 
 class Table(nn.Module):
@@ -109,14 +111,12 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The blocks and the norm behind them."""
+    """The blocks, which ``GPTModel`` puts in, and the norm behind them."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
-        assert config.num_layers and config.hidden_size
-        self.layers = nn.ModuleList(
-            TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype, layout) for layer in range(config.num_layers)
-        )
+        assert config.hidden_size
+        self.layers = nn.ModuleList()
         self.final_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
 
@@ -129,31 +129,64 @@ class GPTModel(nn.Module):
         seed: of the initial weights.
         dtype: of parameters and activations.
         layout: which part of the model, and of each sequence, this rank works on; without one, all of it.
+        on_unit: called with the model, so far as it is built, and each unit as soon as it is there: whoever takes parameters away from it
+            then (ZeRO) never has the whole model in memory.
     """
 
-    def __init__(self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: Layout | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: Layout | None = None,
+        on_unit: OnUnit | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        assert config.vocab_size and config.hidden_size
+        assert config.num_layers and config.vocab_size and config.hidden_size
         self.config, self.kernels, self.layout = config, kernels, layout or Layout()
+        tell = on_unit or (lambda model, unit: None)
         self.embedding = Embedding(config, seed, dtype, self.layout)
-        self.decoder = Decoder(config, seed, dtype, self.layout)
+        tell(self, Unit("embedding", self.embedding))
+        self.decoder = Decoder(config, dtype, self.layout)
+        for layer in range(config.num_layers):
+            self.decoder.layers.append(TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype, self.layout))
+            tell(self, self._block(layer))
         self.output_layer: VocabParallelEmbedding | None = None
         if config.untie_embeddings_and_output_weights:
             self.output_layer = VocabParallelEmbedding(
                 "output_layer", config.vocab_size, config.make_vocab_size_divisible_by, config.hidden_size, config.init_method_std, seed,
                 dtype, self.layout,
             )  # fmt: skip
+        tell(self, self._head())
 
-    def units(self) -> list[Unit]:
-        """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
+    def _block(self, layer: int) -> Unit:
+        return Unit(f"decoder.layers.{layer}", self.decoder.layers[layer], alike=True)
+
+    def _head(self) -> Unit:
         head = nn.ModuleDict({"final_layernorm": self.decoder.final_layernorm})
         if self.output_layer is not None:
             head["output_layer"] = self.output_layer
-        blocks = [Unit(f"decoder.layers.{i}", layer) for i, layer in enumerate(self.decoder.layers)]
-        return [Unit("embedding", self.embedding), *blocks, Unit("head", head)]
+        return Unit("head", head)
+
+    def units(self) -> list[Unit]:
+        """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
+        return [Unit("embedding", self.embedding), *(self._block(i) for i in range(len(self.decoder.layers))), self._head()]
+
+    def unit_order(self, *, backward: bool) -> list[int]:
+        """Indices of units in the order in which a pass reads their parameters, as it tells its ``UnitEvents``.
+
+        Args:
+            backward: with the backward pass; else the forward pass alone.
+        """
+        layers = len(self.decoder.layers)
+        forward = list(range(layers + 2)) + ([0] if self.output_layer is None else [])
+        if not backward:
+            return forward
+        back: list[int] = []
+        for first, last, again in reversed(self._recompute_plan(layers)):
+            if again:
+                back += range(first + 1, last + 1)
+            back += reversed(range(first + 1, last if again else last + 1))
+        return forward + back
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss of this rank's positions of a micro-batch.
 
@@ -161,12 +194,14 @@ class GPTModel(nn.Module):
             tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
             loss_mask: [b, s].
             ctx: mask, kernel, dropout.
-            on_backward_done: told the index of a unit when its weight gradients are complete.
+            events: told which unit's parameters are used next, and whose gradients are complete.
         Returns:
             (sum of masked token losses of this rank's positions, scalar, the same on every tp rank; loss of each of them
             [s/sp, b], detached).
         """
-        x = self.hidden(tokens, ctx, on_backward_done)
+        x = self.hidden(tokens, ctx, events)
+        if events is not None and self.output_layer is None:
+            events.before_use(0)
         head = self.output_layer or self.embedding.word_embeddings
         cut = self.layout.cut(tokens.shape[1])
         labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
@@ -175,23 +210,32 @@ class GPTModel(nn.Module):
             tp=self.layout.tp, sink=head.sink,
         )  # fmt: skip
 
-    def hidden(self, tokens: Tensor, ctx: ForwardContext, on_backward_done: Callable[[int], None] | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None) -> Tensor:
         """[b, s] token ids -> [s/(sp * parts), b, h], this rank's positions after the final norm."""
         start = ctx.cache.length if ctx.cache is not None else 0
         cut = self.layout.cut(tokens.shape[1])
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
         ctx = self._prepare(ctx, positions, cut)
+        if events is not None:
+            events.before_use(0)
         x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx)
         layers = cast("list[TransformerBlock]", list(self.decoder.layers))
+        below: int | None = None  # the unit whose parameters backward reads next, when it is through with what comes now
         for first, last, again in self._recompute_plan(len(layers)):
-            if again and torch.is_grad_enabled():
-                # a boundary inside a recomputed chunk would fire with its unit; one in front of each chunk is enough
-                x = unit_boundary(x, _several(on_backward_done, range(last, first, -1)), first + 1)
-                x = recompute(_run_layers, layers[first:last], x, ctx, draws_random=layers[first].self_attention.draws_random(ctx))
+            again = again and torch.is_grad_enabled()
+            if first == last:
+                continue
+            x = unit_boundary(x, events, first + 1, below)
+            if again:
+                draws_random = layers[first].self_attention.draws_random(ctx)
+                x = recompute(_run_layers, layers, range(first, last), x, ctx, events, draws_random=draws_random)
             else:
-                for layer in range(first, last):
-                    x = layers[layer](unit_boundary(x, on_backward_done, layer + 1), ctx)
-        x = self.decoder.final_layernorm(unit_boundary(x, on_backward_done, len(layers) + 1))
+                x = _run_layers(layers, range(first, last), x, ctx, events)
+            below = None if again else last
+        x = unit_boundary(x, events, len(layers) + 1, below)
+        if events is not None:
+            events.before_use(len(layers) + 1)
+        x = self.decoder.final_layernorm(x)
         if ctx.cache is not None:
             ctx.cache.length += tokens.shape[1]
         return x
@@ -224,19 +268,12 @@ class GPTModel(nn.Module):
         return [(i, min(i + number, num_layers), True) for i in range(0, num_layers, number)]
 
 
-def _run_layers(layers: list[TransformerBlock], x: Tensor, ctx: ForwardContext) -> Tensor:
-    for layer in layers:
-        x = layer(x, ctx)
+def _run_layers(layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> Tensor:
+    """The blocks ``which``, whose units are numbered from 1; whoever calls sets the boundary in front of them."""
+    for layer in which:
+        if layer > which.start:
+            x = unit_boundary(x, events, layer + 1, layer)
+        if events is not None:
+            events.before_use(layer + 1)
+        x = layers[layer](x, ctx)
     return x
-
-
-def _several(callback: Callable[[int], None] | None, units: range) -> Callable[[int], None] | None:
-    """A boundary callback for a chunk of units that become complete together."""
-    if callback is None:
-        return None
-
-    def done(_: int) -> None:
-        for unit in units:
-            callback(unit)
-
-    return done

@@ -7,9 +7,8 @@ gradients into ``self.sink`` when one has been attached (``attach_sink``); every
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +33,15 @@ SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2
 
 
 class Unit(NamedTuple):
-    """A part of the model whose parameters are reduced, sharded and gathered together."""
+    """A part of the model whose parameters are reduced, sharded and gathered together.
+
+    Attributes:
+        alike: one of many of about the same size, which are used one after another and can share buffers.
+    """
 
     name: str
     module: nn.Module
+    alike: bool = False
 
 
 class KVCache:
@@ -398,22 +402,40 @@ def attach_sink(model: nn.Module, sink: GradSink | None) -> None:
             module.sink = sink  # type: ignore[assignment]
 
 
-def unit_boundary(x: Tensor, on_backward_done: Callable[[int], None] | None, unit: int) -> Tensor:
+class UnitEvents(Protocol):
+    """Who wants to know where a pass is (``optim/weights.py`` implements it)."""
+
+    def before_use(self, unit: int) -> None:
+        """The parameters of a unit are about to be read, in a forward or a backward pass."""
+
+    def backward_done(self, unit: int) -> None:
+        """All weight gradients of a unit are complete."""
+
+
+def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
     """Identity on the input of a unit; in backward it tells that all of the unit's weight gradients are complete.
 
     They are: every op computes its weight gradient in the same backward that produces its input gradient, and the
     unit's input gradient comes last.
+
+    Args:
+        x: what the unit works on.
+        events: told; None: nobody is.
+        unit: whose input it is.
+        below: the unit whose backward comes next; None: it does not read parameters, or reads them in a forward pass first.
     """
-    return x if on_backward_done is None or not x.requires_grad else _UnitBoundary.apply(x, on_backward_done, unit)
+    return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
 
 
 class _UnitBoundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, on_backward_done: Callable[[int], None], unit: int) -> Tensor:
-        ctx.on_backward_done, ctx.unit = on_backward_done, unit
+    def forward(ctx: Any, x: Tensor, events: UnitEvents, unit: int, below: int | None) -> Tensor:
+        ctx.events, ctx.unit, ctx.below = events, unit, below
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.on_backward_done(ctx.unit)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        ctx.events.backward_done(ctx.unit)
+        if ctx.below is not None:
+            ctx.events.before_use(ctx.below)
+        return grad, None, None, None

@@ -1,8 +1,13 @@
-"""Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each.
+"""Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each, whole or sharded (ZeRO, arXiv:1910.02054).
 
-A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. One
-collective, one norm and one fused optimizer kernel then serve a whole unit, and a later shard of it is a slice. Order within a
-unit: parameters with weight decay first, then those without, each aligned to 16 bytes; padding stays zero.
+A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. One collective, one norm
+and one fused optimizer kernel then serve a whole unit. Order within a unit: parameters with weight decay first, then those without, each
+aligned to 16 bytes; the unit is padded so that the ranks it is sharded over get ranges of the same size. Padding stays zero.
+
+    stage 0   every rank has everything
+    stage 1   master weights and optimizer state: this rank's range; parameters and, while they are being made, gradients: whole
+    stage 2   the same; gradients are reduced to the ranges after every micro-batch, so that few units have them whole at a time
+    stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` makes a unit whole for as long as it is used
 
 Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master copy is what the optimizer updates.
 """
@@ -10,12 +15,12 @@ Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async
+from megatron_sp.comm.collectives import all_gather_async
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.ops.memory import empty
@@ -25,17 +30,64 @@ _ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True)
+class Zero:
+    """Over whom, and how far, units are sharded.
+
+    Attributes:
+        stage: 0 to 3.
+        group: the ranks that have the same parameters; rank r keeps the r-th range of every unit.
+    """
+
+    stage: int = 0
+    group: Group = field(default=ALONE)
+
+    @property
+    def parts(self) -> int:
+        """Ranges of a unit."""
+        return self.group.size() if self.stage > 0 else 1
+
+    @property
+    def part(self) -> int:
+        """Which of them is this rank's."""
+        return self.group.rank() if self.stage > 0 else 0
+
+
+NOT_SHARDED = Zero()
+
+
+@dataclass(frozen=True)
 class Slot:
     """One parameter's place in its unit's buffers."""
 
     name: str
     param: nn.Parameter
+    shape: torch.Size  # the parameter itself may be away (stage 3)
     start: int
     decayed: bool
     spec: ShardSpec
 
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
     def view(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.param.numel()].view(self.param.shape)
+        """Its part of a whole buffer."""
+        return flat[self.start : self.stop].view(self.shape)
+
+    def counted(self) -> Iterator[range]:
+        """The elements that this tp rank adds to a sum, as ranges of a whole buffer: over all tp ranks every element of the whole once."""
+        if not self.shape:
+            yield range(self.start, self.stop if self.spec.counted else self.start)
+            return
+        for first, length in self.spec.counted:
+            # along another dim than the first it is always all of it
+            size = length * (self.numel // self.shape[0] if self.shape[0] else 0) if self.spec.dim == 0 else self.numel
+            begin = self.start + (first * (self.numel // self.shape[0]) if self.spec.dim == 0 and self.shape[0] else 0)
+            yield range(begin, begin + size)
 
 
 def is_decayed(param: Tensor) -> bool:
@@ -43,62 +95,157 @@ def is_decayed(param: Tensor) -> bool:
     return param.ndim >= 2
 
 
+class FlatLayout:
+    """Who lies where in a flat buffer.
+
+    Attributes:
+        slots: in order.
+        num_decayed: elements before this index are decayed.
+        numel: of the whole buffer, with padding.
+        shard: this rank's range.
+    """
+
+    def __init__(
+        self, params: list[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec], zero: Zero, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        ordered = [(n, p) for n, p in params if is_decayed(p)] + [(n, p) for n, p in params if not is_decayed(p)]
+        self.align = align = _ALIGN_BYTES // dtype.itemsize
+        self.slots: list[Slot] = []
+        self.num_decayed = end = 0
+        for name, param in ordered:
+            spec = specs.get(name) or ShardSpec.whole(tuple(param.shape), 0, 1)
+            self.slots.append(Slot(name, param, param.shape, end, is_decayed(param), spec))
+            end += round_up(param.numel(), align)
+            if is_decayed(param):
+                self.num_decayed = end
+        self.numel = round_up(end, align * zero.parts)
+        each = self.numel // zero.parts
+        self.shard = range(zero.part * each, (zero.part + 1) * each)
+
+    def zero_padding(self, flat: Tensor) -> None:
+        """Clear what belongs to no parameter in a whole buffer."""
+        at = 0
+        for slot in self.slots:
+            flat[at : slot.start].zero_()
+            at = slot.stop
+        flat[at:].zero_()
+
+    def filled(self, like: Tensor) -> Tensor:
+        """A whole buffer with the parameters' values, zero between them."""
+        flat = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
+        for slot in self.slots:
+            slot.view(flat).copy_(slot.param.detach())
+        return flat
+
+    def bind(self, flat: Tensor) -> None:
+        """Make the parameters views of a whole buffer."""
+        for slot in self.slots:
+            slot.param.data = slot.view(flat)
+
+    def unbind(self) -> None:
+        """Leave the parameters without contents: whoever uses one now gets an error, not somebody else's weights."""
+        for slot in self.slots:
+            slot.param.data = slot.param.new_empty(0)
+
+
 class FlatUnit:
     """The buffers of one unit.
 
-    Frozen parameters (``requires_grad`` False) stay where they are, outside.
+    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay where they are, outside; at stage 3 they are
+    sharded too, in a buffer of their own.
 
     Args:
         name: of the unit.
         named_params: its parameters.
         specs: where they lie in the whole parameters; one that is missing is whole here.
+        zero: sharding.
 
     Attributes:
-        params: [n], the model's dtype; the model's parameters are views of it.
-        grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient of a step to ``release_grads``.
-        master: [n], what the optimizer updates: ``params`` itself, or an fp32 copy of 16-bit parameters.
-        num_decayed: elements before this index are decayed.
+        layout: who lies where; ``slots``, ``numel``, ``num_decayed`` and ``shard`` are its.
+        params: [n], the model's dtype, and the model's parameters are views of it; None at stage 3.
+        local_params: [n / ranks], this rank's range of them.
+        master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters.
+        grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient on to the reduction, at stage 0 to the next step.
+        grad_shard: [n / ranks], the step's reduced gradients.
+        frozen, local_frozen: layout and range of the frozen parameters, at stage 3; else None.
     """
 
-    def __init__(self, name: str, named_params: Iterable[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec] | None = None) -> None:
-        self.name = name
-        specs = specs or {}
-        held = list(named_params)
+    def __init__(
+        self, name: str, named_params: Iterable[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec] | None = None,
+        zero: Zero = NOT_SHARDED,
+    ) -> None:  # fmt: skip
+        self.name, self.zero = name, zero
+        specs, held = specs or {}, list(named_params)
         trainable = [(n, p) for n, p in held if p.requires_grad]
-        ordered = [(n, p) for n, p in trainable if is_decayed(p)] + [(n, p) for n, p in trainable if not is_decayed(p)]
-        like = ordered[0][1] if ordered else held[0][1] if held else torch.empty(0)  # a frozen unit has buffers of length 0
-        dtype, device = like.dtype, like.device
-        self.align = align = _ALIGN_BYTES // dtype.itemsize
-        self.slots: list[Slot] = []
-        self.num_decayed = end = 0
-        for param_name, param in ordered:
-            assert param.dtype == dtype, f"{param_name} is {param.dtype}, the unit {dtype}"
-            spec = specs.get(param_name) or ShardSpec.whole(tuple(param.shape), 0, 1)
-            self.slots.append(Slot(param_name, param, end, is_decayed(param), spec))
-            end += round_up(param.numel(), align)
-            if is_decayed(param):
-                self.num_decayed = end
-        self.params = torch.zeros(end, dtype=dtype, device=device)
-        for slot in self.slots:
-            view = slot.view(self.params)
-            view.copy_(slot.param.detach())
-            slot.param.data = view
-        self.is_16_bit = dtype in (torch.bfloat16, torch.float16)
-        self.grad_dtype = wide = torch.float32 if self.is_16_bit else dtype
+        first = trainable or held
+        like = first[0][1] if first else torch.empty(0)  # a frozen unit has buffers of length 0
+        self.dtype, self.device = like.dtype, like.device
+        for param_name, param in trainable:
+            assert param.dtype == self.dtype, f"{param_name} is {param.dtype}, the unit {self.dtype}"
+        self.is_16_bit = self.dtype in (torch.bfloat16, torch.float16)
+        self.grad_dtype = wide = torch.float32 if self.is_16_bit else self.dtype
+        self.layout = FlatLayout(trainable, specs, zero, self.dtype)
+        self.params: Tensor | None
+        self.params, self.local_params = self._keep(self.layout, like)
+        self.frozen: FlatLayout | None = None
+        self.local_frozen: Tensor | None = None
+        if zero.stage == 3 and len(trainable) < len(held):
+            frozen = [(n, p) for n, p in held if not p.requires_grad]
+            self.frozen = FlatLayout(frozen, specs, zero, self.dtype)
+            _, self.local_frozen = self._keep(self.frozen, like)
         for slot in self.slots:
             if self.is_16_bit and hasattr(slot.param, "grad_dtype"):
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self._grads: Tensor | None = None
-        self.master = self.params.to(wide) if self.is_16_bit else self.params
+        self._grad_shard: Tensor | None = None
+        self.master = self.local_params.to(wide) if self.is_16_bit else self.local_params
+
+    def _keep(self, layout: FlatLayout, like: Tensor) -> tuple[Tensor | None, Tensor]:
+        whole = layout.filled(like)
+        if self.zero.stage == 3:
+            mine = whole[layout.shard.start : layout.shard.stop].clone()
+            layout.unbind()
+            return None, mine
+        layout.bind(whole)
+        return whole, whole[layout.shard.start : layout.shard.stop]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self.layout.slots
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def num_decayed(self) -> int:
+        return self.layout.num_decayed
+
+    @property
+    def shard(self) -> range:
+        return self.layout.shard
 
     @property
     def grads(self) -> Tensor:
         if self._grads is None:
-            self._grads = empty((self.params.numel(),), dtype=self.grad_dtype, device=self.params.device)
-            for slot in self.slots:
-                end = slot.start + slot.param.numel()
-                self._grads[end : round_up(end, self.align)].zero_()  # the padding behind each parameter
+            self._grads = empty((self.numel,), dtype=self.grad_dtype, device=self.device)
+            self.layout.zero_padding(self._grads)
         return self._grads
+
+    @property
+    def grad_shard(self) -> Tensor:
+        if self.zero.stage == 0:
+            return self.grads
+        assert self._grad_shard is not None, f"the gradients of {self.name} have not been reduced"
+        return self._grad_shard
+
+    def add_to_shard(self, reduced: Tensor) -> None:
+        """Take in the reduced gradients of the micro-batches since the last time; the whole ones are gone."""
+        self._grads = None
+        if self._grad_shard is None:
+            self._grad_shard = reduced
+        else:
+            self._grad_shard.add_(reduced)
 
     def release_grads(self) -> None:
         """Give the gradients' memory back.
@@ -106,126 +253,35 @@ class FlatUnit:
         A step then holds activations at the end of its forward passes and gradients at the end of its backward passes, each
         backward freeing the ones while it makes the others, instead of both at once.
         """
-        self._grads = None
+        self._grads = self._grad_shard = None
 
-    def counted(self, flat: Tensor) -> Iterator[Tensor]:
-        """The parts of a buffer that this tp rank adds to a sum: over all tp ranks every element of the whole parameters once."""
+    def gathered(self, flat: Tensor) -> Tensor:
+        """All ranks' ranges in one whole buffer. Collective."""
+        return all_gather_async(flat, self.zero.group).wait() if self.zero.stage > 0 else flat
+
+    def counted(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """By parameter, what this rank's range (``master``, ``grad_shard``) adds to a sum over all ranks: every element once."""
         for slot in self.slots:
-            yield from slot.spec.counted_views(slot.view(flat))
+            for elements in slot.counted():
+                part = within(elements, self.shard)
+                if part:
+                    yield slot, flat[part.start : part.stop]
 
     def refresh_params(self) -> None:
-        """Round the master weights into the model's parameters."""
+        """Round the master weights into this rank's range of the parameters."""
         if self.is_16_bit:
-            self.params.copy_(self.master)
+            self.local_params.copy_(self.master)
 
     def refresh_master(self) -> None:
         """Take the model's parameters as the master weights (after loading a checkpoint without optimizer state)."""
         if self.is_16_bit:
-            self.master.copy_(self.params)
+            self.master.copy_(self.local_params)
 
 
-class FlatGradients:
-    """The gradient sink of a model: routes weight gradients into flat buffers and sums them over the ranks.
-
-    ``start_step`` opens a step; ops ``claim`` views; when the last micro-batch's backward leaves a unit, ``unit_done`` starts
-    the unit's all_reduce under the rest of backward; ``finish_step`` waits for all of them. Gradients are summed over ``group``,
-    never averaged: the loss was divided by the global token count already. What tp ranks hold in common but use on different positions or
-    heads (``ShardSpec.sums``) is summed over ``tp`` before.
-    """
-
-    def __init__(self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True) -> None:
-        self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
-        self._slots = {id(slot.param): (unit, slot) for unit in units for slot in unit.slots}
-        self._written: set[int] = set()
-        self._ahead: set[int] = set()
-        self._handles: dict[int, Handle] = {}
-        self._last_micro_batch = False
-
-    def start_step(self) -> None:
-        """Forget the previous step's gradients; the first write to each buffer overwrites it."""
-        assert not self._handles, "finish_step() was not called"
-        self._written.clear()
-        self._ahead.clear()
-        self._last_micro_batch = False
-        for unit in self.units:
-            unit.release_grads()
-            for slot in unit.slots:
-                slot.param.grad = None
-
-    def last_micro_batch(self) -> None:
-        """The next backward is the step's last: units may be reduced as they complete."""
-        self._last_micro_batch = True
-
-    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        if id(param) not in self._slots:
-            return None
-        assert id(param) not in self._ahead, "a gradient claimed ahead was not settled: its backward has not run"
-        unit, slot = self._slots[id(param)]
-        fresh = id(param) not in self._written
-        self._written.add(id(param))
-        return slot.view(unit.grads), fresh
-
-    def claim_ahead(self, param: Tensor) -> Tensor | None:
-        if id(param) not in self._slots or id(param) in self._written:
-            return None
-        unit, slot = self._slots[id(param)]
-        self._written.add(id(param))
-        self._ahead.add(id(param))
-        return slot.view(unit.grads)
-
-    def settle(self, param: Tensor) -> None:
-        self._ahead.remove(id(param))
-
-    def unit_done(self, index: int) -> None:
-        """All gradients of unit ``index`` of this micro-batch are there."""
-        if self._last_micro_batch and self.overlap:
-            self._reduce(index)
-
-    def finish_step(self) -> None:
-        """Reduce what has not been reduced yet and wait for everything."""
-        for index in range(len(self.units)):
-            if index not in self._handles:
-                self._reduce(index)
-        for handle in self._handles.values():
-            handle.wait()
-        self._handles.clear()
-
-    def _reduce(self, index: int) -> None:
-        unit = self.units[index]
-        assert index not in self._handles, f"unit {unit.name} was completed twice in one backward pass"
-        for slot in unit.slots:
-            self._collect(slot)
-        self._sum_over_tp(unit)
-        self._handles[index] = all_reduce_async(unit.grads, self.group)
-
-    def _sum_over_tp(self, unit: FlatUnit) -> None:
-        """One all_reduce for all rows that need it, each at its own place: ranks that hold other rows leave zeros there."""
-        if self.tp.size() == 1:
-            return
-        parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
-        if not parts:
-            return
-        packed = unit.grads.new_zeros(sum(s.num_slots * view.numel() for s, view in parts))
-        places, at = [], 0
-        for s, view in parts:
-            places.append(packed[at + s.slot * view.numel() : at + (s.slot + 1) * view.numel()].view(view.shape))
-            at += s.num_slots * view.numel()
-        for (_, view), place in zip(parts, places, strict=True):
-            place.copy_(view)
-        all_reduce(packed, self.tp)
-        for (_, view), place in zip(parts, places, strict=True):
-            view.copy_(place)
-
-    def _collect(self, slot: Slot) -> None:
-        """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient in this step."""
-        key = id(slot.param)
-        view = slot.view(self._slots[key][0].grads)
-        if slot.param.grad is not None:
-            view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
-            slot.param.grad = None
-        elif key not in self._written:
-            view.zero_()
-        self._written.add(key)
+def within(elements: range, shard: range) -> range:
+    """What lies in both, counted from the start of ``shard``."""
+    start, stop = max(elements.start, shard.start), min(elements.stop, shard.stop)
+    return range(start - shard.start, max(start, stop) - shard.start)
 
 
 def squared_norm(x: Tensor) -> Tensor:

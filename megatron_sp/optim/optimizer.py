@@ -8,7 +8,7 @@ there is no other scaling anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,12 @@ from torch.optim.sgd import sgd
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.config import OptimizerConfig
-from megatron_sp.optim.flat import FlatUnit, squared_norm
+from megatron_sp.optim.flat import FlatUnit, squared_norm, within
 
 
 @dataclass
 class UnitState:
-    """Optimizer state of one unit, each [n] like its master weights; ``exp_avg_sq`` is absent for SGD."""
+    """Optimizer state of one unit, each of the shape of its master weights; ``exp_avg_sq`` is absent for SGD."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
@@ -34,13 +34,15 @@ class FlatOptimizer:
     """Updates the master weights of flat units.
 
     Args:
-        units: the buffers.
+        units: the buffers; of each the rank's range (from ZeRO stage 1 on) is updated.
         config: hyperparameters; learning rate and weight decay come with each step.
         tp: ranks that hold other parts of the same parameters.
+        everybody: all ranks between which units are split, by tp or in ranges.
     """
 
-    def __init__(self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE) -> None:
+    def __init__(self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE, everybody: Group = ALONE) -> None:
         self.units, self.config, self.tp = units, config, tp
+        self.holders = everybody if units and units[0].zero.stage > 0 else tp
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
             UnitState(torch.zeros_like(u.master), torch.zeros_like(u.master) if config.optimizer == "adam" else None) for u in units
@@ -49,11 +51,15 @@ class FlatOptimizer:
     def grad_norm(self) -> Tensor:
         """L2 norm of all (reduced, still scaled) gradients, an fp64 scalar tensor; the same bits on every rank."""
         if self.tp.size() == 1:
-            return torch.stack([squared_norm(u.grads) for u in self.units if u.slots]).sum().sqrt()
-        mine = torch.stack([squared_norm(part.reshape(-1)) for u in self.units for part in u.counted(u.grads)]).sum()
-        return all_reduce(mine, self.tp).sqrt()
+            squares = [squared_norm(u.grad_shard) for u in self.units if u.slots]
+        else:
+            squares = [squared_norm(part) for u in self.units for _, part in u.counted(u.grad_shard)]
+        mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.units[0].device)
+        return all_reduce(mine, self.holders).sqrt()
 
-    def step(self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0) -> None:
+    def step(
+        self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0, updated: Callable[[int], None] | None = None
+    ) -> None:
         """Clip, unscale, update.
 
         Args:
@@ -61,27 +67,31 @@ class FlatOptimizer:
             weight_decay: of this step.
             grad_norm: of the unscaled gradients; finite.
             grad_scale: what the loss was multiplied by.
+            updated: told the index of each unit when this rank's range of its parameters is new.
         """
         multiplier = 1.0 / grad_scale
         clip = self.config.clip_grad
         if clip > 0 and grad_norm > clip:
             multiplier *= clip / (grad_norm + 1e-6)
         self.num_updates += 1
-        for unit, state in zip(self.units, self.states, strict=True):
+        for index, (unit, state) in enumerate(zip(self.units, self.states, strict=True)):
             if multiplier != 1.0:
-                unit.grads.mul_(multiplier)
+                unit.grad_shard.mul_(multiplier)
             for part, decay in self._parts(unit, weight_decay):
                 self._update(unit, state, part, lr, decay)
             unit.refresh_params()
+            if updated is not None:
+                updated(index)
 
     def _parts(self, unit: FlatUnit, weight_decay: float) -> Iterator[tuple[slice, float]]:
-        for part, decay in ((slice(0, unit.num_decayed), weight_decay), (slice(unit.num_decayed, unit.grads.numel()), 0.0)):
-            if part.start < part.stop:
-                yield part, decay
+        for elements, decay in ((range(unit.num_decayed), weight_decay), (range(unit.num_decayed, unit.numel), 0.0)):
+            part = within(elements, unit.shard)
+            if part:
+                yield slice(part.start, part.stop), decay
 
     def _update(self, unit: FlatUnit, state: UnitState, part: slice, lr: float, weight_decay: float) -> None:
         config = self.config
-        params, grads, exp_avg = [unit.master[part]], [unit.grads[part]], [state.exp_avg[part]]
+        params, grads, exp_avg = [unit.master[part]], [unit.grad_shard[part]], [state.exp_avg[part]]
         with torch.no_grad():
             if state.exp_avg_sq is None:
                 sgd(

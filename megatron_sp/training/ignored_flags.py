@@ -106,7 +106,7 @@ _IGNORED_SWITCHES = {
     _ENGINE: """
         deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel""",
     _COMMUNICATION: """
-        overlap-param-gather overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
+        overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
         no-async-tensor-model-parallel-allreduce no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce delay-param-gather
         no-align-param-gather no-scatter-gather-tensors-in-pipeline no-contiguous-buffers-in-local-ddp use-contiguous-buffers-in-ddp
         use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
@@ -163,13 +163,13 @@ _REFUSED = {
         fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len fp8-amax-compute-algo
         no-fp8-wgrad fp4-format""",
     "residuals, master weights, gradients and Adam's moments have fixed formats": """
-        fp32-residual-connection grad-reduce-in-bf16 use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype
+        fp32-residual-connection use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype
         exp-avg-sq-dtype embedding-weights-in-fp32""",
     "all MLPs are dense today; leave out the flags for experts": """
         num-experts expert-interval expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size
         create-moe-param-group disable-moe-token-dropping topk mlp-type ds-inference""",
-    "every rank keeps all weights and the whole optimizer state today (plain data parallel); leave it out": """
-        use-distributed-optimizer zero-stage use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
+    "--zero-stage 1, 2 or 3 is what shards here": """
+        use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
         cpu-optimizer cpu-torch-adam optimizer-cpu-offload optimizer-offload-fraction num-distributed-optimizer-instances""",
     "all layers are on every rank today (no pipeline); leave it out": """
         num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout
@@ -214,7 +214,6 @@ REFUSED: dict[str, str] = _by_name(_REFUSED)
 REFUSED_PREFIXES: dict[str, str] = {
     "moe-": REFUSED["num-experts"],
     "fp8-": REFUSED["fp8-format"],
-    "zero-": REFUSED["zero-stage"],
     "curriculum-": REFUSED["curriculum-learning"],
     "random-ltd-": REFUSED["random-ltd"],
     "muon-": REFUSED["decoupled-lr"],
@@ -225,7 +224,7 @@ REFUSED_PREFIXES: dict[str, str] = {
 """Beginnings of refused families."""
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
-    "zero-stage": ("0",), "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
+    "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
     "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",), "rotary-seq-len-interpolation-factor": ("1",),
     "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),

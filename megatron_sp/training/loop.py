@@ -139,7 +139,7 @@ def _one_step(run: Run) -> StepResult:
     progress.step, progress.consumed_samples = step, end
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
     _count_bad_steps(run, result)
-    run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, units=run.units, size=size)
+    run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, optimizer=run.optimizer, size=size)
     return result
 
 
@@ -161,7 +161,7 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
     if result.overflow:
         return
     progress.bad_steps += 1
-    report = dump_bad_step(run.run_dir, run.launch.rank, progress, result, run.units)
+    report = dump_bad_step(run.run_dir, run.launch.rank, progress, result, run.optimizer)
     run.console.line(
         f"warning: step {progress.step} is not finite (loss {result.losses[0]}, grad norm {result.grad_norm}): skipped, the weights are"
         f" unchanged; {progress.bad_steps} in a row; samples and norms in {report}"
@@ -202,7 +202,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     for index in range(batch.eval_iters):
         run.watchdog.beat(f"{kind} batch {index}")
         micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
-        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name, run.groups)
+        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name, run.groups, run.weights)
         if _any_signal(run):
             run.model.train()
             run.console.line(f"{kind} at step {step}: broken off by a signal")

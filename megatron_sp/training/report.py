@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import Config
-from megatron_sp.optim.flat import FlatUnit, squared_norm
+from megatron_sp.optim.flat import squared_norm
+from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.console import Console, format_bytes, format_duration
 from megatron_sp.training.flops import peak_tflops, step_flops_per_token
 from megatron_sp.training.metrics import MetricsLog
@@ -46,7 +48,7 @@ class StepReporter:
         """A save or a validation has ended: its time is not the next step's."""
         self._step_began = time.monotonic()
 
-    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, units: list[FlatUnit], size: int) -> None:
+    def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int) -> None:
         """Report a step that has just ended."""
         now = time.monotonic()
         self._seconds += now - self._step_began
@@ -58,13 +60,13 @@ class StepReporter:
         self._console.progress(progress.step, f"loss {result.losses[0]:.4f}  {rate:,.0f} tokens/s")
         if progress.step % self._config.logging.log_interval and progress.step != self._train_iters:
             return
-        record = self._record(progress, result, rate, lr, loss_scale, units, size)
+        record = self._record(progress, result, rate, lr, loss_scale, optimizer, size)
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
 
     def _record(
-        self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, units: list[FlatUnit], size: int
+        self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int
     ) -> dict[str, Any]:
         per_device = rate / self._groups.world_size
         causal, full = per_device * self._flops_causal / 1e12, per_device * self._flops_full / 1e12
@@ -77,12 +79,13 @@ class StepReporter:
             "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),
         }  # fmt: skip
+        nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
-            squares = torch.stack([squared_norm(part.reshape(-1)) for u in units for part in u.counted(u.master)]).sum()
-            record["params_norm"] = math.sqrt(float(all_reduce(squares, self._groups.tp)))
+            squares = torch.stack([nothing, *(squared_norm(part) for u in optimizer.units for _, part in u.counted(u.master))]).sum()
+            record["params_norm"] = math.sqrt(float(all_reduce(squares, optimizer.holders)))
         if self._config.logging.log_num_zeros_in_grad:
-            zeros = torch.stack([(part == 0).sum() for u in units for part in u.counted(u.grads)]).sum()
-            record["num_zeros_in_grad"] = int(all_reduce(zeros, self._groups.tp))
+            zeros = torch.stack([nothing, *((part == 0).sum() for u in optimizer.units for _, part in u.counted(u.grad_shard))]).sum()
+            record["num_zeros_in_grad"] = int(all_reduce(zeros, optimizer.holders))
         return record
 
     def _line(self, r: dict[str, Any], seconds_left: float) -> str:
@@ -108,12 +111,19 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResult, units: list[FlatUnit]) -> Path:
-    """Write what is known about a non-finite step: its samples, and each layer's gradient norm (rank 0 writes; gradients are reduced)."""
+def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResult, optimizer: FlatOptimizer) -> Path:
+    """Write what is known about a non-finite step: its samples, and each layer's gradient norm (rank 0 writes). Collective."""
     path = run_dir / f"nonfinite-step-{progress.step:06d}.json"
+    squares: dict[str, Tensor] = {}
+    for unit in optimizer.units:
+        for slot, part in unit.counted(unit.grad_shard):
+            squares[slot.name] = squares[slot.name] + squared_norm(part) if slot.name in squares else squared_norm(part)
+    names = [slot.name for unit in optimizer.units for slot in unit.slots]
+    nothing = torch.zeros((), dtype=torch.float64, device=optimizer.units[0].device)
+    summed = all_reduce(torch.stack([squares.get(name, nothing) for name in names]), optimizer.holders)
     if rank != 0:
         return path
-    norms = {slot.name: str(math.sqrt(float(squared_norm(slot.view(unit.grads).reshape(-1))))) for unit in units for slot in unit.slots}
+    norms = {name: str(math.sqrt(square)) for name, square in zip(names, summed.tolist(), strict=True)}
     record = {
         "step": progress.step, "loss": [str(v) for v in result.losses], "grad_norm": str(result.grad_norm),
         "sample_ids": result.sample_ids, "layer_grad_norms": norms,

@@ -20,9 +20,7 @@ from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
 from megatron_sp.ops.attention import choose_kernel
-from megatron_sp.optim.flat import FlatGradients, FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.optim.schedule import Schedule
 from megatron_sp.parallel.heads import OverlapMode
@@ -34,6 +32,7 @@ from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
 from megatron_sp.training.setup import RunStatus, dtype_of
+from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure
 from megatron_sp.training.step import Loss, TrainStep
@@ -50,14 +49,15 @@ class Task:
         name: of the run folder when --save is absent.
         build_tokenizer: from the configuration; its vocabulary sizes the model.
         build_datasets: (config, tokenizer, (train, valid, test) samples) -> data sets.
-        build_model: this rank's part of the model on the CPU, with ``units()``.
+        build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and ``unit_order()``; it calls
+            ``on_unit`` with itself and each unit as soon as that is there.
         loss: its loss terms.
     """
 
     name: str
     build_tokenizer: Callable[[Config], Tokenizer]
     build_datasets: Callable[[Config, Tokenizer, tuple[int, int, int]], Datasets]
-    build_model: Callable[[Config, Layout], nn.Module]
+    build_model: Callable[..., nn.Module]
     loss: Loss
 
 
@@ -215,12 +215,10 @@ class Run:
 
     def _build_model(self) -> None:
         config, device, precision = self.config, self.groups.device, self.config.precision
-        self.model = self.task.build_model(config, self.layout).to(device)
-        specs = shard_specs(self.model)
-        self.units = [FlatUnit(unit.name, named_parameters(self.model, unit), specs) for unit in self.model.units()]  # type: ignore[operator]
-        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp, overlap=config.parallel.overlap_grad_reduce)
-        attach_sink(self.model, self.gradients)
-        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp)
+        sharded = build_sharded(self.task.build_model, config, self.layout, self.groups, device)
+        sharded.fingerprint.require_equal(self.groups)
+        self.model, self.units, self.weights, self.gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
+        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp, everybody=self.groups.world)
         self.scaler = LossScaler(
             enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
             window=precision.loss_scale_window, hysteresis=precision.hysteresis,
@@ -245,6 +243,7 @@ class Run:
         self.checkpointer.load(source, wanted, partial=weights_only, cast=True)
         if weights_only:
             self.state.after_weights()
+        self.weights.refresh_all()
         if not finetune:
             self.state.load_json(stored, weights_only=weights_only)
         verb = "finetuning from" if finetune else "resumed from"
@@ -288,7 +287,7 @@ class Run:
             except RuntimeError as error:
                 raise ConfigError(str(error)) from None
         self.train_step = TrainStep(
-            self.model, self.task.loss, self.gradients, self.optimizer, self.scaler, self.groups,
+            self.model, self.task.loss, self.weights, self.gradients, self.optimizer, self.scaler, self.groups,
             seed=self.config.batch.seed, drops=max(model.attention_dropout, model.hidden_dropout) > 0, kernel=self.kernel.name,
             faults=self.faults, recorder=None if self.overlap is None else self.overlap.recorder,
         )  # fmt: skip
@@ -324,6 +323,8 @@ class Run:
 
     def close(self) -> None:
         """Stop threads and files; safe to call at any time."""
+        if hasattr(self, "weights"):
+            self.weights.settle()
         self.console.close()
         for loader in self.loaders:
             loader.close()
@@ -358,9 +359,3 @@ def settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
             f"vocab_size ({config.model.vocab_size}) must be at least the tokenizer's ({tokenizer.vocab_size}):"
             " leave --vocab-size out to take the tokenizer's"
         )
-
-
-def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
-    """A unit's parameters under their names in the whole model."""
-    names = {id(p): n for n, p in model.named_parameters()}
-    return [(names[id(p)], p) for p in unit.module.parameters()]

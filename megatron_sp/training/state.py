@@ -8,7 +8,6 @@ random state (``docs/design/001-frame.md``): seed and step say it all.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, diff
 from megatron_sp.models.transformer import shard_specs
-from megatron_sp.optim.flat import FlatUnit
+from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.utils.errors import CheckpointError
 
@@ -69,22 +68,28 @@ class TrainingState:
 
     def weights(self) -> dict[str, GlobalTensor]:
         """Every parameter, trainable or frozen, once."""
-        return {name: GlobalTensor.of_shard(self.specs[name], p.detach()) for name, p in self.model.named_parameters()}
+        found: dict[str, GlobalTensor] = {}
+        for unit in self.units:
+            found |= {slot.name: _of_slot(unit.layout, slot, unit.local_params) for slot in unit.slots}
+            if unit.frozen is not None and unit.local_frozen is not None:
+                found |= {slot.name: _of_slot(unit.frozen, slot, unit.local_frozen) for slot in unit.frozen.slots}
+        for name, p in self.model.named_parameters():
+            if name not in found:
+                found[name] = GlobalTensor.of_shard(self.specs[name], p.detach())
+        return found
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
         """The optimizer's state, and fp32 master weights where parameters have 16 bits."""
-        return {name: GlobalTensor.of_shard(self.specs[name.split(".", 2)[2]], tensor) for name, tensor in self._optimizer_views()}
-
-    def _optimizer_views(self) -> Iterator[tuple[str, Tensor]]:
+        found: dict[str, GlobalTensor] = {}
         if self.optimizer is None:
-            return
+            return found
         for unit, state in zip(self.units, self.optimizer.states, strict=True):
+            kinds = {"master": unit.master if unit.is_16_bit else None, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
             for slot in unit.slots:
-                if unit.is_16_bit:
-                    yield f"optimizer.master.{slot.name}", slot.view(unit.master)
-                yield f"optimizer.exp_avg.{slot.name}", slot.view(state.exp_avg)
-                if state.exp_avg_sq is not None:
-                    yield f"optimizer.exp_avg_sq.{slot.name}", slot.view(state.exp_avg_sq)
+                for kind, flat in kinds.items():
+                    if flat is not None:
+                        found[f"optimizer.{kind}.{slot.name}"] = _of_slot(unit.layout, slot, flat)
+        return found
 
     def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint that is not tensors."""
@@ -111,6 +116,12 @@ class TrainingState:
         """Call after weights were loaded without their master copies."""
         for unit in self.units:
             unit.refresh_master()
+
+
+def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:
+    """What a rank's range ``flat`` of a unit holds of a parameter."""
+    part = within(range(slot.start, slot.stop), layout.shard)
+    return GlobalTensor.of_range(slot.spec, tuple(slot.shape), flat[part.start : part.stop], max(layout.shard.start - slot.start, 0))
 
 
 def check_structure(stored: dict[str, Any], config: Config) -> list[str]:

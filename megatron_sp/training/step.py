@@ -2,8 +2,9 @@
 
     counts of loss tokens  --all_reduce-->  (under the first forward)
     for each micro-batch:  forward, loss sums / global counts, backward (gradients go into the flat buffers)
-    each unit's gradients  --all_reduce(sum)-->  (under the rest of the last backward)
+    each unit's gradients  --all_reduce(sum), or to shards-->  (under the rest of the last backward)
     grad norm, finite?  ->  clip and unscale in one multiplication, AdamW
+    each unit's parameters  --all_gather from shards-->  (under the next forward; ZeRO stages 1 and 2)
 
 Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over micro-batches and
 over ranks, and a rank without a single loss token is no special case.
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
-from megatron_sp.models.transformer import ForwardContext
+from megatron_sp.models.transformer import ForwardContext, UnitEvents
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
-from megatron_sp.optim.flat import FlatGradients
+from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
+from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.utils.faults import FaultPlan
 
 MicroBatch = dict[str, Tensor]
@@ -35,9 +37,7 @@ MicroBatch = dict[str, Tensor]
 class LossFunction(Protocol):
     """The sums of the loss terms of one micro-batch, before division: one scalar tensor for each term."""
 
-    def __call__(
-        self, model: nn.Module, batch: MicroBatch, context: ForwardContext, on_backward_done: Callable[[int], None] | None
-    ) -> list[Tensor]: ...
+    def __call__(self, model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TrainStep:
     Args:
         model: whose gradients go into ``gradients``.
         loss: terms of the task.
-        gradients, optimizer, scaler: see optim/.
+        weights, gradients, optimizer, scaler: see optim/.
         groups: the layout.
         seed: of dropout.
         drops: whether any dropout rate is above 0.
@@ -107,11 +107,12 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
+        self, model: nn.Module, loss: Loss, weights: WholeWeights, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
         groups: ParallelGroups, *, seed: int, drops: bool, kernel: KernelName, faults: FaultPlan,
         recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.loss, self.gradients, self.optimizer, self.scaler = model, loss, gradients, optimizer, scaler
+        self.model, self.loss, self.weights, self.gradients = model, loss, weights, gradients
+        self.optimizer, self.scaler, self.events = optimizer, scaler, UnitWork(weights, gradients)
         self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
         self.recorder = recorder
 
@@ -131,11 +132,12 @@ class TrainStep:
             self.recorder.start_step()
         totals = self._start_totals(micro_batches, stop)
         self.gradients.start_step()
+        self.weights.start_step(len(micro_batches))
         sums = self._forward_backward(micro_batches, step, totals)
         # each tp rank has the same sums: one of them speaks
         sums_handle = all_reduce_async(sums if self.groups.tp_rank == 0 else torch.zeros_like(sums), self.groups.world)
         if self.faults.poisons("grad", step):
-            next(unit for unit in self.gradients.units if unit.slots).grads[0] = float("nan")
+            self.gradients.poison()
         self.gradients.finish_step()
         norm = self.optimizer.grad_norm() / self.scaler.scale
         # the only point of the step where the host waits for the device
@@ -167,7 +169,7 @@ class TrainStep:
             if self.recorder is not None:
                 self.recorder.enter("forward")
             context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel)
-            terms = self.loss.sums(self.model, batch, context, self.gradients.unit_done)
+            terms = self.loss.sums(self.model, batch, context, self.events)
             if self.faults.poisons("loss", step):
                 terms = [term * float("nan") for term in terms]
             self.faults.at("step.forward", step)
@@ -180,6 +182,7 @@ class TrainStep:
             if self.recorder is not None:
                 self.recorder.enter("backward")
             (loss * self.scaler.scale).backward()
+            self.gradients.finish_micro_batch()
             self.faults.at("step.backward", step)
         if self.recorder is not None:
             self.recorder.enter("update")
@@ -202,7 +205,8 @@ class TrainStep:
         updated = finite_loss and finite_grad
         self.faults.at("optim.step", step)
         if updated:
-            self.optimizer.step(lr, weight_decay, grad_norm, scale)
+            self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh)
+        self.weights.forget()
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)
 
 
@@ -216,12 +220,16 @@ def _inverse_or_zero(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_batches(model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups) -> Tensor:
+def evaluate_batches(
+    model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights
+) -> Tensor:
     """[sums..., counts...] of the loss terms over micro-batches, fp64, for summing over all ranks; no dropout, no gradients."""
     total: Tensor | None = None
+    weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
+    events = UnitWork(weights, None)
     for batch in micro_batches:
         context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel)
-        terms = [t.double() for t in loss.sums(model, batch, context, None)]
+        terms = [t.double() for t in loss.sums(model, batch, context, events)]
         counts = [c.double() * float(groups.is_first_of_replica) for c in loss.counts(batch)]
         both = torch.stack([t * float(groups.tp_rank == 0) for t in terms] + counts)
         total = both if total is None else total + both

@@ -27,14 +27,15 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.models.init import name_generator
-from megatron_sp.models.transformer import attach_sink, shard_specs
+from megatron_sp.models.transformer import shard_specs
 from megatron_sp.ops.attention import choose_kernel
-from megatron_sp.optim.flat import FlatGradients, FlatUnit
 from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
-from megatron_sp.training.run import Task, named_parameters, settle_vocab_size
+from megatron_sp.training.run import Task, settle_vocab_size
+from megatron_sp.training.sharding import build_sharded, named_parameters
 from megatron_sp.training.step import MicroBatch, micro_batch_context
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
@@ -118,36 +119,43 @@ class _Step:
     def run(self, layout: Layout, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
         """One step; without groups all of it on this process."""
         seed, loss_of = self.config.batch.seed, self.task.loss
-        model = self.task.build_model(self.config, layout).to(self.groups.device)
-        specs = shard_specs(model)
-        _add_noise(model, specs, seed)
-        units = [FlatUnit(unit.name, named_parameters(model, unit), specs) for unit in model.units()]  # type: ignore[operator]
-        gradients = FlatGradients(units, ALONE if groups is None else groups.dp_sp, tp=layout.tp.group)
-        attach_sink(model, gradients)
+        sharded = build_sharded(
+            self.task.build_model, self.config, layout, groups, self.groups.device,
+            prepare=lambda model, unit: _add_noise(named_parameters(model, unit), shard_specs(model), seed),
+        )  # fmt: skip
+        model, units, weights, gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
+        events = UnitWork(weights, gradients)
         counts = torch.stack([torch.stack([c.double().cpu() for c in loss_of.counts(batch)]) for batch in micro_batches]).sum(0)
         if groups is not None:
             counts = all_reduce(counts * float(groups.is_first_of_replica), groups.control)
-        weights = torch.where(counts > 0, 1.0 / counts, 0.0)
+        shares = torch.where(counts > 0, 1.0 / counts, 0.0)
         gradients.start_step()
+        weights.start_step(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
             drops = self.config.model.hidden_dropout > 0
             context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel)
-            terms = loss_of.sums(model, batch, context, gradients.unit_done)
-            loss = torch.stack([term * float(w) for term, w in zip(terms, weights, strict=True)]).sum()
+            terms = loss_of.sums(model, batch, context, events)
+            loss = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
             if index == len(micro_batches) - 1:
                 gradients.last_micro_batch()
             loss.backward()
+            gradients.finish_micro_batch()
             total += loss.detach().double().cpu()
         gradients.finish_step()
         if groups is not None:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
-        norm = FlatOptimizer(units, self.config.optimizer, tp=layout.tp.group).grad_norm()
-        return _Outcome(float(total), float(norm), {slot.name: (slot.spec, slot.view(unit.grads)) for unit in units for slot in unit.slots})
+        everybody = ALONE if groups is None else groups.world
+        norm = FlatOptimizer(units, self.config.optimizer, tp=layout.tp.group, everybody=everybody).grad_norm()
+        grads: dict[str, tuple[ShardSpec, Tensor]] = {}
+        for unit in units:
+            whole = unit.gathered(unit.grad_shard)
+            grads |= {slot.name: (slot.spec, slot.view(whole)) for slot in unit.slots}
+        return _Outcome(float(total), float(norm), grads)
 
 
-def _add_noise(model: nn.Module, specs: dict[str, ShardSpec], seed: int) -> None:
-    for name, param in model.named_parameters():
+def _add_noise(params: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], seed: int) -> None:
+    for name, param in params:
         spec = specs[name]
         if param.ndim == 1:
             noise = torch.randn(spec.shape, generator=name_generator(seed, f"noise/{name}"), dtype=torch.float64) * _NOISE

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import OptimizerConfig
-from megatron_sp.optim.flat import FlatGradients
+from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.parallel.recompute import recompute
 

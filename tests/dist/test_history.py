@@ -65,7 +65,7 @@ def _samples_apart(mode: Any, chunks: int) -> None:
         one = {name: t[i : i + 1] for name, t in batch.items()}
         sharded.gradients.start_step()
         sharded.gradients.last_micro_batch()
-        mine, _ = sharded.model(one["tokens"], one["labels"], one["loss_mask"], context(config, one), sharded.gradients.unit_done)
+        mine, _ = sharded.model(one["tokens"], one["labels"], one["loss_mask"], context(config, one), sharded.events)
         mine.backward()
         sharded.gradients.finish_step()
         dist.all_reduce(part := mine.detach().clone())
@@ -207,7 +207,7 @@ def _two_models() -> None:
         m.gradients.last_micro_batch()
         batch = batch_of(case, m.model.config, 0)
         ctx = context(m.model.config, batch)
-        losses.append(m.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, m.gradients.unit_done)[0])
+        losses.append(m.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, m.events)[0])
     for m, case, whole, loss in zip(models, cases, wholes, losses, strict=True):
         loss.backward()
         m.gradients.finish_step()
@@ -297,7 +297,7 @@ def _scaled_with_sink(scale: float) -> None:
     m.gradients.start_step()
     for i in range(2):  # the first gradient is written ahead into the sink, the second added from a buffer
         batch = batch_of(case, config, i)
-        loss = m.model(batch["tokens"], batch["labels"], batch["loss_mask"], context(config, batch), m.gradients.unit_done)[0] * scale
+        loss = m.model(batch["tokens"], batch["labels"], batch["loss_mask"], context(config, batch), m.events)[0] * scale
         if i == 1:
             m.gradients.last_micro_batch()
         loss.backward()

@@ -53,7 +53,7 @@ def _step(case: Case) -> None:
     sharded.gradients.last_micro_batch()
     ctx = context(sharded.model.config, batch)
     with Watch() as watch:
-        loss, _ = sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.gradients.unit_done)
+        loss, _ = sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)
         loss.backward()
     assert not watch.found, f"the host would wait for the device: {watch.found}"
     sharded.gradients.finish_step()

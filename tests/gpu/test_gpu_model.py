@@ -15,7 +15,7 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, Norm, SelfAttention
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
-from megatron_sp.optim.flat import FlatGradients
+from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.parallel.layout import Layout
 
@@ -41,7 +41,7 @@ def gpu_step(model: GPTModel, gradients: FlatGradients, batches: list[tiny.Batch
         gradients.start_step()
         total = torch.zeros((), dtype=torch.float64, device=CUDA)
         for i, (batch, ctx) in enumerate(zip(moved, contexts, strict=True)):
-            loss, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, gradients.unit_done)
+            loss, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, tiny.Announce(gradients.unit_done))
             if i == len(moved) - 1:
                 gradients.last_micro_batch()
             loss.backward()

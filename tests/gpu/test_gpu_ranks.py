@@ -88,7 +88,7 @@ def _no_waiting(device: torch.device, case: Case) -> None:
         sharded.gradients.last_micro_batch()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if watched else "default")
-        loss, _ = sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.gradients.unit_done)
+        loss, _ = sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)
         loss.backward()
         sharded.gradients.finish_step()
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,175 @@
+"""The gradient sink of a model: weight gradients go into flat buffers and are summed over the ranks, whole or to shards.
+
+``start_step`` opens a step; ops ``claim`` views; when a backward leaves a unit, ``unit_done`` may start the unit's collective under the
+rest of backward; ``finish_step`` waits for all of them.
+
+    stage 0   all_reduce in the last micro-batch, in place
+    stage 1   reduce_scatter in the last micro-batch; micro-batches add up in the whole buffers
+    stage 2,3 reduce_scatter in every micro-batch; they add up in the shards
+
+Gradients are summed over ``group``, never averaged: the loss was divided by the global token count already. What tp ranks hold in common
+but use on different positions or heads (``ShardSpec.sums``) is summed over ``tp`` before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
+from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.optim.flat import FlatUnit, Slot
+
+_IN_FLIGHT = 2  # units whose whole gradients wait for their reduction, at stages 2 and 3
+
+
+class FlatGradients:
+    """Gradients of one model.
+
+    Args:
+        units: the buffers; all of one stage.
+        group: over which gradients are summed, and sharded from stage 1 on.
+        tp: ranks that hold other parts of the same parameters.
+        overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
+        reduce_dtype: in which gradients travel; None: as they are.
+    """
+
+    def __init__(
+        self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
+        self.reduce_dtype = reduce_dtype if group.size() > 1 else None
+        self.stage = units[0].zero.stage if units else 0
+        self._slots = {id(slot.param): (index, slot) for index, unit in enumerate(units) for slot in unit.slots}
+        self._written: set[int] = set()
+        self._ahead: set[int] = set()
+        self._handles: dict[int, Handle] = {}  # in the order in which they were started
+        self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
+        self._last_micro_batch = False
+
+    def start_step(self) -> None:
+        """Forget the previous step's gradients; the first write to each buffer overwrites it."""
+        assert not self._handles, "finish_step() was not called"
+        self._written.clear()
+        self._ahead.clear()
+        self._reduced.clear()
+        self._last_micro_batch = False
+        for unit in self.units:
+            unit.release_grads()
+            for slot in unit.slots:
+                slot.param.grad = None
+
+    def last_micro_batch(self) -> None:
+        """The next backward is the step's last: units may be reduced as they complete."""
+        self._last_micro_batch = True
+
+    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+        if id(param) not in self._slots:
+            return None
+        assert id(param) not in self._ahead, "a gradient claimed ahead was not settled: its backward has not run"
+        view, fresh = self._view(param), id(param) not in self._written
+        self._written.add(id(param))
+        return view, fresh
+
+    def claim_ahead(self, param: Tensor) -> Tensor | None:
+        if id(param) not in self._slots or id(param) in self._written:
+            return None
+        view = self._view(param)
+        self._written.add(id(param))
+        self._ahead.add(id(param))
+        return view
+
+    def settle(self, param: Tensor) -> None:
+        self._ahead.remove(id(param))
+
+    def _view(self, param: Tensor) -> Tensor:
+        index, slot = self._slots[id(param)]
+        if index in self._handles:
+            assert index not in self._reduced, f"{slot.name} got a gradient after its unit was complete"
+            self._wait(index)  # the micro-batch before is still on its way
+        return slot.view(self.units[index].grads)
+
+    def unit_done(self, index: int) -> None:
+        """All gradients of unit ``index`` of this micro-batch are there."""
+        if self.overlap and (self._last_micro_batch or self.stage >= 2):
+            self._reduce(index)
+
+    def finish_micro_batch(self) -> None:
+        """Call after each backward: what the units have been told is complete, and the rest, goes on its way."""
+        if self.stage < 2:
+            return
+        for index in reversed(range(len(self.units))):
+            if index not in self._reduced:
+                self._reduce(index)
+        self._reduced.clear()
+        self._written.clear()
+
+    def finish_step(self) -> None:
+        """Reduce what has not been reduced yet and wait for everything."""
+        for index in range(len(self.units)):
+            if self.stage < 2 and index not in self._reduced:
+                self._reduce(index)
+        for index in list(self._handles):
+            self._wait(index)
+
+    def poison(self) -> None:
+        """Put a NaN where a fault on purpose wants one."""
+        index = next(i for i, unit in enumerate(self.units) if unit.slots)
+        if index in self._handles:
+            self._wait(index)
+        unit = self.units[index]
+        (unit.grads if self.stage < 2 else unit.grad_shard)[0] = float("nan")
+
+    def _reduce(self, index: int) -> None:
+        unit = self.units[index]
+        assert index not in self._reduced, f"unit {unit.name} was completed twice in one backward pass"
+        if index in self._handles:  # of the micro-batch before, in which this one left no gradient
+            self._wait(index)
+        for slot in unit.slots:
+            self._collect(slot)
+        self._sum_over_tp(unit)
+        self._reduced.add(index)
+        travels = unit.grads if self.reduce_dtype in (None, unit.grad_dtype) else unit.grads.to(self.reduce_dtype)
+        if self.stage == 0:
+            self._handles[index] = all_reduce_async(travels, self.group)
+            return
+        self._handles[index] = reduce_scatter_async(travels, self.group)
+        if self.stage >= 2:
+            while len(self._handles) > _IN_FLIGHT - 1:
+                self._wait(next(iter(self._handles)))
+
+    def _wait(self, index: int) -> None:
+        unit, result = self.units[index], self._handles.pop(index).wait()
+        if self.stage > 0:
+            unit.add_to_shard(result.to(unit.grad_dtype))
+        elif result is not unit.grads:
+            unit.grads.copy_(result)
+
+    def _sum_over_tp(self, unit: FlatUnit) -> None:
+        """One all_reduce for all rows that need it, each at its own place: ranks that hold other rows leave zeros there."""
+        if self.tp.size() == 1:
+            return
+        parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
+        if not parts:
+            return
+        packed = unit.grads.new_zeros(sum(s.num_slots * view.numel() for s, view in parts))
+        places, at = [], 0
+        for s, view in parts:
+            places.append(packed[at + s.slot * view.numel() : at + (s.slot + 1) * view.numel()].view(view.shape))
+            at += s.num_slots * view.numel()
+        for (_, view), place in zip(parts, places, strict=True):
+            place.copy_(view)
+        all_reduce(packed, self.tp)
+        for (_, view), place in zip(parts, places, strict=True):
+            view.copy_(place)
+
+    def _collect(self, slot: Slot) -> None:
+        """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient."""
+        key = id(slot.param)
+        view = slot.view(self.units[self._slots[key][0]].grads)
+        if slot.param.grad is not None:
+            view.copy_(slot.param.grad) if key not in self._written else view.add_(slot.param.grad)
+            slot.param.grad = None
+        elif key not in self._written:
+            view.zero_()
+        self._written.add(key)

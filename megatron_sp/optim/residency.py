@@ -1,0 +1,95 @@
+"""Which unit's whole parameters lie in which buffer (ZeRO stage 3), and what to fetch next.
+
+The order in which a step uses its units is known before it runs, so the best possible replacement is too: a buffer is taken from the unit
+whose next use is farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: fetch the next block while one
+computes, keep the last ones for the backward pass.
+
+Plain Python: the same object drives a run (``optim/weights.py``) and counts the fetches of a run that is only planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Units that share ``num_buffers`` buffers, each as large as the largest of them."""
+
+    units: tuple[int, ...]
+    num_buffers: int
+
+
+class Residency:
+    """Who is where. Buffers are numbered through all pools.
+
+    Args:
+        pools: every unit is in one.
+    """
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self._buffers: dict[int, range] = {}  # of each unit's pool
+        self.num_buffers = 0
+        for pool in pools:
+            mine = range(self.num_buffers, self.num_buffers + min(pool.num_buffers, len(pool.units)))
+            self.num_buffers = mine.stop
+            self._buffers |= dict.fromkeys(pool.units, mine)
+        self.holds: list[int | None] = [None] * self.num_buffers
+        self.place: dict[int, int] = {}  # unit -> buffer
+
+    def buffers_of(self, unit: int) -> range:
+        """Where a unit may lie."""
+        return self._buffers[unit]
+
+    def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
+        """Give a unit that is nowhere a buffer; None if all of its pool hold ``busy`` units, or one that is needed before it.
+
+        Args:
+            unit: to come.
+            upcoming: the uses that follow, in order; ``unit`` is among them or used now.
+            busy: units that stay where they are.
+        """
+        assert unit not in self.place
+        free = [b for b in self._buffers[unit] if self.holds[b] not in busy or self.holds[b] is None]
+        if not free:
+            return None
+
+        def next_use(buffer: int) -> int:
+            held = self.holds[buffer]
+            if held is None:
+                return len(upcoming) + 1
+            return upcoming.index(held) if held in upcoming else len(upcoming)
+
+        best = max(free, key=next_use)
+        if unit in upcoming and next_use(best) < upcoming.index(unit):
+            return None
+        held = self.holds[best]
+        if held is not None:
+            del self.place[held]
+        self.holds[best], self.place[unit] = unit, best
+        return best
+
+    def forget(self) -> None:
+        """Nobody is anywhere: the parameters have changed."""
+        self.holds = [None] * self.num_buffers
+        self.place.clear()
+
+
+def count_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, frozen: Collection[int] = ()) -> dict[int, int]:
+    """How often each unit is fetched in a step.
+
+    Args:
+        pools: as in the run.
+        order: uses within a micro-batch.
+        num_micro_batches: of the step.
+        frozen: units without anything to fetch.
+    """
+    residency, uses = Residency(pools), list(order) * num_micro_batches
+    fetched = dict.fromkeys(range(max(order) + 1), 0)
+    for at, unit in enumerate(uses):
+        upcoming = uses[at + 1 :]
+        for wanted, busy in ((unit, ()), *(((upcoming[0], (unit,)),) if upcoming else ())):
+            if wanted not in residency.place and residency.admit(wanted, upcoming, busy) is not None:
+                fetched[wanted] += wanted not in frozen
+    return fetched

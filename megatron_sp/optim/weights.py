@@ -1,0 +1,177 @@
+"""Parameters made whole before they are used (ZeRO, arXiv:1910.02054).
+
+    stage 0      they are whole
+    stages 1, 2  after the update each rank's range goes to all others, unit by unit, straight into the parameters, under the next
+                 forward pass
+    stage 3      a unit is fetched into one of a few buffers that live as long as the run, the next one under its computation;
+                 ``optim/residency.py`` says which unit lies where
+
+Nothing is copied or cut on the way: a fetch is one all_gather whose result *is* the parameters. The all_reduce fetch (DeepSpeed #5420)
+moves twice the bytes; it is there to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async
+from megatron_sp.optim.flat import FlatLayout, FlatUnit
+from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.residency import Pool, Residency
+
+Fetch = Literal["all_gather", "all_reduce"]
+
+
+class WholeWeights:
+    """The parameters of a model, whole when needed.
+
+    Args:
+        units: the buffers; all of one stage.
+        pools: units that share buffers (stage 3).
+        order: the uses of units in one micro-batch, forward and backward (stage 3).
+        overlap: gathers run under computation; else each is waited for as soon as it has been started.
+        fetch: the collective of stage 3.
+    """
+
+    def __init__(
+        self, units: list[FlatUnit], *, pools: Sequence[Pool] = (), order: Sequence[int] = (), overlap: bool = True,
+        fetch: Fetch = "all_gather",
+    ) -> None:  # fmt: skip
+        self.units, self.overlap, self.fetch = units, overlap, fetch
+        self.zero = units[0].zero if units else None
+        self.stage = self.zero.stage if self.zero is not None else 0
+        self.num_fetches = 0
+        self._order, self._uses, self._at = list(order), list(order), 0
+        self._handles: dict[int, list[Handle]] = {}
+        if self.stage == 3:
+            self._residency = Residency(pools)
+            self._buffers = [self._make_buffers(pool) for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]
+
+    def _make_buffers(self, pool: Pool) -> tuple[Tensor, Tensor | None]:
+        """For the trainable and the frozen parameters of a pool's units."""
+        units = [self.units[index] for index in pool.units]
+        like = units[0].local_params
+        alone = self.zero is not None and self.zero.group.size() == 1  # then a unit's range is the unit
+        size = 0 if alone else max(unit.numel for unit in units)
+        frozen = 0 if alone else max(unit.frozen.numel if unit.frozen is not None else 0 for unit in units)
+        return like.new_empty(size), like.new_empty(frozen) if frozen else None
+
+    def start_step(self, num_micro_batches: int, order: Sequence[int] | None = None) -> None:
+        """Say what will be used, and how often.
+
+        Args:
+            num_micro_batches: to come.
+            order: the uses in one; None: a training step's.
+        """
+        if self.stage == 3:
+            self._uses, self._at = list(self._order if order is None else order) * num_micro_batches, 0
+
+    def need(self, index: int) -> None:
+        """Unit ``index`` is used next: make it whole, and start on the one after it."""
+        if self.stage == 3:
+            self._need_fetched(index)
+        for handle in self._handles.pop(index, ()):
+            handle.wait()
+
+    def refresh(self, index: int) -> None:
+        """This rank's range of unit ``index`` has changed."""
+        unit = self.units[index]
+        if self.stage in (1, 2) and unit.params is not None:
+            self._handles[index] = [all_gather_async(unit.local_params, unit.zero.group, out=unit.params)]
+            if not self.overlap:
+                self.need(index)
+
+    def refresh_all(self) -> None:
+        """All ranges have changed."""
+        for index in range(len(self.units)):
+            self.refresh(index)
+        self.forget()
+
+    def forget(self) -> None:
+        """Stage 3: no unit is whole any more."""
+        if self.stage != 3:
+            return
+        self.settle()
+        for index in list(self._residency.place):
+            self._unbind(index)
+        self._residency.forget()
+
+    def settle(self) -> None:
+        """Wait for all gathers."""
+        for index in list(self._handles):
+            for handle in self._handles.pop(index):
+                handle.wait()
+
+    # stage 3
+
+    def _need_fetched(self, index: int) -> None:
+        if self._at < len(self._uses) and self._uses[self._at] != index:  # not what was said: go on from where that comes next
+            rest = self._uses[self._at :]
+            self._at = self._at + rest.index(index) if index in rest else len(self._uses)
+        self._at = min(self._at + 1, len(self._uses))
+        upcoming = self._uses[self._at :]
+        if index not in self._residency.place:
+            self._start(index, upcoming, ())
+        if self.overlap and upcoming and upcoming[0] not in self._residency.place:
+            self._start(upcoming[0], upcoming, (index,))
+
+    def _start(self, index: int, upcoming: Sequence[int], busy: tuple[int, ...]) -> None:
+        before = list(self._residency.holds)
+        buffer = self._residency.admit(index, upcoming, busy)
+        if buffer is None:
+            assert busy, f"no buffer for {self.units[index].name}"
+            return
+        evicted = before[buffer]
+        if evicted is not None:
+            for handle in self._handles.pop(evicted, ()):  # fetched, and never used
+                handle.wait()
+            self._unbind(evicted)
+        unit, (flat, frozen) = self.units[index], self._buffers[buffer]
+        self._handles[index] = [self._gather(unit, unit.layout, unit.local_params, flat)]
+        if unit.frozen is not None and unit.local_frozen is not None:
+            self._handles[index].append(self._gather(unit, unit.frozen, unit.local_frozen, frozen))
+        self.num_fetches += 1
+
+    def _gather(self, unit: FlatUnit, layout: FlatLayout, local: Tensor, flat: Tensor | None) -> Handle:
+        """Start a fetch and make the parameters views of where it will be."""
+        if unit.zero.group.size() == 1:
+            layout.bind(local)
+            return all_gather_async(local, unit.zero.group)
+        assert flat is not None
+        whole = flat[: layout.numel]
+        layout.bind(whole)
+        if self.fetch == "all_gather":
+            return all_gather_async(local, unit.zero.group, out=whole)
+        whole.zero_()
+        whole[layout.shard.start : layout.shard.stop].copy_(local)
+        return all_reduce_async(whole, unit.zero.group)
+
+    def _unbind(self, index: int) -> None:
+        unit = self.units[index]
+        unit.layout.unbind()
+        if unit.frozen is not None:
+            unit.frozen.unbind()
+
+    @property
+    def whole_units(self) -> list[str]:
+        """Names of the units that are whole (stage 3)."""
+        return [self.units[index].name for index in sorted(self._residency.place)] if self.stage == 3 else []
+
+
+class UnitWork:
+    """What happens to units as a pass goes through them (``models.transformer.UnitEvents``)."""
+
+    def __init__(self, weights: WholeWeights, gradients: FlatGradients | None) -> None:
+        self._weights, self._gradients = weights, gradients
+
+    def before_use(self, unit: int) -> None:
+        """A unit's parameters are about to be read, in either direction."""
+        self._weights.need(unit)
+
+    def backward_done(self, unit: int) -> None:
+        """A unit's gradients of this micro-batch are complete."""
+        if self._gradients is not None:
+            self._gradients.unit_done(unit)

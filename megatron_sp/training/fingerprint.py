@@ -1,0 +1,58 @@
+"""Do all ranks have the same model? Compared once, before the first step: one with another seed or version trains something else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.objects import gather_json
+from megatron_sp.utils.errors import ConfigError
+
+
+class Fingerprint:
+    """Names, shapes, types and sums of the bits of parameters."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in parameters."""
+        for name, param in named:
+            self.of[name] = f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} {_sum_of_bits(param)}"
+
+    def digest(self) -> str:
+        """A short hash of everything."""
+        return hashlib.sha256("\n".join(f"{n} {v}" for n, v in self.of.items()).encode()).hexdigest()[:16]
+
+    def require_equal(self, groups: ParallelGroups) -> None:
+        """Compare with the ranks that must have the same parameters: those of the same tp rank. Collective.
+
+        Raises:
+            ConfigError: on all ranks; names a rank and a parameter.
+        """
+        digests = gather_json([groups.tp_rank, self.digest()], groups.control)
+        of_tp: dict[int, tuple[int, str]] = {}
+        odd: tuple[int, int] | None = None
+        for rank, (tp_rank, digest) in enumerate(digests):
+            first, known = of_tp.setdefault(tp_rank, (rank, digest))
+            if known != digest and odd is None:
+                odd = first, rank
+        if odd is None:
+            return
+        both = gather_json(self.of if groups.rank in odd else None, groups.control)
+        ours, theirs = both[odd[0]], both[odd[1]]
+        name = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the order of the parameters")
+        raise ConfigError(
+            f"rank {odd[1]} has another model than rank {odd[0]}: {name} is {theirs.get(name, 'absent')} there and"
+            f" {ours.get(name, 'absent')} here (type, shape, sum of the bits); start all ranks with the same flags, seed and versions"
+        )
+
+
+def _sum_of_bits(x: Tensor) -> int:
+    """The same for the same bits, whatever the device."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return int(x.detach().contiguous().view(width).sum(dtype=torch.int64))

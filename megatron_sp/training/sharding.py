@@ -1,0 +1,91 @@
+"""From a task's model to its flat units: built unit by unit, so that with ZeRO stage 3 the whole model never exists on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_sp.comm.groups import ALONE, ParallelGroups
+from megatron_sp.config import Config
+from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
+from megatron_sp.optim.flat import FlatUnit, Zero
+from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.residency import Pool
+from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.training.fingerprint import Fingerprint
+
+
+@dataclass
+class ShardedModel:
+    """A model whose parameters lie in flat units, and who moves them.
+
+    Attributes:
+        fingerprint: of the initial parameters, before anything was taken away.
+    """
+
+    model: nn.Module
+    units: list[FlatUnit]
+    weights: WholeWeights
+    gradients: FlatGradients
+    fingerprint: Fingerprint
+
+
+def build_sharded(
+    build_model: Callable[..., nn.Module], config: Config, layout: Layout, groups: ParallelGroups | None, device: torch.device,
+    prepare: Callable[[nn.Module, Unit], None] | None = None,
+) -> ShardedModel:  # fmt: skip
+    """Build a model and put it into flat units.
+
+    Args:
+        build_model: of the task.
+        config: of the run.
+        layout: as the layers see it.
+        groups: None: this process alone, whatever the configuration says.
+        device: where to.
+        prepare: may change a unit's parameters before they are taken in.
+    """
+    parallel = config.parallel
+    zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_sp)
+    units: list[FlatUnit] = []
+    fingerprint = Fingerprint()
+
+    def take(model: nn.Module, unit: Unit) -> None:
+        unit.module.to(device)
+        if prepare is not None:
+            prepare(model, unit)
+        named = named_parameters(model, unit)
+        fingerprint.add(named)
+        units.append(FlatUnit(unit.name, named, shard_specs(model), zero))
+
+    model = build_model(config, layout, take)
+    model.to(device)  # what is no parameter
+    order = model.unit_order(backward=True)  # type: ignore[operator]
+    buffers = len(units) if parallel.zero3_gather_once else 2 + parallel.zero3_keep_units
+    weights = WholeWeights(
+        units, pools=pools_of(model.units(), buffers), order=order, overlap=parallel.overlap_param_gather,  # type: ignore[operator]
+        fetch=parallel.zero3_fetch,
+    )  # fmt: skip
+    gradients = FlatGradients(
+        units, ALONE if groups is None else groups.dp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
+        reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
+    )  # fmt: skip
+    attach_sink(model, gradients)
+    return ShardedModel(model, units, weights, gradients, fingerprint)
+
+
+def pools_of(units: list[Unit], num_buffers: int) -> list[Pool]:
+    """The blocks share buffers; any other unit has its own."""
+    alike = tuple(i for i, unit in enumerate(units) if unit.alike)
+    apart = [Pool((i,), 1) for i, unit in enumerate(units) if not unit.alike]
+    return ([Pool(alike, num_buffers)] if alike else []) + apart
+
+
+def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """A unit's parameters under their names in the whole model."""
+    names: dict[int, Any] = {id(p): n for n, p in model.named_parameters()}
+    return [(names[id(p)], p) for p in unit.module.parameters()]

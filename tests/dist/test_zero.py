@@ -1,0 +1,221 @@
+"""ZeRO: every stage, over dp and sp, beside tp, gives the loss, the gradients and the weights of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from errors import FP64, assert_law
+from layouts import Case, Sharded, check_all
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import OptimizerConfig
+from megatron_sp.optim.flat import FlatUnit, Zero
+from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.optim.residency import Pool
+from megatron_sp.optim.weights import UnitWork, WholeWeights
+
+DROPOUT = {"hidden_dropout": 0.2}
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+FULL = {"recompute_granularity": "full"}
+BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+
+GRID: dict[str, list[Case]] = {
+    "1": [Case(zero=stage, steps=2, micro_batches=2) for stage in (1, 2, 3)],
+    "dp 2": [
+        *(Case(dp=2, zero=stage, steps=3, micro_batches=m, model=DROPOUT) for stage in (1, 2, 3) for m in (1, 3)),
+        *(Case(dp=2, zero=stage, steps=2, model=LLAMA, kernels=FULL, micro_batches=2, ragged=True) for stage in (1, 2, 3)),
+        Case(dp=2, zero=3, steps=2, fetch="all_reduce", micro_batches=2),
+        Case(dp=2, zero=3, steps=2, buffers=3, micro_batches=2, kernels=BY_TWO),
+        Case(dp=2, zero=3, steps=2, buffers=4, micro_batches=2, kernels={"recompute_granularity": "selective"}),
+        Case(dp=2, zero=3, steps=2, kernels=BY_TWO, model=DROPOUT),
+        Case(dp=2, zero=3, steps=2, kernels={**FULL, "recompute_method": "block", "recompute_num_layers": 1}),
+    ],
+    "dp 3": [Case(dp=3, zero=stage, steps=2, micro_batches=2) for stage in (1, 2, 3)],
+    "dp 4": [Case(dp=4, zero=stage, steps=2, model=LLAMA) for stage in (1, 2, 3)],
+    "sp 2": [
+        *(Case(sp=2, zero=stage, steps=2, mode=mode) for stage, mode in ((1, "split-qkv"), (2, "chunked"), (3, "none"))),
+        Case(sp=2, zero=3, steps=2, mode="chunked", kernels=FULL, micro_batches=2),
+    ],
+    "tp 2": [*(Case(tp=2, zero=stage, steps=2) for stage in (1, 2, 3))],
+    "dp 2 sp 2": [Case(dp=2, sp=2, zero=stage, steps=2, ragged=True, mode="chunked") for stage in (1, 2, 3)],
+    "dp 2 tp 2": [
+        *(Case(dp=2, tp=2, zero=stage, steps=2, tp_seq=True, micro_batches=2) for stage in (1, 2, 3)),
+        Case(dp=2, tp=2, zero=3, steps=2, tp_seq=True, model={"num_query_groups": 1}),
+        Case(dp=2, tp=2, zero=3, steps=2, model={**LLAMA, "qk_layernorm": True}),
+    ],
+    "sp 2 tp 2": [Case(sp=2, tp=2, zero=stage, steps=2, tp_seq=stage != 2, mode="split-qkv") for stage in (1, 2, 3)],
+}
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_any_stage_equals_one_process(tmp_path: Path, name: str) -> None:
+    cases = GRID[name]
+    run_ranks(check_all, cases[0].world, tmp_path, cases)
+
+
+def _sharded(stage: int, **case: Any) -> Sharded:
+    return Sharded(Case(dp=dist.get_world_size(), zero=stage, dtype=torch.float32, **case), tiny.make_model(tiny.BASE, dtype=torch.float32))
+
+
+def _same_bits(stage: int) -> None:
+    """Weights after five AdamW steps at a stage against those of stage 0, to the last bit."""
+    config = OptimizerConfig(lr=0.01, clip_grad=0.0)
+    found: list[dict[str, Tensor]] = []
+    for of in (0, stage):
+        sharded = _sharded(of, micro_batches=2 if stage == 1 else 1)  # stages 2 and 3 add up micro-batches in another order
+        optimizer = FlatOptimizer(sharded.units, config, everybody=sharded.groups.world)
+        for _ in range(5):
+            sharded.step()
+            optimizer.step(0.01, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+            sharded.weights.forget()
+        sharded.weights.settle()
+        found.append({n: t.clone() for n, t in sharded.params().items()})
+    whole, parts = found
+    assert all(torch.equal(whole[n], parts[n]) for n in whole), [n for n in whole if not torch.equal(whole[n], parts[n])]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_have_the_bits_of_stage_0_on_two_ranks(tmp_path: Path, stage: int) -> None:
+    run_ranks(_same_bits, 2, tmp_path, stage)
+
+
+def _resharded() -> None:
+    sharded = _sharded(3)
+    optimizer = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01), everybody=sharded.groups.world)
+    for _ in range(2):
+        sharded.step()
+        assert sharded.weights.whole_units
+        optimizer.step(0.01, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        sharded.weights.forget()
+        assert sharded.weights.whole_units == []
+        assert all(p.numel() == 0 for p in sharded.model.parameters())
+        for unit in sharded.units:
+            assert unit.params is None and unit.local_params.numel() == unit.numel // 2
+            unit.release_grads()
+
+
+def test_all_units_are_sharded_again_after_the_step(tmp_path: Path) -> None:
+    run_ranks(_resharded, 2, tmp_path)
+
+
+def _poisoned(fetch: str) -> None:
+    """Buffers full of NaN in front of every fetch: padding and tails come from the ranks, not from what lay there (DeepSpeed #5420)."""
+    sharded = _sharded(3, fetch=fetch)
+    want = {n: t.clone() for n, t in sharded.params().items()}
+    weights = sharded.weights
+    gather, fetches = weights._gather, []
+
+    def poisoned(unit: FlatUnit, layout: Any, local: Tensor, flat: Tensor | None) -> Any:
+        assert flat is not None
+        flat.fill_(float("nan"))
+        fetches.append(unit.name)
+        return gather(unit, layout, local, flat)
+
+    weights._gather = poisoned  # type: ignore[method-assign]
+    weights.start_step(1)
+    for index, unit in enumerate(sharded.units):
+        weights.need(index)
+        for slot in unit.slots:
+            assert torch.equal(slot.param.detach(), want[slot.name])
+    weights.forget()
+    loss = sharded.step()
+    assert len(fetches) > 2 * len(sharded.units)
+    assert torch.isfinite(loss) and all(torch.isfinite(g).all() for g in sharded.grads().values())
+
+
+@pytest.mark.parametrize("fetch", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffers_full_of_nan_before_each_fetch(tmp_path: Path, world_size: int, fetch: str) -> None:
+    run_ranks(_poisoned, world_size, tmp_path, fetch)
+
+
+class Odd(nn.Module):
+    """Sizes that no world divides, one element, a frozen one, one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.matrix = nn.Parameter(torch.randn(3, 5, generator=g, dtype=torch.float64))
+        self.one = nn.Parameter(torch.randn(1, 1, generator=g, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(7, generator=g, dtype=torch.float64))
+        self.scalar = nn.Parameter(torch.randn((), generator=g, dtype=torch.float64))
+        self.cube = nn.Parameter(torch.randn(3, 2, 3, generator=g, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(2, 5, generator=g, dtype=torch.float64), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(11, generator=g, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.matrix.t()).sum() * self.one.sum() + (self.bias.sin().sum() + self.cube.square().sum()) * self.scalar
+        return y + (x @ self.frozen.t()).square().sum() * self.one.sum()
+
+
+def _odd(stage: int) -> None:
+    """An awkward unit, a frozen one and a tiny one, foreign to our layers; some ranks skip a unit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = ParallelGroups.create(torch.device("cpu"))
+    modules = [Odd(), Odd().requires_grad_(False), nn.Linear(1, 1, dtype=torch.float64)]
+    alone = [Odd(), Odd().requires_grad_(False), nn.Linear(1, 1, dtype=torch.float64)]
+    alone[2].load_state_dict(modules[2].state_dict())
+    dist.broadcast(alone[2].weight.data, 0), dist.broadcast(alone[2].bias.data, 0)
+    modules[2].load_state_dict(alone[2].state_dict())
+    zero = Zero(stage, groups.dp_sp)
+    units = [FlatUnit(str(i), ((f"{i}.{n}", p) for n, p in m.named_parameters()), zero=zero) for i, m in enumerate(modules)]
+    gradients = FlatGradients(units, groups.dp_sp)
+    weights = WholeWeights(units, pools=[Pool((0, 1), 2), Pool((2,), 1)], order=[0, 1, 2, 2, 1, 0])
+    events = UnitWork(weights, gradients)
+    settings = OptimizerConfig(optimizer="sgd", clip_grad=1.0)
+    optimizer = FlatOptimizer(units, settings, everybody=groups.world)
+    theirs = FlatOptimizer([FlatUnit(str(i), ((f"{i}.{n}", p) for n, p in m.named_parameters())) for i, m in enumerate(alone)], settings)
+    reference = FlatGradients(theirs.units, groups.tp)
+
+    def loss_of(models: list[nn.Module], of_rank: int, step: int) -> Tensor:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + of_rank), dtype=torch.float64)
+        y = models[0](x) + models[1](x) * models[0].one.sum()  # type: ignore[union-attr,operator]
+        return y if of_rank == 1 else y + models[2](x[:, :1]).square().sum()
+
+    for step in range(3):
+        for sink in (gradients, reference):
+            sink.start_step()
+        weights.start_step(2)
+        for micro in range(2):
+            for index in range(3):
+                events.before_use(index)
+            if micro == 1:
+                gradients.last_micro_batch()
+            loss_of(modules, rank, 2 * step + micro).backward()
+            for index in (2, 1):
+                events.backward_done(index)
+            gradients.finish_micro_batch()
+            for other in range(size):
+                loss_of(alone, other, 2 * step + micro).backward()
+        gradients.finish_step()
+        reference.finish_step()
+        got = {s.name: s.view(u.gathered(u.grad_shard)) for u in units for s in u.slots}
+        assert_law(got, {s.name: s.view(u.grads) for u in theirs.units for s in u.slots}, FP64)
+        norms = float(optimizer.grad_norm()), float(theirs.grad_norm())
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12) and norms[0] > 1.0
+        optimizer.step(0.05, 0.1, norms[0], updated=weights.refresh)
+        theirs.step(0.05, 0.1, norms[1])
+        weights.forget()
+        assert_law({s.name: s.view(u.gathered(u.local_params)) for u in units for s in u.slots}, dict(_named(alone)), FP64)
+    weights.settle()
+
+
+def _named(models: list[nn.Module]) -> list[tuple[str, Tensor]]:
+    return [(f"{i}.{n}", p.detach()) for i, m in enumerate(models) for n, p in m.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_odd_sizes_frozen_units_and_ranks_without_gradient(tmp_path: Path, world_size: int, stage: int) -> None:
+    run_ranks(_odd, world_size, tmp_path, stage)

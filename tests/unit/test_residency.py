@@ -1,0 +1,109 @@
+"""Which unit lies in which buffer: the usual two-buffer scheme, more buffers, and orders that recomputation makes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tiny
+
+from megatron_sp.optim.residency import Pool, Residency, count_fetches
+from megatron_sp.training.sharding import pools_of
+
+LAYERS = 5
+ORDER = [*range(LAYERS + 2), 0, *range(LAYERS, 0, -1)]
+
+
+def pools(num_buffers: int) -> list[Pool]:
+    return [Pool(tuple(range(1, LAYERS + 1)), num_buffers), Pool((0,), 1), Pool((LAYERS + 1,), 1)]
+
+
+def test_two_buffers_fetch_each_block_twice_but_the_last_two() -> None:
+    """Forward all five, the last two are still there for backward; the embedding and the head have buffers of their own."""
+    assert count_fetches(pools(2), ORDER, 1) == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+
+
+def test_the_next_micro_batch_finds_the_first_two_blocks() -> None:
+
+    twice = count_fetches(pools(2), ORDER, 2)
+    once = count_fetches(pools(2), ORDER, 1)
+    assert sum(twice.values()) == 2 * sum(once.values()) - 2 - 2  # without two blocks, the embedding and the head
+
+
+@pytest.mark.parametrize("num_buffers", [LAYERS, LAYERS + 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_with_a_buffer_for_each_block_all_are_fetched_once(num_buffers: int, micro_batches: int) -> None:
+    assert set(count_fetches(pools(num_buffers), ORDER, micro_batches).values()) == {1}
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3, 4, 5])
+def test_more_buffers_never_fetch_more(num_buffers: int) -> None:
+    more, fewer = (sum(count_fetches(pools(n), ORDER, 3).values()) for n in (num_buffers, num_buffers - 1))
+    assert more <= fewer
+
+
+def _fewest(order: list[int], num_buffers: int, units: set[int]) -> int:
+    """By trying everything: the fetches of the blocks without fetching ahead."""
+    states = {frozenset[int](): 0}
+    for unit in order:
+        if unit not in units:
+            continue
+        following: dict[frozenset[int], int] = {}
+        for held, cost in states.items():
+            if unit in held:
+                options = [(held, cost)]
+            elif len(held) < num_buffers:
+                options = [(held | {unit}, cost + 1)]
+            else:
+                options = [(held - {gone} | {unit}, cost + 1) for gone in held]
+            for state, total in options:
+                following[state] = min(total, following.get(state, total))
+        states = following
+    return min(states.values())
+
+
+@pytest.mark.parametrize(("num_buffers", "micro_batches"), list(itertools.product([2, 3, 4], [1, 2])))
+def test_nothing_could_fetch_less(num_buffers: int, micro_batches: int) -> None:
+    """Fetching a block ahead needs a buffer that the best plan without it may use otherwise: one fewer is the bound then."""
+    blocks = set(range(1, LAYERS + 1))
+    got = sum(n for unit, n in count_fetches(pools(num_buffers), ORDER, micro_batches).items() if unit in blocks)
+    assert _fewest(ORDER * micro_batches, num_buffers, blocks) <= got <= _fewest(ORDER * micro_batches, num_buffers - 1, blocks)
+    if num_buffers == 2:
+        assert got == _fewest(ORDER * micro_batches, 2, blocks)
+
+
+def test_a_unit_in_use_is_never_evicted() -> None:
+    residency = Residency([Pool((1, 2, 3), 1)])
+    assert residency.admit(1, [2, 1]) == 0
+    assert residency.admit(2, [2, 1], busy=(1,)) is None
+    assert residency.place == {1: 0}
+
+
+def test_a_unit_that_comes_later_does_not_displace_one_that_comes_before() -> None:
+    residency = Residency([Pool((1, 2, 3), 2)])
+    residency.admit(1, [2, 1, 3])
+    residency.admit(2, [2, 1, 3])
+    assert residency.admit(3, [2, 1, 3]) is None
+    assert residency.admit(3, [3, 1, 2]) is not None and 1 in residency.place
+
+
+@pytest.mark.parametrize("how", tiny.RECOMPUTE)
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_model_uses_its_units_in_the_order_it_says(how: str, untied: bool) -> None:
+    model = tiny.make_model(tiny.shape(untie_embeddings_and_output_weights=untied), **tiny.RECOMPUTE[how])
+    seen: list[int] = []
+
+    class Log(tiny.Announce):
+        def before_use(self, unit: int) -> None:
+            seen.append(unit)
+
+    batch = tiny.make_batch()
+    loss = model(batch["tokens"], batch["labels"], batch["loss_mask"], tiny.context(model.config, batch), Log(lambda unit: None))[0]
+    assert seen == model.unit_order(backward=False)
+    loss.backward()
+    assert seen == model.unit_order(backward=True)
+
+
+def test_pools_of_a_model() -> None:
+    units = tiny.make_model(tiny.BASE).units()
+    assert pools_of(units, 2) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
