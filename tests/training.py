@@ -6,6 +6,7 @@ it lives in torchrun's agent, so every case is one more attempt on one store.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -112,6 +113,9 @@ def train(
     finally:
         late = [rank for rank in range(ranks) if rank not in codes]
         for rank in late:
+            os.kill(pids[rank], signal.SIGUSR2)  # where is it?
+        time.sleep(0.5 * bool(late))
+        for rank in late:
             os.kill(pids[rank], signal.SIGKILL)
             os.waitpid(pids[rank], 0)
     outcome = Outcome(
@@ -149,6 +153,7 @@ def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path
         os.dup2(fd, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         logging.root.handlers.clear()  # pytest's, which would swallow warnings
+        faulthandler.register(signal.SIGUSR2, sys.stderr, all_threads=True)
         os.chdir(cwd)
         torch.set_num_threads(1)  # OpenMP with more threads hangs after a fork
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))

@@ -118,7 +118,10 @@ class FlatGradients:
         if index in self._handles:
             self._wait(index)
         unit = self.units[index]
-        (unit.grads if self.stage < 2 else unit.grad_shard)[0] = float("nan")
+        if self.stage < 2:
+            unit.grads[0] = float("nan")
+        else:
+            unit.grad_shard.fill_(float("nan"))  # its beginning may be rows that pad a vocabulary
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]

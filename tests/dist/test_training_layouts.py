@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training import trace, train
 
-from megatron_sp.optim import flat
+from megatron_sp.optim import gradients
 from megatron_sp.parallel import ulysses
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
@@ -76,7 +76,7 @@ def test_verify_parallelism_says_that_a_layout_is_right(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "name, where, what, says",
     [
-        ("tp2 seq", flat.FlatGradients, "_sum_over_tp", "layernorm.weight"),
+        ("tp2 seq", gradients.FlatGradients, "_sum_over_tp", "layernorm.weight"),
         ("sp2", ulysses._RowWiseGrad, "put_product", "linear_qkv.weight"),
     ],
 )

@@ -1,0 +1,145 @@
+"""The training program at every ZeRO stage: one line of losses, checkpoints that load anywhere, resume to the last bit, and bad steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from training import assert_same_run, records, state, trace, train
+
+DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61, "--micro-batch-size", 1)
+LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
+    "alone": (1, ()),
+    "alone, stage 3": (1, ("--zero-stage", 3)),
+    "dp2, stage 1": (2, ("--use-distributed-optimizer",)),
+    "dp2, stage 2": (2, ("--zero-stage", 2, "--no-overlap-grad-reduce")),
+    "dp2, stage 3": (2, ("--zero-stage", 3)),
+    "dp3, stage 1": (3, ("--zero-stage", 1, "--global-batch-size", 6)),
+    "dp3, stage 3": (3, ("--zero-stage", 3, "--zero3-keep-units", 1, "--global-batch-size", 6)),
+    "sp2, stage 3": (2, ("--zero-stage", 3, "--sp-size", 2, "--sp-overlap-mode", "chunked", "--zero3-gather-once")),
+    "tp2, stage 1": (2, ("--zero-stage", 1, "--tp-size", 2, "--sequence-parallel")),
+    "dp2 tp2, stage 2": (4, ("--zero-stage", 2, "--tp-size", 2, "--no-overlap-param-gather")),
+    "dp2 tp2, stage 3": (4, ("--zero-stage", 3, "--tp-size", 2, "--sequence-parallel", "--recompute-granularity", "full")),
+    "dp2 sp2, stage 3": (4, ("--zero-stage", 3, "--sp-size", 2, "--split-qkv-linear", "--sp-overlap-comm")),
+    "dp4, stage 3": (4, ("--zero-stage", 3, "--stage3-use-all-reduce-for-fetch-params")),
+}  # fmt: skip
+NAMES = [name for name in LAYOUTS if name != "alone"]
+# each writes for the next, and the other way round in the full run
+PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b] if os.environ.get("MEGATRON_SP_FULL_GRID") else list(
+    zip(NAMES, [*NAMES[5:], *NAMES[:5]], strict=True)
+)  # fmt: skip
+
+
+def flags_of(name: str) -> tuple[int, tuple[object, ...]]:
+    ranks, flags = LAYOUTS[name]
+    return ranks, (*DOUBLE, "--global-batch-size", 12, *(f for f in flags if f not in ("--global-batch-size", 6)))
+
+
+def losses(run: Path) -> list[float]:
+    return [float.fromhex(entry[0]) for _, entry in sorted(trace(run).items())]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    flags = flags_of("alone")[1]
+    train(folder, *flags, "--save", folder / "run", "--save-interval", 3, "--log-params-norm", "--log-num-zeros-in-grad").expect(0)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_path: Path) -> None:
+    ranks, flags = flags_of(name)
+    more = ("--log-params-norm", "--log-num-zeros-in-grad", "--eval-interval", 2, "--eval-iters", 1)
+    train(tmp_path, *flags, "--save", tmp_path / "run", *more, ranks=ranks).expect(0)
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-10)
+    got, want = records(tmp_path / "run"), records(alone)
+    for key in ("grad_norm", "params_norm"):
+        assert [r[key] for r in got] == pytest.approx([r[key] for r in want], rel=1e-8)
+    zeros = [(a["num_zeros_in_grad"], b["num_zeros_in_grad"]) for a, b in zip(got, want, strict=True)]
+    assert all(abs(a - b) <= 3 for a, b in zeros), "but for sums that happen to vanish"
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, alone: Path, tmp_path: Path) -> None:
+    ranks, flags = flags_of(writer)
+    train(tmp_path, *flags, "--save", tmp_path / "run", "--save-interval", 3, "--exit-interval", 3, ranks=ranks).expect(0)
+    ranks, flags = flags_of(reader)
+    train(tmp_path, *flags, "--save", tmp_path / "run", "--auto-resume", ranks=ranks).expect(0, "resumed from")
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resumed_to_the_last_bit(tmp_path: Path, stage: int, precision: str) -> None:
+    kinds = {
+        "fp32": (), "bf16": ("--bf16", "--grad-reduce-in-bf16"),
+        "fp16": ("--fp16", "--initial-loss-scale", 2.0**19, "--hysteresis", 1, "--loss-scale-window", 2),
+    }  # fmt: skip
+    flags = (*kinds[precision], "--zero-stage", stage, "--micro-batch-size", 1)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run, more in ((whole, ()), (parts, ("--exit-interval", 3)), (parts, ("--auto-resume",))):
+        train(tmp_path, *flags, "--save", run, *more, ranks=2).expect(0)
+    assert_same_run(parts, whole)
+    if precision == "fp16":
+        assert 0 < state(whole)["num_updates"] < 6, "some steps were meant to overflow"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_16_bit_stages_train_like_stage_0(tmp_path: Path, stage: int) -> None:
+    """Of two ranks without accumulation every sum has two terms: the same bits, but for the clipping by a norm that is summed otherwise."""
+    found = []
+    for of in (0, stage):
+        run = tmp_path / str(of)
+        train(tmp_path, "--bf16", "--zero-stage", of, "--clip-grad", 0, "--save", run, ranks=2).expect(0)
+        found.append([entry[0] for _, entry in sorted(trace(run).items())])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("what", ["loss", "grad"])
+def test_a_bad_step_is_skipped_by_all_and_too_many_end_the_run(tmp_path: Path, stage: int, what: str) -> None:
+    flags = ("--zero-stage", stage, "--save", tmp_path / "run", "--max-bad-steps", 1)
+    train(tmp_path, *flags, ranks=2, fault=f"nan:rank=1:at={what}:step=3").expect(0, "is not finite", "skipped")
+    assert [r["skipped_steps"] for r in records(tmp_path / "run")][-1] == 1
+    dump = json.loads((tmp_path / "run" / "nonfinite-step-000003.json").read_text())
+    norms = dump["layer_grad_norms"]
+    assert len(norms) > 20 and any(v == "nan" for v in norms.values()) and dump["sample_ids"]
+
+
+def test_verify_parallelism_at_stage_3(tmp_path: Path) -> None:
+    train(tmp_path, "--zero-stage", 3, "--sp-size", 2, "--verify-parallelism", ranks=4).expect(0, "the layout equals one process")
+
+
+def test_ranks_with_another_model_are_named(tmp_path: Path) -> None:
+    """A rank whose weights differ in one bit."""
+    from megatron_sp.models import transformer
+
+    def sabotage(rank: int) -> None:
+        whole = transformer.MLP.__init__
+
+        def other(self: transformer.MLP, *args: object) -> None:
+            whole(self, *args)  # type: ignore[arg-type]
+            if rank == 1 and "layers.1" in str(args[1]):
+                self.linear_fc2.weight.data[3, 2] += 1e-3
+
+        transformer.MLP.__init__ = other  # type: ignore[method-assign,assignment]
+
+    out = train(tmp_path, ranks=2, setup=sabotage).expect(2, "rank 1 has another model than rank 0", "decoder.layers.1.mlp.linear_fc2.weight")
+    assert out.texts[1] == "", "said once"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--zero-stage", 4), "zero_stage (4) must be 0, 1, 2 or 3"),
+        (("--zero-stage", 2, "--zero3-gather-once"), "--zero3-gather-once is about gathering blocks and needs --zero-stage 3 (now 2)"),
+        (("--zero3-keep-units", 2), "needs --zero-stage 3 (now 0)"),
+        (("--stage3-use-all-reduce-for-fetch-params",), "--zero3-fetch all_reduce is about gathering blocks and needs --zero-stage 3"),
+        (("--zero-stage", 3, "--zero3-gather-once", "--zero3-keep-units", 1), "leave --zero3-keep-units out"),
+    ],
+)
+def test_flags_that_contradict_each_other(tmp_path: Path, flags: tuple[object, ...], says: str) -> None:
+    train(tmp_path, *flags).expect(2, says)
