@@ -2,7 +2,7 @@
 
 A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. One collective, one norm
 and one fused optimizer kernel then serve a whole unit. Order within a unit: parameters with weight decay first, then those without, each
-aligned to 16 bytes; the unit is padded so that the ranks it is sharded over get ranges of the same size. Padding stays zero.
+aligned to 64 bytes; the unit is padded so that the ranks it is sharded over get ranges of the same size. Padding stays zero.
 
     stage 0   every rank has everything
     stage 1   master weights and optimizer state: this rank's range; parameters and, while they are being made, gradients: whole
@@ -26,7 +26,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils.numbers import round_up
 
-_ALIGN_BYTES = 16
+_ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds the rest behind the last full one otherwise, so ranges would show
 
 
 @dataclass(frozen=True)

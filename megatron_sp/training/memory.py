@@ -191,7 +191,7 @@ class _Form:
     def _gradients(self) -> None:
         """Parameters of each unit, in elements with the alignment of the flat buffers."""
         model, h = self.model, self.h
-        align = 16 // self.e
+        align = 64 // self.e
         bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
 
         def total(*counts: int) -> int:

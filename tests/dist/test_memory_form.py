@@ -105,5 +105,6 @@ def test_precision_and_optimizer() -> None:
     assert lines["optimizer state"] == 8 * n and lines["master weights"] == 0
     assert {line.name: line.num_bytes for line in sgd.stays}["optimizer state"] == 4 * n
     narrow = {line.name: line.num_bytes for line in bf16.stays}
-    assert narrow["master weights"] == 4 * n and narrow["parameters"] == 2 * n
+    assert narrow["master weights"] == 2 * narrow["parameters"], "4 and 2 bytes"
+    assert 2 * n <= narrow["parameters"] < 2.01 * n, "aligned to as many bytes: a few more elements"
     assert "parameters" in fp32.text() and "at the peak: " in fp32.text() and fp32.as_dict()["peak"] == fp32.peak

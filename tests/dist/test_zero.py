@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,28 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from errors import FP64, assert_law
+from errors import FP32, FP64, assert_law
 from layouts import Case, Sharded, check_all
 from ranks import run_ranks
 from torch import Tensor, nn
+from wire import Wire
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.optim.residency import Pool
+from megatron_sp.optim.residency import Pool, count_fetches
 from megatron_sp.optim.weights import UnitWork, WholeWeights
+from megatron_sp.training.sharding import pools_of
 
 DROPOUT = {"hidden_dropout": 0.2}
 LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+# sizes of whole vector registers: torch's fused AdamW rounds what is left over behind them otherwise, wherever that lies
+UNTIED = tiny.shape(untie_embeddings_and_output_weights=True, hidden_size=32, kv_channels=8, ffn_hidden_size=48, vocab_size=48)
 FULL = {"recompute_granularity": "full"}
 BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 
@@ -219,3 +224,176 @@ def _named(models: list[nn.Module]) -> list[tuple[str, Tensor]]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_odd_sizes_frozen_units_and_ranks_without_gradient(tmp_path: Path, world_size: int, stage: int) -> None:
     run_ranks(_odd, world_size, tmp_path, stage)
+
+
+def _on_the_wire(stage: int, micro_batches: int, buffers: int, fetch: str, reduce_dtype: torch.dtype | None) -> None:
+    """One step and the update: which collectives, how often, how many bytes."""
+    sharded = _sharded(stage, micro_batches=micro_batches, buffers=buffers, fetch=fetch)
+    sharded.gradients.reduce_dtype = reduce_dtype
+    optimizer = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01), everybody=sharded.groups.world)
+    world = dist.get_world_size()
+    for _ in range(2):  # the second step like the first
+        with Wire(world) as wire:
+            sharded.step()
+            norm = float(optimizer.grad_norm())
+            optimizer.step(0.01, 0.1, norm, updated=sharded.weights.refresh)
+            sharded.weights.forget()
+            sharded.weights.settle()
+        units = [unit for unit in sharded.units if unit.numel]
+        each = {unit.name: unit.numel * 4 * (world - 1) // world for unit in units}
+        all_once = sum(each.values())
+        reductions = micro_batches if stage >= 2 else 1
+        halved = 2 if reduce_dtype is not None else 1
+        assert wire.calls["alltoall_base_"] == reductions * len(units)
+        assert wire.num_bytes["alltoall_base_"] == reductions * all_once // halved
+        scalars = 2  # the loss, the gradient norm
+        if stage < 3:
+            assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (len(units), all_once)
+            assert wire.calls["allreduce_"] == scalars
+            continue
+        fetched = count_fetches(pools_of(sharded.model.units(), buffers), sharded.model.unit_order(backward=True), micro_batches)
+        moved = sum(fetched[i] * each[unit.name] for i, unit in enumerate(sharded.units))
+        if fetch == "all_gather":
+            assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (sum(fetched.values()), moved)
+            assert wire.calls["allreduce_"] == scalars
+        else:
+            assert wire.calls["allreduce_"] == sum(fetched.values()) + scalars
+            assert 0 <= wire.num_bytes["allreduce_"] - 2 * moved <= 64
+        if buffers >= tiny.LAYERS:
+            assert set(fetched.values()) == {1}, "gathered once per step"
+        else:
+            blocks = [fetched[i] for i in range(1, tiny.LAYERS + 1)]
+            assert max(blocks) <= 2 * micro_batches, "one gather for each direction of a micro-batch at most"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "buffers", "fetch", "dtype"),
+    [
+        (1, 1, 2, "all_gather", None), (1, 3, 2, "all_gather", None), (2, 2, 2, "all_gather", None), (3, 1, 2, "all_gather", None),
+        (3, 3, 2, "all_gather", None), (3, 3, tiny.LAYERS, "all_gather", None), (3, 2, 2, "all_reduce", None),
+        (1, 2, 2, "all_gather", torch.bfloat16), (3, 2, 2, "all_gather", torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_collectives_and_bytes_of_a_step(
+    tmp_path: Path, world_size: int, stage: int, micro_batches: int, buffers: int, fetch: str, dtype: torch.dtype | None
+) -> None:
+    run_ranks(_on_the_wire, world_size, tmp_path, stage, micro_batches, buffers, fetch, dtype)
+
+
+def _against_ddp(stage: int) -> None:
+    """Five steps of torch's DistributedDataParallel with its fused AdamW on the same model, to the last bit.
+
+    Untied: the gradient of a tied table is a sum of two, which autograd and our sink take in another order.
+    """
+    rank, config = dist.get_rank(), UNTIED
+    model = tiny.make_model(config, dtype=torch.float32)
+    ddp = nn.parallel.DistributedDataParallel(_Mean(model))
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    case = Case(dp=2, zero=stage, dtype=torch.float32)
+    sharded = Sharded(case, tiny.make_model(config, dtype=torch.float32))
+    ours = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01, clip_grad=0.0), everybody=sharded.groups.world)
+    for step in range(5):
+        batch = tiny.make_batch(config, seed=10 * step + rank, mask=1.0)
+        batch["loss_mask"] = torch.ones_like(batch["loss_mask"], dtype=torch.float32)  # the same number of tokens on both
+        ddp(batch).backward()
+        theirs.step()
+        theirs.zero_grad()
+        sharded.gradients.start_step()
+        sharded.weights.start_step(1)
+        sharded.gradients.last_micro_batch()
+        total = batch["loss_mask"].numel() * dist.get_world_size()
+        ctx = tiny.context(config, batch)
+        (sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)[0] / total).backward()
+        sharded.gradients.finish_micro_batch()
+        sharded.gradients.finish_step()
+        ours.step(0.01, 0.1, 0.0, updated=sharded.weights.refresh)
+        sharded.weights.forget()
+    sharded.weights.settle()
+    want, got = dict(model.named_parameters()), sharded.params()
+    different = [n for n in got if not torch.equal(got[n], want[n])]
+    assert not different, different
+
+
+class _Mean(nn.Module):
+    """The mean loss of a rank, which DDP averages over ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        ctx = tiny.context(self.model.config, batch)  # type: ignore[arg-type]
+        loss: Tensor = self.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx)[0]
+        return loss / batch["loss_mask"].numel()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_bits_of_ddp(tmp_path: Path, stage: int) -> None:
+    run_ranks(_against_ddp, 2, tmp_path, stage)
+
+
+def _against_fsdp2(stage: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    rank, config = dist.get_rank(), tiny.shape()
+    model = tiny.make_model(config, dtype=torch.float32)
+    for layer in model.decoder.layers:
+        fully_shard(layer)
+    theirs_model = _Mean(model)
+    fully_shard(theirs_model)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
+    sharded = _sharded(stage)
+    ours = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01, adam_eps=1e-3, clip_grad=0.0), everybody=sharded.groups.world)
+    for step in range(5):
+        batch = tiny.make_batch(config, seed=10 * step + rank, mask=1.0)
+        batch["loss_mask"] = torch.ones_like(batch["loss_mask"], dtype=torch.float32)
+        theirs_model(batch).backward()
+        theirs.step()
+        theirs.zero_grad()
+        sharded.gradients.start_step()
+        sharded.weights.start_step(1)
+        sharded.gradients.last_micro_batch()
+        total = batch["loss_mask"].numel() * dist.get_world_size()
+        ctx = tiny.context(config, batch)
+        (sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)[0] / total).backward()
+        sharded.gradients.finish_micro_batch()
+        sharded.gradients.finish_step()
+        ours.step(0.01, 0.0, 0.0, updated=sharded.weights.refresh)
+        sharded.weights.forget()
+    sharded.weights.settle()
+    want = {n.removeprefix("model."): p.full_tensor() if isinstance(p, DTensor) else p for n, p in theirs_model.named_parameters()}
+    assert_law(sharded.params(), {n: t.detach() for n, t in want.items()}, FP32)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_weights_of_fsdp2(tmp_path: Path, stage: int) -> None:
+    run_ranks(_against_fsdp2, 2, tmp_path, stage)
+
+
+def _two_hundred_steps(stage: int) -> None:
+    """What lives after a step is the same after the 10th and the 200th."""
+    sharded = _sharded(stage)
+    optimizer = FlatOptimizer(sharded.units, OptimizerConfig(lr=1e-4), everybody=sharded.groups.world)
+    sizes = []
+    for step in range(200):
+        sharded.step()
+        optimizer.step(1e-4, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        sharded.weights.forget()
+        sharded.weights.settle()
+        if step in (10, 199):
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if isinstance(x, Tensor)]
+            bytes_of = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+            sizes.append((len(tensors), sum(bytes_of.values())))
+            del tensors
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_grows(tmp_path: Path, stage: int) -> None:
+    run_ranks(_two_hundred_steps, 2, tmp_path, stage)
