@@ -73,6 +73,7 @@ def train(run: Run) -> int:
         assert run.train_loader is not None
         run.console.start_progress(run.train_iters, progress.step)
         reason = _steps(run)
+        run.weights.settle()
         _save(run)
         run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
         if reason == "signal":
@@ -106,6 +107,7 @@ def _steps(run: Run) -> str:
             last = progress.step >= run.train_iters or bool(batch.exit_interval and progress.step % batch.exit_interval == 0)
             if run.overlap is not None and run.overlap.is_due(last=last):
                 run.watchdog.beat("overlap report")
+                run.weights.settle()
                 run.overlap.write()
                 run.reporter.pause_ended()
             if progress.step >= run.train_iters:

@@ -323,8 +323,6 @@ class Run:
 
     def close(self) -> None:
         """Stop threads and files; safe to call at any time."""
-        if hasattr(self, "weights"):
-            self.weights.settle()
         self.console.close()
         for loader in self.loaders:
             loader.close()
