@@ -33,3 +33,4 @@ docs: env
 
 mutants: env
 	$(PYTHON) tests/mutants.py --write
+	$(PYTHON) tests/mutants.py --suite zero --write

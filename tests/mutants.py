@@ -5,7 +5,7 @@ the exchanges and layouts run there until the first failure, once without a muta
 One whose text no longer occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to
 docs/mutants.md.
 
-    python tests/mutants.py [--only WORD] [--write]
+    python tests/mutants.py [--suite layers|zero] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+import zero_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
@@ -141,6 +143,21 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+class Suite(NamedTuple):
+    """Mutants that the same tests have to find, and the page that says so."""
+
+    title: str
+    page: str
+    tests: list[str]
+    mutants: list[Mutant]
+
+
+SUITES = {
+    "layers": Suite("the parallel layers", "docs/mutants.md", TESTS, MUTANTS),
+    "zero": Suite("ZeRO", "docs/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
+}
+
+
 def apply(mutant: Mutant, root: Path) -> None:
     """Edit the copy under ``root``.
 
@@ -161,11 +178,10 @@ def copy_repository(to: Path) -> None:
         shutil.copy(path, to)
 
 
-def run_tests(root: Path) -> tuple[str, str, float]:
+def run_tests(root: Path, tests: list[str]) -> tuple[str, str, float]:
     """("killed" or "survived", the first test that failed, seconds) of the tests in the copy."""
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
-    tests = [name for name in TESTS if (root / name).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=LIMIT_S)
@@ -180,10 +196,10 @@ def run_tests(root: Path) -> tuple[str, str, float]:
     return "killed", first.group(1) if first else "?", took
 
 
-def table(outcomes: list[tuple[Mutant, str, str]]) -> str:
+def table(title: str, outcomes: list[tuple[Mutant, str, str]]) -> str:
     killed = sum(outcome == "killed" for _, outcome, _ in outcomes)
     lines = [
-        "# Mutants of the parallel layers", "",
+        f"# Mutants of {title}", "",
         "Written by `make mutants` (`tests/mutants.py`): each line breaks one wait, reduction, permutation, scale or sum; the last column is",
         "the first test that turned red. A mutant that survives is a missing test.", "",
         f"{killed} of {len(outcomes)} killed.", "",
@@ -195,11 +211,13 @@ def table(outcomes: list[tuple[Mutant, str, str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Break the parallel layers on purpose and see that tests notice.")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="layers", help="what is broken (default: layers)")
     parser.add_argument("--only", default="", help="mutants whose name or file contains this")
-    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    parser.add_argument("--write", action="store_true", help="write the suite's page in docs/")
     parser.add_argument("--check", action="store_true", help="only see that every mutant still fits the source")
     args = parser.parse_args()
-    chosen = [m for m in MUTANTS if args.only in m.name or args.only in m.file]
+    suite = SUITES[args.suite]
+    chosen = [m for m in suite.mutants if args.only in m.name or args.only in m.file]
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch:
         clean = Path(scratch) / "clean"
@@ -212,7 +230,7 @@ def main() -> int:
                 )
         if args.check:
             return 0
-        outcome, test, took = run_tests(clean)
+        outcome, test, took = run_tests(clean, suite.tests)
         if outcome != "survived":  # a test that is red without a mutant would kill them all
             raise SystemExit(f"without a mutant {test} is red: nothing can be said about the mutants")
         print(f"green    {took:5.0f} s  (no mutant)", flush=True)
@@ -220,12 +238,12 @@ def main() -> int:
             broken = Path(scratch) / f"mutant{number}"
             shutil.copytree(clean, broken)
             apply(mutant, broken)
-            outcome, test, took = run_tests(broken)
+            outcome, test, took = run_tests(broken, suite.tests)
             shutil.rmtree(broken)
             outcomes.append((mutant, outcome, test))
             print(f"{outcome:8} {took:5.0f} s  {mutant.name}  {test}", flush=True)
     if args.write:
-        (ROOT / "docs/mutants.md").write_text(table(outcomes))
+        (ROOT / suite.page).write_text(table(suite.title, outcomes))
     survived = [m.name for m, outcome, _ in outcomes if outcome == "survived"]
     print(f"{len(outcomes) - len(survived)} of {len(outcomes)} killed" + (f"; survived: {survived}" if survived else ""))
     return 1 if survived else 0

@@ -11,6 +11,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from errors import FP32, FP64, assert_law
+from late_network import late_network
 from layouts import Case, Sharded, check_all
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -397,3 +398,28 @@ def _two_hundred_steps(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_grows(tmp_path: Path, stage: int) -> None:
     run_ranks(_two_hundred_steps, 2, tmp_path, stage)
+
+
+LATE = [
+    *(Case(dp=2, zero=stage, steps=2, micro_batches=2, model=DROPOUT) for stage in (1, 2, 3)),
+    Case(dp=2, zero=3, steps=2, fetch="all_reduce"),
+    Case(dp=2, zero=3, steps=2, micro_batches=2, buffers=3, kernels=BY_TWO, model=LLAMA),
+    Case(dp=2, zero=2, steps=2, micro_batches=3, model=LLAMA, kernels=FULL),
+]
+
+
+def _late(cases: list[Case]) -> None:
+    """Results that arrive inside ``wait()`` and not before, and fresh memory full of NaN."""
+    for case in cases:
+        with late_network() as network:
+            check_all([case])
+        assert network.started
+
+
+@pytest.mark.parametrize("number", range(len(LATE)))
+def test_nothing_is_used_before_it_is_there(tmp_path: Path, number: int) -> None:
+    run_ranks(_late, 2, tmp_path, [LATE[number]])
+
+
+def test_ranges_beside_tp_under_a_late_network(tmp_path: Path) -> None:
+    run_ranks(_late, 4, tmp_path, [Case(dp=2, tp=2, tp_seq=True, zero=stage, steps=2, micro_batches=2) for stage in (1, 3)])
