@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
 
 
 ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py"
-HEADS, CUT, COLLECTIVES, FLAT = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/flat.py"
+HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/gradients.py"
 TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/gpt.py"
 
 MUTANTS = [
@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant("attention: x used before it is gathered, dW", ULYSSES, "a2 = rows_of(a.wait()) if a2 is None else a2", "a2 = rows_of(a._result) if a2 is None else a2"),
     Mutant("attention: gradient used before it is gathered", ULYSSES, "grad2 = rows_of(gathered.wait())", "grad2 = rows_of(gathered._result)"),
     Mutant("attention: gradient used before it is reduced", ULYSSES, "norm_gradients(ctx, reduced.wait(), x", "norm_gradients(ctx, reduced._result, x"),
-    Mutant("gradients: the unit's sum is not waited for", FLAT, "            handle.wait()\n", "            pass\n"),
+    Mutant("gradients: the unit's sum is not waited for", GRADIENTS, "self._handles.pop(index).wait()", "self._handles.pop(index)._result"),
     # reductions
     Mutant("tp: leave without a sum", TP, "            return all_reduce_async(x, self.group).recorded(flight)\n", "            return done(x)\n"),
     Mutant("tp: leave sums twice", TP, "return all_reduce_async(x, self.group).recorded(flight)\n", "return all_reduce_async(all_reduce_async(x, self.group).wait(), self.group)\n"),
@@ -84,11 +84,11 @@ MUTANTS = [
     Mutant("head: labels of other ranks count here", HEAD, "        at_label.masked_fill_(elsewhere, 0.0)\n", "        pass\n"),
     Mutant("embedding: rows of other ranks are not zeroed", TABLE, "        if elsewhere is not None:\n            out.view", "        if False:\n            out.view"),
     Mutant("embedding: gradients of other ranks' rows land here", TABLE, "            grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)", "            pass"),
-    Mutant("gradients: not summed over dp and sp", FLAT, "self._handles[index] = all_reduce_async(unit.grads, self.group)", "self._handles[index] = Handle(None, unit.grads, 'nothing')"),
-    Mutant("gradients: summed twice over dp and sp", FLAT, "self._handles[index] = all_reduce_async(unit.grads, self.group)",
+    Mutant("gradients: not summed over dp and sp", GRADIENTS, "self._handles[index] = all_reduce_async(travels, self.group)", "self._handles[index] = Handle(None, travels, 'nothing')"),
+    Mutant("gradients: summed twice over dp and sp", GRADIENTS, "self._handles[index] = all_reduce_async(travels, self.group)",
            "self._handles[index] = all_reduce_async(all_reduce(unit.grads, self.group), self.group)"),
-    Mutant("gradients: replicas are not summed over tp", FLAT, "        all_reduce(packed, self.tp)\n", "        pass\n"),
-    Mutant("gradients: replicas are summed twice over tp", FLAT, "        all_reduce(packed, self.tp)\n", "        all_reduce(all_reduce(packed, self.tp), self.tp)\n"),
+    Mutant("gradients: replicas are not summed over tp", GRADIENTS, "        all_reduce(packed, self.tp)\n", "        pass\n"),
+    Mutant("gradients: replicas are summed twice over tp", GRADIENTS, "        all_reduce(packed, self.tp)\n", "        all_reduce(all_reduce(packed, self.tp), self.tp)\n"),
     Mutant("norm weights are not summed under tp_seq", MODEL, 'summed=layout.tp.seq or sees == "heads")', 'summed=sees == "heads")'),
     Mutant("QK norms are not summed over heads", MODEL, 'summed=layout.tp.seq or sees == "heads")', "summed=layout.tp.seq)"),
     Mutant("row biases are not summed under tp_seq", MODEL, "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq)", "ShardSpec.whole((out_features,), tp.rank, tp.size)"),
