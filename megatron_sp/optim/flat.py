@@ -191,6 +191,8 @@ class FlatUnit:
         self.local_frozen: Tensor | None = None
         if zero.stage == 3 and len(trainable) < len(held):
             frozen = [(n, p) for n, p in held if not p.requires_grad]
+            for param_name, param in frozen:
+                assert param.dtype == self.dtype, f"{param_name} is {param.dtype}, the unit {self.dtype}"
             self.frozen = FlatLayout(frozen, specs, zero, self.dtype)
             _, self.local_frozen = self._keep(self.frozen, like)
         for slot in self.slots:
