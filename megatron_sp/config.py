@@ -183,6 +183,12 @@ class ParallelConfig:
         "all_gather", "with --zero-stage 3: what makes a block whole; all_reduce moves twice the bytes"
     )
     stage3_use_all_reduce_for_fetch_params: bool = flag(False, "same as --zero3-fetch all_reduce (DeepSpeed's name)")
+    offload_optimizer: bool = flag(
+        False,
+        "keep master weights and the optimizer's state in host memory and update there; with 16-bit parameters this moves 12 bytes for each"
+        " parameter of a rank's share (--zero-stage) from the GPU to the host",
+        aliases=("cpu-optimizer", "optimizer-cpu-offload"),
+    )
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:

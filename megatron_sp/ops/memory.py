@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -41,6 +42,23 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
     # set_, not view: autograd lets nobody write in place on a view that was made inside a function of ours
     made = torch.empty(0, dtype=dtype)
     return made.set_(torch.from_numpy(block).untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
+
+
+def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor in host memory that ``device`` copies from and to without help of the host: pinned, if that is a GPU.
+
+    Where so much memory cannot be pinned (``ulimit -l``, containers), it is ordinary memory: the same values, and copies that the host
+    waits for. Said once.
+    """
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                f"host memory cannot be pinned ({reason}): copies to and from the GPU will not overlap", RuntimeWarning, stacklevel=2
+            )
+    return empty(shape, dtype=dtype, device=torch.device("cpu"))
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:

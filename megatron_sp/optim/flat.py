@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_gather_async
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.memory import empty, host_empty
 from megatron_sp.utils.numbers import round_up
 
 _ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds the rest behind the last full one otherwise, so ranges would show
@@ -159,12 +159,14 @@ class FlatUnit:
         named_params: its parameters.
         specs: where they lie in the whole parameters; one that is missing is whole here.
         zero: sharding.
+        offload: master weights are in host memory (``optim/offload.py``).
 
     Attributes:
         layout: who lies where; ``slots``, ``numel``, ``num_decayed`` and ``shard`` are its.
         params: [n], the model's dtype, and the model's parameters are views of it; None at stage 3.
         local_params: [n / ranks], this rank's range of them.
-        master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters.
+        master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters; with ``offload``
+            always a copy, on the host.
         grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient on to the reduction, at stage 0 to the next step.
         grad_shard: [n / ranks], the step's reduced gradients.
         frozen, local_frozen: layout and range of the frozen parameters, at stage 3; else None.
@@ -172,7 +174,7 @@ class FlatUnit:
 
     def __init__(
         self, name: str, named_params: Iterable[tuple[str, nn.Parameter]], specs: Mapping[str, ShardSpec] | None = None,
-        zero: Zero = NOT_SHARDED,
+        zero: Zero = NOT_SHARDED, offload: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.zero = name, zero
         specs, held = specs or {}, list(named_params)
@@ -200,7 +202,10 @@ class FlatUnit:
                 slot.param.grad_dtype = wide  # what autograd leaves in p.grad (ops that are not ours) adds up in fp32 too
         self._grads: Tensor | None = None
         self._grad_shard: Tensor | None = None
-        self.master = self.local_params.to(wide) if self.is_16_bit else self.local_params
+        if offload:
+            self.master = host_empty(self.local_params.shape, wide, self.device).copy_(self.local_params)
+        else:
+            self.master = self.local_params.to(wide) if self.is_16_bit else self.local_params
 
     def _keep(self, layout: FlatLayout, like: Tensor) -> tuple[Tensor | None, Tensor]:
         whole = layout.filled(like)
@@ -275,8 +280,8 @@ class FlatUnit:
             self.local_params.copy_(self.master)
 
     def refresh_master(self) -> None:
-        """Take the model's parameters as the master weights (after loading a checkpoint without optimizer state)."""
-        if self.is_16_bit:
+        """Take the model's parameters as the master weights (after loading a checkpoint that has no others)."""
+        if self.master is not self.local_params:
             self.master.copy_(self.local_params)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.optim.flat import FlatUnit, Slot
+from megatron_sp.optim.offload import HostCopies
 
-_IN_FLIGHT = 2  # units whose whole gradients wait for their reduction, at stages 2 and 3
+_IN_FLIGHT = 2  # units whose whole gradients wait for their reduction, where that is bounded
 
 
 class FlatGradients:
@@ -32,11 +33,14 @@ class FlatGradients:
         tp: ranks that hold other parts of the same parameters.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
         reduce_dtype: in which gradients travel; None: as they are.
+        host: where reduced gradients go at once (``--offload-optimizer``); None: they stay.
     """
 
     def __init__(
-        self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True, reduce_dtype: torch.dtype | None = None
-    ) -> None:
+        self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True,
+        reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None,
+    ) -> None:  # fmt: skip
+        self.host = host
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype if group.size() > 1 else None
         self.stage = units[0].zero.stage if units else 0
@@ -46,6 +50,7 @@ class FlatGradients:
         self._handles: dict[int, Handle] = {}  # in the order in which they were started
         self._reduced: set[int] = set()  # in this micro-batch (stages 2, 3) or step
         self._last_micro_batch = False
+        self._last: set[int] = set()  # units whose reduction under way is the step's last
 
     def start_step(self) -> None:
         """Forget the previous step's gradients; the first write to each buffer overwrites it."""
@@ -54,6 +59,9 @@ class FlatGradients:
         self._ahead.clear()
         self._reduced.clear()
         self._last_micro_batch = False
+        self._last.clear()
+        if self.host is not None:
+            self.host.start_step()
         for unit in self.units:
             unit.release_grads()
             for slot in unit.slots:
@@ -118,7 +126,7 @@ class FlatGradients:
         if index in self._handles:
             self._wait(index)
         unit = self.units[index]
-        if self.stage < 2:
+        if self.stage < 2 and index not in self._reduced:
             unit.grads[0] = float("nan")
         else:
             unit.grad_shard.fill_(float("nan"))  # its beginning may be rows that pad a vocabulary
@@ -132,12 +140,15 @@ class FlatGradients:
             self._collect(slot)
         self._sum_over_tp(unit)
         self._reduced.add(index)
+        if self._last_micro_batch or self.stage < 2:
+            self._last.add(index)
         travels = unit.grads if self.reduce_dtype in (None, unit.grad_dtype) else unit.grads.to(self.reduce_dtype)
         if self.stage == 0:
             self._handles[index] = all_reduce_async(travels, self.group)
-            return
-        self._handles[index] = reduce_scatter_async(travels, self.group)
-        if self.stage >= 2:
+        else:
+            self._handles[index] = reduce_scatter_async(travels, self.group)
+        # from stage 2 on for the memory of whole gradients; with a host, so that it gets them under the rest of the backward pass
+        if self.stage >= 2 or self.host is not None:
             while len(self._handles) > _IN_FLIGHT - 1:
                 self._wait(next(iter(self._handles)))
 
@@ -147,6 +158,8 @@ class FlatGradients:
             unit.add_to_shard(result.to(unit.grad_dtype))
         elif result is not unit.grads:
             unit.grads.copy_(result)
+        if self.host is not None and index in self._last:
+            self.host.fetch(index)
 
     def _sum_over_tp(self, unit: FlatUnit) -> None:
         """One all_reduce for all rows that need it, each at its own place: ranks that hold other rows leave zeros there."""

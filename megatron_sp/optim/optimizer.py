@@ -20,6 +20,7 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.config import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, squared_norm, within
+from megatron_sp.optim.offload import HostCopies
 
 
 @dataclass
@@ -38,10 +39,13 @@ class FlatOptimizer:
         config: hyperparameters; learning rate and weight decay come with each step.
         tp: ranks that hold other parts of the same parameters.
         everybody: all ranks between which units are split, by tp or in ranges.
+        host: brings gradients to master weights on the host, and parameters back; None: all is where the model is.
     """
 
-    def __init__(self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE, everybody: Group = ALONE) -> None:
-        self.units, self.config, self.tp = units, config, tp
+    def __init__(
+        self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE, everybody: Group = ALONE, host: HostCopies | None = None
+    ) -> None:
+        self.units, self.config, self.tp, self.host = units, config, tp, host
         self.holders = everybody if units and units[0].zero.stage > 0 else tp
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
@@ -75,13 +79,24 @@ class FlatOptimizer:
             multiplier *= clip / (grad_norm + 1e-6)
         self.num_updates += 1
         for index, (unit, state) in enumerate(zip(self.units, self.states, strict=True)):
+            grads = self._grads(index)
             if multiplier != 1.0:
-                unit.grad_shard.mul_(multiplier)
+                grads.mul_(multiplier)
             for part, decay in self._parts(unit, weight_decay):
-                self._update(unit, state, part, lr, decay)
-            unit.refresh_params()
+                self._update(unit, state, grads, part, lr, decay)
+            if self.host is None:
+                unit.refresh_params()
+            else:
+                self.host.send(index)
             if updated is not None:
                 updated(index)
+
+    def _grads(self, index: int) -> Tensor:
+        """This rank's range of a unit's gradients, where the master weights are."""
+        if self.host is None:
+            return self.units[index].grad_shard
+        self.host.start_update(index)
+        return self.host.grads(index)
 
     def _parts(self, unit: FlatUnit, weight_decay: float) -> Iterator[tuple[slice, float]]:
         for elements, decay in ((range(unit.num_decayed), weight_decay), (range(unit.num_decayed, unit.numel), 0.0)):
@@ -89,9 +104,9 @@ class FlatOptimizer:
             if part:
                 yield slice(part.start, part.stop), decay
 
-    def _update(self, unit: FlatUnit, state: UnitState, part: slice, lr: float, weight_decay: float) -> None:
+    def _update(self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, lr: float, weight_decay: float) -> None:
         config = self.config
-        params, grads, exp_avg = [unit.master[part]], [unit.grad_shard[part]], [state.exp_avg[part]]
+        params, grads, exp_avg = [unit.master[part]], [shard[part]], [state.exp_avg[part]]
         with torch.no_grad():
             if state.exp_avg_sq is None:
                 sgd(

@@ -82,7 +82,8 @@ _IGNORED_SWITCHES = {
         no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
         cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
-        ds-fused-adam tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
+        ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload
+        tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
         disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag disable-tp-comm-split-rs""",
     "the softmax and the loss are always computed in fp32": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
     "scores are scaled once; scaling by layer and back changes nothing": "apply-query-key-layer-scaling no-query-key-layer-scaling",
@@ -112,7 +113,8 @@ _IGNORED_SWITCHES = {
         use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
     _MEMORY: """
         distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding partition-activations
-        contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory""",
+        contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
+        overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params""",
     _DATA: """
         no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
@@ -170,7 +172,7 @@ _REFUSED = {
         create-moe-param-group disable-moe-token-dropping topk mlp-type ds-inference""",
     "--zero-stage 1, 2 or 3 is what shards here": """
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
-        cpu-optimizer cpu-torch-adam optimizer-cpu-offload optimizer-offload-fraction num-distributed-optimizer-instances""",
+        optimizer-offload-fraction num-distributed-optimizer-instances""",
     "all layers are on every rank today (no pipeline); leave it out": """
         num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout
         pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
@@ -227,6 +229,7 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
     "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",), "rotary-seq-len-interpolation-factor": ("1",),
     "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
+    "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
 }  # fmt: skip
 """Refused flags that are ignored with these values, because they then ask for what happens anyway."""

@@ -81,7 +81,9 @@ class StepReporter:
         }  # fmt: skip
         nothing = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         if self._config.logging.log_params_norm:
-            squares = torch.stack([nothing, *(squared_norm(part) for u in optimizer.units for _, part in u.counted(u.master))]).sum()
+            squares = torch.stack(
+                [nothing, *(squared_norm(part).to(nothing) for u in optimizer.units for _, part in u.counted(u.master))]
+            ).sum()
             record["params_norm"] = math.sqrt(float(all_reduce(squares, optimizer.holders)))
         if self._config.logging.log_num_zeros_in_grad:
             zeros = torch.stack([nothing, *((part == 0).sum() for u in optimizer.units for _, part in u.counted(u.grad_shard))]).sum()

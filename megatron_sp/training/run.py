@@ -218,7 +218,7 @@ class Run:
         sharded = build_sharded(self.task.build_model, config, self.layout, self.groups, device)
         sharded.fingerprint.require_equal(self.groups)
         self.model, self.units, self.weights, self.gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
-        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp, everybody=self.groups.world)
+        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp, everybody=self.groups.world, host=sharded.host)
         self.scaler = LossScaler(
             enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
             window=precision.loss_scale_window, hysteresis=precision.hysteresis,
@@ -241,8 +241,7 @@ class Run:
                 self._check_data(stored)
         wanted = {**self.state.weights(), **({} if weights_only else self.state.optimizer_tensors())}
         self.checkpointer.load(source, wanted, partial=weights_only, cast=True)
-        if weights_only:
-            self.state.after_weights()
+        self.state.after_load(weights_only=weights_only)
         self.weights.refresh_all()
         if not finetune:
             self.state.load_json(stored, weights_only=weights_only)
@@ -294,6 +293,8 @@ class Run:
 
     def _announce(self) -> None:
         groups, config, progress = self.groups, self.config, self.state.progress
+        if config.parallel.offload_optimizer and groups.device.type == "cpu":
+            self.console.line("--offload-optimizer: the model is in host memory already, so this costs memory and time, and saves nothing")
         self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
         num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
         self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters)

@@ -14,6 +14,7 @@ from megatron_sp.config import Config
 from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.offload import HostCopies
 from megatron_sp.optim.residency import Pool
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.layout import Layout
@@ -26,6 +27,7 @@ class ShardedModel:
 
     Attributes:
         fingerprint: of the initial parameters, before anything was taken away.
+        host: of master weights in host memory (--offload-optimizer), else None.
     """
 
     model: nn.Module
@@ -33,6 +35,7 @@ class ShardedModel:
     weights: WholeWeights
     gradients: FlatGradients
     fingerprint: Fingerprint
+    host: HostCopies | None
 
 
 def build_sharded(
@@ -60,7 +63,7 @@ def build_sharded(
             prepare(model, unit)
         named = named_parameters(model, unit)
         fingerprint.add(named)
-        units.append(FlatUnit(unit.name, named, shard_specs(model), zero))
+        units.append(FlatUnit(unit.name, named, shard_specs(model), zero, offload=parallel.offload_optimizer))
 
     model = build_model(config, layout, take)
     model.to(device)  # what is no parameter
@@ -70,12 +73,13 @@ def build_sharded(
         units, pools=pools_of(model.units(), buffers), order=order, overlap=parallel.overlap_param_gather,  # type: ignore[operator]
         fetch=parallel.zero3_fetch,
     )  # fmt: skip
+    host = HostCopies(units) if parallel.offload_optimizer else None
     gradients = FlatGradients(
         units, ALONE if groups is None else groups.dp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
-        reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
+        reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
     )  # fmt: skip
     attach_sink(model, gradients)
-    return ShardedModel(model, units, weights, gradients, fingerprint)
+    return ShardedModel(model, units, weights, gradients, fingerprint, host)
 
 
 def pools_of(units: list[Unit], num_buffers: int) -> list[Pool]:

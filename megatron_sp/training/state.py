@@ -112,10 +112,11 @@ class TrainingState:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])
 
-    def after_weights(self) -> None:
-        """Call after weights were loaded without their master copies."""
+    def after_load(self, *, weights_only: bool) -> None:
+        """Call after loading: master weights that the checkpoint did not bring are those of the model."""
         for unit in self.units:
-            unit.refresh_master()
+            if weights_only or not unit.is_16_bit:
+                unit.refresh_master()
 
 
 def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:

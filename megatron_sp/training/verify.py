@@ -113,7 +113,7 @@ class _Step:
         self.config, self.task, self.groups = config, task, groups
         backend = config.kernels.attention_backend
         self.kernel = choose_kernel("auto" if backend == "flash" else backend, groups.device.type, dtype, 0.0).name
-        config.precision.bf16 = config.precision.fp16 = False
+        config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # nothing is updated
         config.precision.fp64 = dtype == torch.float64
 
     def run(self, layout: Layout, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:

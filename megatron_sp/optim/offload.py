@@ -1,0 +1,108 @@
+"""Master weights and optimizer state in host memory (``--offload-optimizer``), after ZeRO-Offload (arXiv:2101.06840).
+
+    device   gradients of a unit, reduced ----copy----> |                                            |  parameters of a unit ---->
+    host                                                | clip, AdamW on the shard, round            |----copy----^
+    when     under the rest of the last backward pass   | after the norm is known, unit by unit      | under the update of the next unit
+
+The copies run on a stream of their own, between pinned host memory and the device. On a CPU they are plain copies at the same places, so
+the same code runs there and gives the same bits as without offload. The update itself is that of ``optimizer.py``: torch's fused kernels on
+the host, with the host's rounding; on a GPU the last bits may differ from those of a run without offload.
+
+The norm is taken of the gradients on the device, as always. They stay there until the next step, so that a bad step can be looked into.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.memory import host_empty
+from megatron_sp.optim.flat import FlatUnit
+
+
+class CopyStream:
+    """Copies between a device and the host, in order, beside the computation of the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def copy(self, source: Tensor, to: Tensor) -> torch.cuda.Event | None:
+        """Start a copy behind all that the current stream has been given; neither tensor may change before it is waited for.
+
+        Returns:
+            what to wait for; None: it is done.
+        """
+        if self._stream is None:
+            to.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def join(self) -> None:
+        """The current stream goes on behind all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class HostCopies:
+    """The host's side of flat units: their gradients, and their new parameters on the way back.
+
+    Args:
+        units: whose master weights are on the host (``FlatUnit(offload=True)``).
+    """
+
+    def __init__(self, units: list[FlatUnit]) -> None:
+        self.units = units
+        self._copies = CopyStream(units[0].device) if units else None
+        self._grads: list[Tensor | None] = [None] * len(units)  # memory exists from the first step on
+        # rounded on the host: half the bytes on the way
+        self._rounded = [host_empty(u.local_params.shape, u.dtype, u.device) if u.is_16_bit else u.master for u in units]
+        self._arriving: dict[int, torch.cuda.Event | None] = {}
+        self._leaving: dict[int, torch.cuda.Event] = {}
+
+    def start_step(self) -> None:
+        """Gradients that nobody asked for (of a step that was skipped) are not waited for; their device memory may be used again."""
+        if self._copies is not None:
+            self._copies.join()
+        self._arriving.clear()
+
+    def fetch(self, index: int) -> None:
+        """The step's gradients of unit ``index`` are reduced: bring this rank's range to the host."""
+        assert self._copies is not None
+        unit, grads = self.units[index], self._grads[index]
+        if grads is None:
+            grads = self._grads[index] = host_empty(unit.master.shape, unit.grad_dtype, unit.device)
+        self._arriving[index] = self._copies.copy(unit.grad_shard, grads)
+
+    def grads(self, index: int) -> Tensor:
+        """[n / ranks], on the host; waits for them."""
+        if index not in self._arriving:
+            self.fetch(index)
+        arrived, grads = self._arriving.pop(index), self._grads[index]
+        if arrived is not None:
+            arrived.synchronize()
+        assert grads is not None
+        return grads
+
+    def start_update(self, index: int) -> None:
+        """The host is about to overwrite the master weights of unit ``index``: what the last update sent must have left."""
+        left = self._leaving.pop(index, None)
+        if left is not None:
+            left.synchronize()
+
+    def send(self, index: int) -> None:
+        """The master weights of unit ``index`` are new: round them, and start them on their way into this rank's range of the parameters.
+
+        Whatever the current stream does next with these parameters comes after them.
+        """
+        assert self._copies is not None
+        unit, rounded = self.units[index], self._rounded[index]
+        if unit.is_16_bit:
+            rounded.copy_(unit.master)
+        left = self._copies.copy(rounded, unit.local_params)
+        if left is not None:
+            self._leaving[index] = left
+            torch.cuda.current_stream(unit.device).wait_event(left)
