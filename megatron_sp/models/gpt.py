@@ -17,6 +17,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.init import draw_normal
 from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, UnitEvents, unit_boundary
+from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.rotary import rotary_tables
@@ -174,16 +175,7 @@ class GPTModel(nn.Module):
         Args:
             backward: with the backward pass; else the forward pass alone.
         """
-        layers = len(self.decoder.layers)
-        forward = list(range(layers + 2)) + ([0] if self.output_layer is None else [])
-        if not backward:
-            return forward
-        back: list[int] = []
-        for first, last, again in reversed(self._recompute_plan(layers)):
-            if again:
-                back += range(first + 1, last + 1)
-            back += reversed(range(first + 1, last if again else last + 1))
-        return forward + back
+        return unit_order(self.kernels, len(self.decoder.layers), tied=self.output_layer is None, backward=backward)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
@@ -221,7 +213,7 @@ class GPTModel(nn.Module):
         x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx)
         layers = cast("list[TransformerBlock]", list(self.decoder.layers))
         below: int | None = None  # the unit whose parameters backward reads next, when it is through with what comes now
-        for first, last, again in self._recompute_plan(len(layers)):
+        for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()
             if first == last:
                 continue
@@ -256,16 +248,6 @@ class GPTModel(nn.Module):
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             ctx = replace(ctx, rotary=rotary_tables(positions, rotated, self.config.rotary_base, wide))
         return replace(ctx, recompute_core=self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled())
-
-    def _recompute_plan(self, num_layers: int) -> list[tuple[int, int, bool]]:
-        """(first layer, last layer + 1, recompute it?) for consecutive runs of layers."""
-        if self.kernels.recompute_granularity != "full":
-            return [(0, num_layers, False)]
-        number = self.kernels.recompute_num_layers or 1
-        if self.kernels.recompute_method == "block":
-            number = min(number, num_layers)
-            return [(i, i + 1, True) for i in range(number)] + [(number, num_layers, False)]
-        return [(i, min(i + number, num_layers), True) for i in range(0, num_layers, number)]
 
 
 def _run_layers(layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> Tensor:

@@ -22,6 +22,8 @@ TORCH_FREE = (
     "training/arguments",
     "training/config_file",
     "training/memory",
+    "models/unit_order",
+    "optim/residency",
 )
 OPTIONAL = {"flash_attn", "apex", "triton", "tensorboard", "wandb", "matplotlib", "transformers", "tokenizers", "torch.utils.tensorboard"}
 CORE = {"torch", "numpy", "einops", "sentencepiece", "safetensors", "tyro", "rich", "yaml", "megatron_sp"}
