@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +33,10 @@ class Layout:
 
     sp: int = 1
     tp: int = 1
+    dp: int = 1
     tp_seq: bool = False
     mode: str = "none"
+    zero: dict[str, Any] = field(default_factory=dict)  # fields of ParallelConfig
     micro_batches: int = 1
     bf16: bool = False
     model: dict[str, Any] = field(default_factory=dict)
@@ -41,16 +44,22 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.sp * self.tp
+        return self.sp * self.tp * self.dp
 
     def __str__(self) -> str:
-        words = [f"sp {self.sp}"] if self.sp > 1 or self.tp == 1 else []
+        words = [f"dp {self.dp}"] if self.dp > 1 else []
+        words += [f"sp {self.sp}"] if self.sp > 1 or (self.tp == 1 and self.dp == 1) else []
         words += [f"tp {self.tp}{' with sequence parallel' if self.tp_seq else ''}"] if self.tp > 1 else []
         words += [self.mode] if self.mode != "none" else []
-        words += [f"{k} {v}" for k, v in {**self.model, **self.kernels}.items()]
+        words += [f"{k} {v}" for k, v in {**self.zero, **self.model, **self.kernels}.items()]
         words += ["bf16"] if self.bf16 else []
         words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return ", ".join(words)
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """For ``Layout.zero``."""
+    return {"zero_stage": stage, **more}
 
 
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
@@ -63,6 +72,9 @@ LAYOUTS = [
     Layout(), Layout(sp=2), Layout(sp=4), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(tp=2),
     Layout(tp=2, tp_seq=True), Layout(tp=2, tp_seq=True, sp=2), Layout(sp=2, kernels=FULL), Layout(kernels=FULL),
     Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=DROPOUT), Layout(sp=2, micro_batches=2), Layout(sp=2, model=LLAMA),
+    *(Layout(dp=2, zero=zero(stage)) for stage in (1, 2, 3)), Layout(dp=2, zero=zero(3), kernels=FULL),
+    *(Layout(dp=2, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)), Layout(sp=2, zero=zero(3, zero3_gather_once=True)),
+    Layout(dp=4, zero=zero(3)),
 ]  # fmt: skip
 
 
@@ -96,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("--device cuda needs a GPU", file=sys.stderr)
             return 2
-        layouts = [replace(layout, sp=1, tp=1, tp_seq=False, mode="none", bf16=True) for layout in layouts]
+        layouts = [replace(layout, sp=1, tp=1, dp=1, tp_seq=False, mode="none", bf16=True) for layout in layouts]
         layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     results: dict[str, Any] = {"shape": shape, "batch": options.batch, "device": options.device, "layouts": {}}
     rows = []
@@ -123,12 +135,12 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
 
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
-        sp_overlap_mode=layout.mode,  # type: ignore[arg-type]
+        sp_overlap_mode=layout.mode, **layout.zero,  # type: ignore[arg-type]
     )  # fmt: skip
     return memory_plan(
         ModelConfig(**{**shape, **layout.model}), parallel, KernelConfig(**layout.kernels),
-        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches), PrecisionConfig(bf16=layout.bf16),
-        data_parallel_size=1, device=device,
+        BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
+        data_parallel_size=layout.dp, device=device,
     )  # fmt: skip
 
 
@@ -201,6 +213,8 @@ class Counter:
         import torch
 
         peak = self.mode.peak if self.device == "cpu" else torch.cuda.max_memory_allocated()
+        if self.device == "cpu":
+            time.sleep(0.01)  # gloo's thread lets go of a collective's tensors a moment after whoever waited for it has gone on
         if phase:
             self.phases[phase] = max(peak, self.phases.get(phase, 0))
         self.mode.reset_peak()
@@ -215,15 +229,16 @@ class Training:
         import torch
 
         from megatron_sp.comm.groups import ParallelGroups
-        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import attach_sink, shard_specs
         from megatron_sp.ops.attention import choose_kernel
-        from megatron_sp.optim.flat import FlatUnit
+        from megatron_sp.optim.flat import FlatUnit, Zero
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
         from megatron_sp.parallel.layout import Layout as Parallel
+        from megatron_sp.training.sharding import pools_of
         from megatron_sp.training.step import Loss, TrainStep
         from megatron_sp.utils.faults import FaultPlan
 
@@ -235,8 +250,18 @@ class Training:
         parallel = Parallel.of(groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none")
         model = GPTModel(config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel).to(self.device)
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
-        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs) for u in model.units()]
-        gradients = FlatGradients(units, groups.dp_sp, tp=groups.tp)
+        sharding = ParallelConfig(**layout.zero)
+        zero = Zero(sharding.zero_stage, groups.dp_sp)
+        units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], specs, zero) for u in model.units()]
+        gradients = FlatGradients(
+            units, groups.dp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
+            reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
+        )  # fmt: skip
+        buffers = len(units) if sharding.zero3_gather_once else 2 + sharding.zero3_keep_units
+        weights = WholeWeights(
+            units, pools=pools_of(model.units(), buffers), order=model.unit_order(backward=True), overlap=sharding.overlap_param_gather,
+            fetch=sharding.zero3_fetch,
+        )  # fmt: skip
         attach_sink(model, gradients)
 
         def sums(model: Any, batch: Any, context: Any, events: Any) -> Any:
@@ -244,11 +269,12 @@ class Training:
             counter.end("forward")
             return terms
 
-        start, finish = gradients.start_step, gradients.finish_step
+        start, leave, finish = gradients.start_step, gradients.finish_micro_batch, gradients.finish_step
         gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]
+        gradients.finish_micro_batch = lambda: (leave(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         self.train_step = TrainStep(
-            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), WholeWeights(units), gradients,
+            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), weights, gradients,
             FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
             LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1,
             drops=max(config.attention_dropout, config.hidden_dropout) > 0,

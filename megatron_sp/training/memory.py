@@ -1,13 +1,14 @@
 """Memory of one rank in closed form: what stays, and what a training step adds at its worst moment.
 
-    resident    parameters, master weights (16-bit models), optimizer state, the micro-batches
+    resident    parameters, master weights (16-bit models), optimizer state, the micro-batches; with ZeRO ranges of them, and buffers
     forward     what every block keeps for backward, and on top the LM head: one chunk of logits, its gradient, the table's gradient
     backward    from the last block to the first: the blocks below still keep theirs, the blocks above have gradients
     update      all gradients
 
 Gradients take memory from the first one of a step to the start of the next step (``optim/flat.py``), so backward frees activations while it
-makes gradients, and the worst moment is the head, a block's backward, or the update, whichever the shapes say: all are worked out, tensor
-by tensor, as ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py`` hold them.
+makes gradients, and the worst moment is the head, a block's backward, a reduction, or the update, whichever the shapes say: all are worked
+out, tensor by tensor, as ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py`` hold them;
+``training/memory_zero.py`` knows how much of parameters and gradients is whole.
 
 Counted are tensors, as an allocator counts them: not fragmentation, the buffers of NCCL, or the working memory inside a kernel. This
 module does not load torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` holds it against measured steps.
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.training.memory_zero import Held, ZeroForm
 from megatron_sp.utils.numbers import round_up
 
 _MIB = 2**20
@@ -107,7 +110,7 @@ def memory_plan(
 
     Args:
         model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
-        data_parallel_size: dp, for the number of micro-batches.
+        data_parallel_size: dp, for the number of micro-batches and of the ranges of ZeRO.
         optimizer: whose state is kept.
         device: decides kernels and temporaries.
     """
@@ -150,7 +153,7 @@ class _Form:
         self.stream, self.whole_stream = self.between * self.h * self.e, self.inside * self.h * self.e
         self.gathered = self.whole_stream if self.parts > 1 else 0
         self._heads(parallel)
-        self._gradients()
+        self._parameters(parallel, dp * self.sp)
         self.dropout = model.hidden_dropout > 0
         # a reduce_scatter of the stream that is under way; without NCCL also what arrives from the other ranks
         self.scattering = self.stream + (0 if self.cuda else self.whole_stream) if self.parts > 1 else 0
@@ -188,8 +191,8 @@ class _Form:
         passes = 2 * max(1, _BLOCK_BYTES // group) * group  # one at work, and the results of the one before
         self.attention_blocks = 0 if self.cuda else min(passes, self.all_tokens * widest * d * self.e)
 
-    def _gradients(self) -> None:
-        """Parameters of each unit, in elements with the alignment of the flat buffers."""
+    def _parameters(self, parallel: ParallelConfig, ranks: int) -> None:
+        """Parameters of each unit, in elements with the alignment of the flat buffers; ``ranks`` have the same ones."""
         model, h = self.model, self.h
         align = 64 // self.e
         bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
@@ -200,12 +203,20 @@ class _Form:
         attention = [self.qkv_rows * h, h * self.proj_columns]
         attention += [self.qkv_rows] * (bias or model.add_qkv_bias) + [h] * bias + [self.d] * (2 * norms * model.qk_layernorm)
         mlp = [self.ffn_in * h, h * self.ffn] + [self.ffn_in, h] * bias
-        self.block_params = total(*attention, *mlp, *[h] * (2 * norms))
+        block = total(*attention, *mlp, *[h] * (2 * norms))
         positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
-        self.embedding_params = total(self.rows * h, *positions)
-        self.tied = not model.untie_embeddings_and_output_weights
-        self.head_params = total(*[h] * norms, *([] if self.tied else [self.rows * h]))
-        self.num_params = self.layers * self.block_params + self.embedding_params + self.head_params
+        tied = not model.untie_embeddings_and_output_weights
+        embedding, head = total(self.rows * h, *positions), total(*[h] * norms, *([] if tied else [self.rows * h]))
+        self.zero = ZeroForm(
+            [embedding, *[block] * self.layers, head], parallel, ranks, self.e, self.wide,
+            accumulates=self.num_micro_batches > 1, tied=tied, receives=not self.cuda,
+        )  # fmt: skip
+        # what tp ranks hold in common is packed before it is summed
+        self.packed = 0
+        if self.tp > 1:
+            self.packed = model.max_positions * h * self.wide if positions and self.parts > 1 else 0
+            if model.num_groups % self.tp:
+                self.packed = max(self.packed, model.num_groups * 2 * self.d * h * self.wide)
 
     # what a block keeps
 
@@ -273,30 +284,43 @@ class _Form:
     @property
     def recomputed(self) -> list[tuple[int, int]]:
         """(first, last + 1) of each chunk of blocks that keeps its input alone."""
-        if self.kernels.recompute_granularity != "full":
-            return []
-        number = self.kernels.recompute_num_layers or 1
-        if self.kernels.recompute_method == "block":
-            return [(i, i + 1) for i in range(min(number, self.layers))]
-        return [(i, min(i + number, self.layers)) for i in range(0, self.layers, number)]
+        return [(first, last) for first, last, again in recompute_plan(self.kernels, self.layers) if again]
 
     # moments
 
     def plan(self, optimizer: str) -> MemoryPlan:
-        n = self.num_params
+        zero = self.zero
+        kept = zero.num_params // zero.parts * self.wide
         data = self.num_micro_batches * self.all_tokens * (8 + 8 + 4)
         stays = [
-            Line("parameters", n * self.e), Line("master weights", n * self.wide if self.is_16_bit else 0),
-            Line("optimizer state", n * self.wide * (2 if optimizer == "adam" else 1)),
+            Line("parameters", zero.kept_params * self.e), Line("buffers for whole parameters", zero.buffers * self.e),
+            Line("master weights", kept if self.is_16_bit else 0),
+            Line("optimizer state", kept * (2 if optimizer == "adam" else 1)),
             Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
         ]  # fmt: skip
         moments = [self._head(), self._head_end(), self._attention_forward(), self._last_forward(), *self._head_backward()]
         for layer in reversed(range(self.layers)):
             moments += [self._mlp_backward(layer), *self._fc1_backward(layer), *self._attention_backward(layer)]
-        every = Line("gradients", n * self.wide)
-        moments.append(Moment("backward", "embedding", (every, *self._in_backward(), Line("table's gradient, widened", self._widened()))))
-        moments.append(Moment("update", "optimizer", (every,)))
+        stream = self._in_backward()
+        widened = Line("table's gradient, widened", self._widened())
+        moments.append(Moment("backward", "embedding", (*_gradients(zero.at(0)), *stream, widened)))
+        moments += self._reductions()
+        moments.append(Moment("update", "optimizer", _gradients(zero.after())))
         return MemoryPlan(tuple(stays), tuple(moments))
+
+    def _reductions(self) -> list[Moment]:
+        """Backward leaves a unit, or all of them."""
+        made, packed = [], Line("what tp ranks sum, packed", self.packed)
+        stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.stream)]
+        blocks = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        for held in self.zero.reducing(self.layers + 1):
+            made.append(Moment("backward", "reduction of the head", (*_gradients(held), *blocks, *stream)))
+        for layer in reversed(range(self.layers)):
+            for held in self.zero.reducing(layer + 1):
+                lines = (*_gradients(held), *self.kept_below(layer), *stream, packed)
+                made.append(Moment("backward", f"{self._place(layer)} block, reduction", lines))
+        made += [Moment("backward", "reductions behind the backward pass", (*_gradients(held), packed)) for held in self.zero.reducing(0)]
+        return made
 
     def _tables(self) -> int:
         """Positions, rotary tables, dropout's token keys."""
@@ -306,15 +330,6 @@ class _Form:
 
     def _widened(self) -> int:
         return self.inside * self.h * self.wide if self.is_16_bit else 0
-
-    def _gradients_above(self, layer: int) -> Line:
-        """Gradient buffers that exist when backward works on a block; -1: on the embedding, ``layers``: on the head."""
-        if self.num_micro_batches > 1:
-            return Line("gradients", self.num_params * self.wide)
-        head = self.head_params + (self.embedding_params if self.tied else 0)
-        if layer == self.layers and self.tied:
-            head = self.embedding_params
-        return Line("gradients", (head + (self.layers - layer) * self.block_params) * self.wide)
 
     def _kept_by_all(self) -> list[Line]:
         """At the end of the forward pass: all blocks, and the final norm's input."""
@@ -333,15 +348,19 @@ class _Form:
         beside = "head's input of a chunk, weighted, or the last chunk's logits"
         more = chunk * self.rows * (self.wide + self.e) if self.is_16_bit else 0  # divided, and rounded
         product = self.rows * self.h * (self.wide if self.cuda else self.e) if self.is_16_bit else 0
-        buffer = self.rows * self.h * self.wide if self.num_micro_batches > 1 else 0  # the sink holds a gradient already
+        buffer = self._head_buffer()
         before = self.stream if self.num_micro_batches > 1 else 0
         return [
-            self._gradients_above(self.layers), *self._kept_by_all(), Line("final norm's output", self.stream),
+            *_gradients(self.zero.at_head()), *self._kept_by_all(), Line("final norm's output", self.stream),
             Line("final norm's output, gathered", self.gathered), Line("gradient of the head's input", self.whole_stream),
             Line("one chunk of logits", logits), Line("its gradient", more), Line("gradient of the table, one chunk", product),
             Line("gradient of the table", buffer), Line(beside, max(chunk * self.h * self.e, rest)),
             Line("the last micro-batch's gradient of the head's input", before), Line("labels, masks", self.inside * 16 + chunk * 20),
         ]  # fmt: skip
+
+    def _head_buffer(self) -> int:
+        """The table's gradient while the sink holds one already: at stages 2 and 3 it does not, that has been reduced."""
+        return self.rows * self.h * self.wide if self.num_micro_batches > 1 and self.zero.stage < 2 else 0
 
     def _head(self) -> Moment:
         return Moment("forward", "LM head", tuple(self._head_lines()))
@@ -354,8 +373,7 @@ class _Form:
 
     def _head_backward(self) -> list[Moment]:
         """Before the reduction is waited for, and behind it, when the gradient is multiplied."""
-        buffer = Line("gradient of the table", self.rows * self.h * self.wide if self.num_micro_batches > 1 else 0)
-        base = [self._gradients_above(self.layers), *self._kept_by_all(), buffer]
+        base = [*_gradients(self.zero.at_head()), *self._kept_by_all(), Line("gradient of the table", self._head_buffer())]
         waiting = Line("gradient of the head's input", self.whole_stream + self.scattering)
         times = self.stream * self.wide // self.e + (self.stream if self.is_16_bit else 0)
         scaled = [Line("gradient of the head's input", self.stream), Line("gradient of the head's input, times what arrives", times)]
@@ -363,7 +381,6 @@ class _Form:
 
     def _attention_forward(self) -> Moment:
         """Attention of the last block."""
-        gradients = self.num_params * self.wide if self.num_micro_batches > 1 else 0
         mlp = 0 if self.recomputed else -_sum(self.mlp_keeps)
         kept = [line for line in self._kept_by_all() if line.name != "final norm's input"]
         keeps = _sum(self.attention_keeps) if self.recomputed else 0
@@ -376,20 +393,22 @@ class _Form:
         return Moment(
             "forward", "attention of the last block",
             (
-                Line("gradients", gradients), *kept, Line("MLP, not there yet", mlp), Line("of a recomputed block", keeps),
+                *_gradients(self.zero.forward()), *kept, Line("MLP, not there yet", mlp), Line("of a recomputed block", keeps),
                 Line("attention kernel's temporaries", makes),
             ),
         )  # fmt: skip
 
     def _last_forward(self) -> Moment:
         """Last block: behind the activation, and the block's output."""
-        gradients = self.num_params * self.wide if self.num_micro_batches > 1 else 0
         inside = _sum(self.mlp_keeps) if self.recomputed else 0
         lines = [line for line in self._kept_by_all() if line.name != "final norm's input"]
         made = Line("MLP, behind the activation", self.inside * self.ffn * self.e)
         return Moment(
             "forward", "last block",
-            (Line("gradients", gradients), *lines, Line("of a recomputed block", inside), made, Line("block's output", self.whole_stream)),
+            (
+                *_gradients(self.zero.forward()), *lines, Line("of a recomputed block", inside), made,
+                Line("block's output", self.whole_stream),
+            ),
         )  # fmt: skip
 
     def _in_backward(self) -> list[Line]:
@@ -401,8 +420,11 @@ class _Form:
         ]  # fmt: skip
 
     def _block(self, layer: int, name: str, *lines: Line) -> Moment:
-        where = "last" if layer == self.layers - 1 else "first" if layer == 0 else f"number {layer}"
-        return Moment("backward", f"{where} block, {name}", (self._gradients_above(layer), *self.kept_below(layer), *lines))
+        held = _gradients(self.zero.at(layer + 1))
+        return Moment("backward", f"{self._place(layer)} block, {name}", (*held, *self.kept_below(layer), *lines))
+
+    def _place(self, layer: int) -> str:
+        return "last" if layer == self.layers - 1 else "first" if layer == 0 else f"number {layer}"
 
     def _from_outside(self, layer: int, attention: bool = False) -> Line:
         """The gradient that came to a chunk of recomputed blocks: apart from that of the stream, once the chunk's first op is done."""
@@ -469,6 +491,13 @@ class _Form:
             return [inside, sending, qkv, norm]
         makes = Line("attention kernel's temporaries", self._reference_makes + self._reference_keeps - self.kernel_keeps)
         return [inside, sending, qkv, norm, self._block(layer, "attention, made again", *base, makes)]
+
+
+def _gradients(held: Held) -> tuple[Line, ...]:
+    return (
+        Line("gradients, whole", held.whole), Line("gradients, reduced", held.ranges),
+        Line("gradients, beside them in reductions", held.under_way),
+    )  # fmt: skip
 
 
 def _sum(lines: Sequence[Line]) -> int:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import memory  # noqa: E402
 import storages  # noqa: E402
-from memory import DROPOUT, FULL, LLAMA, SELECTIVE, Layout  # noqa: E402
+from memory import DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
 SHAPE = {
     "num_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 200, "seq_length": 202, "vocab_size": 300,
@@ -28,6 +28,8 @@ SHAPE = {
 BATCH = 3
 WORDS = {"vocab_size": 3000}  # the head is the worst moment
 WIDE = {"ffn_hidden_size": 500}  # the MLP is
+DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
+UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = [
     [Layout(), Layout(model=WORDS), Layout(model=WIDE), Layout(kernels={**FULL, "recompute_num_layers": 2})],
     [Layout(kernels=SELECTIVE), Layout(model=DROPOUT), Layout(model=LLAMA | {"num_query_groups": 2}), Layout(model={"attention_dropout": 0.1})],
@@ -36,6 +38,16 @@ CASES = [
     [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
     [Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)],
+    *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 2, 3)),
+    *([Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP)] for stage in (1, 2)),
+    [Layout(dp=2, zero=zero(stage), micro_batches=count, model=UNTIED | DEEP) for stage in (2, 3) for count in (1, 2)],
+    [Layout(sp=2, zero=zero(3), kernels=FULL, model=DEEP), Layout(sp=2, zero=zero(2), model=DEEP), Layout(dp=2, zero=zero(1), kernels=FULL)],
+    [Layout(dp=2, zero=zero(3, zero3_keep_units=1), model=DEEP), Layout(dp=2, zero=zero(3, zero3_gather_once=True), micro_batches=2)],
+    [Layout(dp=2, zero=zero(stage, grad_reduce_in_bf16=True), model=DEEP) for stage in (0, 1, 3)],
+    [Layout(dp=2, zero=zero(stage), bf16=True, model=DEEP) for stage in (1, 3)],
+    [Layout(zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
+    [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage)) for stage in (1, 2, 3)],
+    [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
 ]  # fmt: skip
 
 
@@ -56,7 +68,8 @@ def compare(cases: list[Layout]) -> None:
         for name, expected in want.items():
             most = torch.tensor(measured[name])
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            tolerance = 0.1 if case.bf16 else 0.02  # bf16 kernels on the CPU widen block by block
+            # bf16 kernels on the CPU widen block by block; gloo's thread may hold what has been reduced for a moment longer
+            tolerance = 0.1 if case.bf16 else 0.05 if case.zero else 0.02
             assert abs(int(most) / expected - 1) < tolerance, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
 
 

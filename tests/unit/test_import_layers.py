@@ -22,6 +22,7 @@ TORCH_FREE = (
     "training/arguments",
     "training/config_file",
     "training/memory",
+    "training/memory_zero",
     "models/unit_order",
     "optim/residency",
 )

@@ -1,0 +1,182 @@
+"""What ZeRO makes of parameters and gradients in a rank's memory, moment by moment (``optim/flat.py``, ``gradients.py``, ``weights.py``).
+
+    stage 0, 1   gradients are whole from the first one of a step to its end; then, at stage 1, ranges of them
+    stage 2, 3   ranges from one micro-batch to the next; whole are the unit that backward is in, and the one whose reduction is under way
+    stage 3      of the parameters too there are ranges, and buffers in which units are made whole
+
+A reduction takes more than the gradients: its result, the rounded gradients where they travel in 16 bits, and with gloo, whose
+reduce_scatter we add up ourselves, what arrives from the other ranks. At a group of one rank nothing is reduced and nothing gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_sp.config import ParallelConfig
+from megatron_sp.utils.numbers import round_up
+
+
+@dataclass(frozen=True)
+class Held:
+    """Gradients of one moment, in bytes.
+
+    Attributes:
+        whole: buffers of whole units.
+        ranges: reduced ones.
+        under_way: what reductions hold beside the gradients.
+    """
+
+    whole: int = 0
+    ranges: int = 0
+    under_way: int = 0
+
+
+@dataclass(frozen=True)
+class ZeroForm:
+    """Units of one rank, and how they are sharded.
+
+    Attributes:
+        units: elements of each: embedding, blocks, head; without the padding of the ranges.
+        parallel: of the run.
+        ranks: dp * sp.
+        element, wide: bytes of a parameter, and of a gradient.
+        accumulates: there is more than one micro-batch in a step.
+        tied: the embedding's gradient is begun at the head.
+        receives: a reduce_scatter has a buffer for what arrives (gloo).
+    """
+
+    units: Sequence[int]
+    parallel: ParallelConfig
+    ranks: int
+    element: int
+    wide: int
+    accumulates: bool
+    tied: bool
+    receives: bool
+
+    @property
+    def stage(self) -> int:
+        return self.parallel.zero_stage
+
+    @property
+    def parts(self) -> int:
+        """Ranges of a unit."""
+        return self.ranks if self.stage > 0 else 1
+
+    def size(self, unit: int) -> int:
+        """Elements of a unit with padding."""
+        return round_up(self.units[unit], 16 // self.element * self.parts)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all units with padding."""
+        return sum(self.size(unit) for unit in range(len(self.units)))
+
+    @property
+    def kept_params(self) -> int:
+        """Elements of parameters from start to end, without the buffers of stage 3."""
+        return self.num_params // self.parts if self.stage == 3 else self.num_params
+
+    @property
+    def num_buffers(self) -> int:
+        """That the blocks share, at stage 3."""
+        blocks = len(self.units) - 2
+        return blocks if self.parallel.zero3_gather_once else min(blocks, 2 + self.parallel.zero3_keep_units)
+
+    @property
+    def buffers(self) -> int:
+        """Elements of the buffers in which units are made whole."""
+        if self.stage < 3 or self.ranks == 1:
+            return 0
+        blocks = [self.size(unit) for unit in range(1, len(self.units) - 1)]
+        return self.size(0) + self.num_buffers * max(blocks) + self.size(len(self.units) - 1)
+
+    @property
+    def travel(self) -> int:
+        """Bytes of an element of a gradient on its way."""
+        return 2 if self._rounds else self.wide
+
+    @property
+    def _rounds(self) -> bool:
+        return self.parallel.grad_reduce_in_bf16 and self.ranks > 1
+
+    def _beside(self, units: Iterable[int]) -> int:
+        """Of reductions under way."""
+        total = 0
+        for size in map(self.size, units):
+            total += size * 2 if self._rounds else 0
+            if self.stage > 0 and self.ranks > 1:
+                total += size // self.parts * self.travel + (size * self.travel if self.receives else 0)
+        return total
+
+    def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), rounded_back: int | None = None) -> Held:
+        """Units that are whole, those reduced to ranges, and those of the whole ones that are on their way."""
+        ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
+        back = 0 if rounded_back is None or not self._rounds else self.size(rounded_back) // self.parts * 4
+        return Held(
+            sum(map(self.size, set(whole))) * self.wide, sum(self.size(u) for u in ranges) // self.parts * self.wide,
+            self._beside(going) + back,
+        )  # fmt: skip
+
+    @property
+    def _last(self) -> int:
+        return len(self.units) - 1
+
+    @property
+    def _begun_early(self) -> set[int]:
+        """Units whose gradient exists from the head on, though backward comes to them last."""
+        return {0} if self.tied else set()
+
+    # moments; those of backward are of the last micro-batch
+
+    def forward(self) -> Held:
+        """Before the first backward pass of a micro-batch that is not the first one, if there is any."""
+        if not self.accumulates:
+            return Held()
+        if self.stage < 2:
+            return self._held(range(len(self.units)), ())
+        return self._held([0], (), [0])  # the embedding of the micro-batch before is on its way
+
+    def at_head(self) -> Held:
+        """The head's loss and backward."""
+        if self.stage < 2:
+            return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
+        if self.tied:
+            return self._held([0], ())
+        left = [0] if self.accumulates else []
+        return self._held([self._last, *left], (), left)
+
+    def at(self, unit: int) -> Held:
+        """Backward is in a unit that is not the head: its own gradients are there."""
+        above = range(unit + 1, len(self.units))
+        overlap = self.parallel.overlap_grad_reduce
+        if self.stage < 2:
+            whole = range(len(self.units)) if self.accumulates else [unit, *above, *self._begun_early]
+            return self._held(whole, (), above if overlap else ())
+        if overlap:
+            return self._held([unit, unit + 1, *self._begun_early], above[1:], above[:1])
+        left = [0] if self.accumulates and not self.tied and unit > 0 else []
+        return self._held([unit, *above, *self._begun_early, *left], (), left)
+
+    def reducing(self, unit: int) -> list[Held]:
+        """Backward leaves a unit; for unit 0 everything that comes behind backward."""
+        above = range(unit + 1, len(self.units))
+        everything = range(len(self.units))
+        if self.stage < 2:
+            return [self._held(everything, (), everything)] if unit == 0 else [self.at(unit)]
+        if self.parallel.overlap_grad_reduce:
+            left = {0} if unit == self._last and self.accumulates and not self.tied else set()
+            going = {unit, *above[:1], *left}
+            return [self._held(going | self._begun_early, above[1:], going, rounded_back=max(going))]
+        if unit > 0:
+            return [self.at(unit)]
+        found = []
+        for first in everything:  # one after another, the last unit first
+            pair = everything[first : first + 2]
+            found.append(self._held(everything[: first + 2], everything[first + 2 :], pair, rounded_back=max(pair)))
+        return found
+
+    def after(self) -> Held:
+        """The step's gradients when all are reduced."""
+        return self._held(range(len(self.units)), ()) if self.stage == 0 else self._held((), range(len(self.units)))
