@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -128,8 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> Any:
-    """The closed form for a layout."""
+def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None) -> Any:
+    """The closed form for a layout; ``what`` may be another plan of the same arguments."""
     from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
     from megatron_sp.training.memory import memory_plan
 
@@ -137,7 +138,7 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
         sp_overlap_mode=layout.mode, **layout.zero,  # type: ignore[arg-type]
     )  # fmt: skip
-    return memory_plan(
+    return (what or memory_plan)(
         ModelConfig(**{**shape, **layout.model}), parallel, KernelConfig(**layout.kernels),
         BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
         data_parallel_size=layout.dp, device=device,
@@ -188,6 +189,7 @@ def measure(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
         training.step(1)
         counter.phases.clear()
         training.step(2)
+        training.train_step.weights.settle()
     return {"resident": counter.resident, "peak": max(counter.phases.values()), **counter.phases}
 
 

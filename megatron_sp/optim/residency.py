@@ -76,20 +76,37 @@ class Residency:
         self.place.clear()
 
 
-def count_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, frozen: Collection[int] = ()) -> dict[int, int]:
-    """How often each unit is fetched in a step.
+def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
+    """The fetches of a step.
 
     Args:
         pools: as in the run.
         order: uses within a micro-batch.
         num_micro_batches: of the step.
-        frozen: units without anything to fetch.
+        ahead: the next unit is fetched while one is used.
+    Returns:
+        (unit, whether it was fetched while another one was used), one after another.
     """
     residency, uses = Residency(pools), list(order) * num_micro_batches
-    fetched = dict.fromkeys(range(max(order) + 1), 0)
+    fetched = []
     for at, unit in enumerate(uses):
-        upcoming = uses[at + 1 :]
-        for wanted, busy in ((unit, ()), *(((upcoming[0], (unit,)),) if upcoming else ())):
-            if wanted not in residency.place and residency.admit(wanted, upcoming, busy) is not None:
-                fetched[wanted] += wanted not in frozen
+        upcoming = uses[at + 1 : at + 1 + 2 * len(order)]  # each unit that comes again comes within this
+        if unit not in residency.place:
+            residency.admit(unit, upcoming)
+            fetched.append((unit, False))
+        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+            fetched.append((upcoming[0], True))
     return fetched
+
+
+def count_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, frozen: Collection[int] = ()) -> dict[int, int]:
+    """How often each unit is fetched in a step.
+
+    Args:
+        pools, order, num_micro_batches: as in ``list_fetches``.
+        frozen: units without anything to fetch.
+    """
+    counts = dict.fromkeys(range(max(order) + 1), 0)
+    for unit, _ in list_fetches(pools, order, num_micro_batches):
+        counts[unit] += unit not in frozen
+    return counts

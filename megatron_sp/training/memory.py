@@ -28,7 +28,7 @@ from megatron_sp.utils.numbers import round_up
 
 _MIB = 2**20
 _BLOCK_BYTES = 2**20  # of ops/memory.py :: blocks on the CPU, one thread
-_LM_HEAD_BYTES = 52 * _MIB  # of parallel/lm_head.py; a test holds them together
+_LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # of parallel/lm_head.py; a test holds them together
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ def memory_plan(
         optimizer: whose state is kept.
         device: decides kernels and temporaries.
     """
-    return _Form(model, parallel, kernels, batch, precision, data_parallel_size, device).plan(optimizer)
+    return Form(model, parallel, kernels, batch, precision, data_parallel_size, device).plan(optimizer)
 
 
-def lm_head_chunk_tokens(vocab_rows: int) -> int:
+def lm_head_chunk_tokens(vocab_rows: int, device: str = "cpu") -> int:
     """Tokens per chunk of the LM head when no flag says so."""
-    return max(128, _LM_HEAD_BYTES // (4 * vocab_rows) // 64 * 64)
+    return max(128, _LM_HEAD_BYTES[device] // (4 * vocab_rows) // 64 * 64)
 
 
-class _Form:
+class Form:
     """Sizes of all tensors, in bytes unless a name says otherwise."""
 
     def __init__(
@@ -147,6 +147,7 @@ class _Form:
         self.inside = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
         self.between = self.inside // self.parts  # and between them
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
+        self.head_chunk = kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows, device)
         self.ffn = model.ffn_size // self.tp
         self.ffn_in = self.ffn * (2 if model.swiglu else 1)
         # the stream between the layers, and the same with all positions of the tp group
@@ -211,12 +212,21 @@ class _Form:
             [embedding, *[block] * self.layers, head], parallel, ranks, self.e, self.wide,
             accumulates=self.num_micro_batches > 1, tied=tied, receives=not self.cuda,
         )  # fmt: skip
-        # what tp ranks hold in common is packed before it is summed
-        self.packed = 0
-        if self.tp > 1:
-            self.packed = model.max_positions * h * self.wide if positions and self.parts > 1 else 0
-            if model.num_groups % self.tp:
-                self.packed = max(self.packed, model.num_groups * 2 * self.d * h * self.wide)
+
+    def shared(self, unit: int) -> int:
+        """Elements of a unit's gradients that tp ranks have in common and sum, packed together."""
+        model, h, norms = self.model, self.h, 2 if self.model.normalization == "LayerNorm" else 1
+        if self.tp == 1:
+            return 0
+        if unit == 0:
+            return model.max_positions * h if model.position_embedding_type == "learned_absolute" and self.parts > 1 else 0
+        if unit > self.layers:
+            return norms * h if self.parts > 1 else 0
+        count = (2 * norms + 2 * (not model.disable_bias_linear)) * h if self.parts > 1 else 0
+        count += 2 * norms * self.d if model.qk_layernorm else 0
+        if model.num_groups % self.tp:  # each has its own place for every group
+            count += model.num_groups * 2 * self.d * (h + (not model.disable_bias_linear or model.add_qkv_bias))
+        return count
 
     # what a block keeps
 
@@ -310,16 +320,18 @@ class _Form:
 
     def _reductions(self) -> list[Moment]:
         """Backward leaves a unit, or all of them."""
-        made, packed = [], Line("what tp ranks sum, packed", self.packed)
+        made, packed = [], [Line("what tp ranks sum, packed", self.shared(unit) * self.wide) for unit in range(self.layers + 2)]
         stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.stream)]
         blocks = [line for line in self._kept_by_all() if line.name != "final norm's input"]
         for held in self.zero.reducing(self.layers + 1):
             made.append(Moment("backward", "reduction of the head", (*_gradients(held), *blocks, *stream)))
         for layer in reversed(range(self.layers)):
             for held in self.zero.reducing(layer + 1):
-                lines = (*_gradients(held), *self.kept_below(layer), *stream, packed)
+                lines = (*_gradients(held), *self.kept_below(layer), *stream, packed[layer + 1])
                 made.append(Moment("backward", f"{self._place(layer)} block, reduction", lines))
-        made += [Moment("backward", "reductions behind the backward pass", (*_gradients(held), packed)) for held in self.zero.reducing(0)]
+        made += [
+            Moment("backward", "reductions behind the backward pass", (*_gradients(held), packed[0])) for held in self.zero.reducing(0)
+        ]
         return made
 
     def _tables(self) -> int:
@@ -341,7 +353,7 @@ class _Form:
         ]  # fmt: skip
 
     def _head_lines(self) -> list[Line]:
-        chunk = min(self.inside, self.kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows))
+        chunk = min(self.inside, self.head_chunk)
         logits = chunk * self.rows * self.wide
         # a last chunk that is shorter gets logits of its own while the others' still exist
         rest = self.inside % chunk * self.rows * self.wide

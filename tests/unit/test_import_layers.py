@@ -23,6 +23,7 @@ TORCH_FREE = (
     "training/config_file",
     "training/memory",
     "training/memory_zero",
+    "training/traffic",
     "models/unit_order",
     "optim/residency",
 )

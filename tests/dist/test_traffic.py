@@ -1,0 +1,137 @@
+"""The planned traffic of a step against every collective that real steps start, on gloo ranks: how many of which, and bytes on the wire."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_sp.comm import collectives
+from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.training.traffic import TrafficPlan, traffic_plan, wire_bytes
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+
+import memory  # noqa: E402
+from memory import FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
+
+SHAPE = {
+    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "ffn_hidden_size": 20, "seq_length": 21, "vocab_size": 50,
+    "make_vocab_size_divisible_by": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+BATCH = 3
+UNTIED = {"untie_embeddings_and_output_weights": True}
+BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+CHUNKS = {"lm_head_chunk_tokens": 10}
+Counts = dict[str, tuple[int, int]]
+
+CASES = [
+    [Layout(dp=2, zero=zero(stage), micro_batches=count) for stage in (0, 1, 2, 3) for count in (1, 3)],
+    [Layout(dp=2, zero=zero(3, **more), micro_batches=2, model=UNTIED) for more in ({}, {"zero3_keep_units": 1}, {"zero3_gather_once": True})],
+    [Layout(dp=2, zero=zero(3, **{name: value})) for name, value in (("zero3_fetch", "all_reduce"), ("overlap_param_gather", False))],
+    [Layout(dp=2, zero=zero(stage, grad_reduce_in_bf16=True), bf16=True) for stage in (0, 2)],
+    [Layout(dp=2, zero=zero(3), kernels=kernels, micro_batches=2) for kernels in (FULL, BY_TWO, SELECTIVE)],
+    [Layout(dp=3, zero=zero(stage)) for stage in (1, 3)],
+    [Layout(sp=2, mode=mode) for mode in ("none", "split-qkv", "chunked")],
+    [Layout(sp=2, mode="chunked", kernels=FULL, zero=zero(2), micro_batches=2), Layout(sp=2, model=LLAMA | {"num_query_groups": 2})],
+    [Layout(sp=4), Layout(sp=4, mode="split-qkv")],  # 6 heads: 2, 2, 1, 1
+    [Layout(tp=2, kernels=CHUNKS), Layout(tp=2, tp_seq=True, kernels=FULL | CHUNKS), Layout(tp=2, tp_seq=True, micro_batches=2)],
+    [Layout(tp=2, model={"num_query_groups": 1, "qk_layernorm": True}), Layout(tp=2, tp_seq=True, model=LLAMA | {"num_query_groups": 1})],
+    [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
+    [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
+]  # fmt: skip
+
+
+class Counted:
+    """Every collective of more than one rank, as ``comm/collectives.py`` announces it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[int]] = defaultdict(list)
+        collectives.announced = self  # type: ignore[assignment]
+
+    def __call__(self, group: Any, what: str, x: torch.Tensor, *, send: Any = (), receive: Any = ()) -> Any:
+        op, size, ranks = what.split()[0], x.numel() * x.element_size(), group.size()
+        if op == "all_to_all":
+            self.found[op].append((sum(send) - send[group.rank()]) * x.element_size())
+        else:
+            self.found[op].append(wire_bytes(op, size * ranks if op == "all_gather" else size, ranks))  # type: ignore[arg-type]
+        return group
+
+    def totals(self) -> Counts:
+        """(number, bytes) of each operation; the bytes of the rank that sends most."""
+        most = {}
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            sent = torch.tensor(sum(self.found[op]))
+            dist.all_reduce(sent, dist.ReduceOp.MAX)
+            most[op] = len(self.found[op]), int(sent)
+        return most
+
+
+def planned(plan: TrafficPlan) -> Counts:
+    found = {}
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        flows = [flow for flow in plan.flows if flow.op == op]
+        found[op] = sum(flow.number for flow in flows), sum(flow.num_bytes for flow in flows)
+    return found
+
+
+def compare(cases: list[Layout]) -> None:
+    for case in cases:
+        training = memory.Training(case, SHAPE, BATCH, "cpu", memory.Counter("cpu"))
+        training.step(1)
+        counted = Counted()
+        training.step(2)
+        training.train_step.weights.settle()
+        got = counted.totals()
+        plan = memory.predict(case, SHAPE, BATCH, what=traffic_plan)
+        assert got == planned(plan), f"{case}: {got}, planned {planned(plan)}\n{plan.flows}"
+        assert all(0 <= flow.can_hide <= flow.num_bytes for flow in plan.flows)
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: "; ".join(map(str, cases)))
+def test_the_plan_has_every_collective_of_a_step(tmp_path: Path, cases: list[Layout]) -> None:
+    assert len({case.ranks for case in cases}) == 1
+    run_ranks(compare, cases[0].ranks, tmp_path, cases)
+
+
+def plan_of(parallel: dict[str, Any], dp: int = 1, micro_batches: int = 1, **kernels: Any) -> TrafficPlan:
+    batch = BatchConfig(micro_batch_size=BATCH, global_batch_size=BATCH * dp * micro_batches)
+    settings = ParallelConfig(**parallel), KernelConfig(**kernels), batch, PrecisionConfig()
+    return traffic_plan(ModelConfig(**SHAPE), *settings, data_parallel_size=dp)  # type: ignore[arg-type]
+
+
+def test_one_process_sends_nothing() -> None:
+    for stage in range(4):
+        assert plan_of({"zero_stage": stage}).flows == ()
+
+
+def test_what_can_hide_follows_the_flags() -> None:
+    """Everything of the embedding is in the open: its gradient comes last, its parameters are needed first."""
+    n = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    for stage in (1, 3):
+        both = {flow.kind: flow for flow in plan_of({"zero_stage": stage}, dp=2).flows}
+        neither = {flow.kind: flow for flow in plan_of({"zero_stage": stage, **n}, dp=2).flows}
+        for kind in ("gradients", "parameters"):
+            assert neither[kind].can_hide == 0 and neither[kind].under == ""
+            assert 0.5 < both[kind].can_hide / both[kind].num_bytes < 1 and both[kind].under
+    modes = {mode: plan_of({"sequence_parallel_size": 2, "sp_overlap_mode": mode}) for mode in ("none", "split-qkv", "chunked", "auto")}
+    shares = {mode: plan.can_hide / plan.num_bytes for mode, plan in modes.items()}
+    exchanges = {m: sum(f.can_hide for f in p.flows if f.op == "all_to_all") for m, p in modes.items()}
+    assert exchanges["none"] == exchanges["auto"] == 0 and shares["chunked"] > shares["none"]
+    everything = sum(f.num_bytes for f in modes["none"].flows if f.op == "all_to_all")
+    # of eight equal parts five: q and k on the way in, the output's gradient, those of q and k
+    assert exchanges["split-qkv"] == 5 * everything // 8
+
+
+def test_stage_1_moves_each_parameter_twice_whatever_the_accumulation() -> None:
+    one, four = plan_of({"zero_stage": 1}, dp=4), plan_of({"zero_stage": 1}, dp=4, micro_batches=4)
+    assert one.num_bytes == four.num_bytes
+    flows = {flow.kind: flow for flow in one.flows}
+    assert flows["gradients"].num_bytes == flows["parameters"].num_bytes
+    assert plan_of({}, dp=4).flows[0].num_bytes <= 2 * flows["gradients"].num_bytes
