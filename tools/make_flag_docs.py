@@ -22,6 +22,8 @@ Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a 
 - Later wins: defaults, then `--config FILE`, then the command line from left to right; a flag given twice takes the last value.
 - Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
 - `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
+- `--dry-run` prints what a run would take on every rank, parameters, memory, collectives and bytes, and exits; `--dry-run json` the same
+  for programs. `--world-size N` says for how many processes (default: `WORLD_SIZE`, else 1). `--device auto` then means GPUs.
 - Choices ignore upper and lower case.
 """
 

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from megatron_sp.config import GROUPS, Config, raise_all
 from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.config_file import Setting, canonical, read_config_file
-from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
-_SPECIAL = ("config", "print-config", "help", "profile-steps", *dialect.TOKEN_FLAGS)
+_SPECIAL = ("config", "print-config", "dry-run", "world-size", "help", "profile-steps", *dialect.TOKEN_FLAGS)
+_DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
 
 
@@ -45,6 +46,8 @@ class CommandLine:
     settings: list[Setting] = field(default_factory=list)
     config_file: str | None = None
     print_config: bool = False
+    dry_run: str | None = None  # text or json
+    world_size: int | None = None
     help: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -62,7 +65,8 @@ def parse_config(
     Returns:
         A normalised and validated configuration; ``ignored_flags`` lists what was accepted without a meaning.
     Raises:
-        SystemExit: 0 after --help or --print-config, 2 after a message about a wrong flag. Only rank 0 prints.
+        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a --dry-run have
+            their own codes). Only rank 0 prints.
     """
     argv = sys.argv[1:] if argv is None else argv
     prog = prog or os.path.basename(sys.argv[0])
@@ -76,10 +80,18 @@ def parse_config(
                 print_help(prog, description)
             raise SystemExit(EXIT_OK)
         config = _configure(line, world_size)
-    except ConfigError as error:
+        if line.dry_run is not None and not line.print_config:
+            from megatron_sp.training.dry_run import dry_run
+
+            text = dry_run(config, line.world_size or world_size or _launched_processes(), line.dry_run)
+    except ReportedError as error:
         if talks:
             print(f"{prog}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_CONFIG) from None
+        raise SystemExit(error.exit_code) from None
+    if line.dry_run is not None and not line.print_config:
+        if talks:
+            print(text)
+        raise SystemExit(EXIT_OK)
     if line.print_config:
         if talks:
             print(config_as_yaml(config), end="")
@@ -103,7 +115,7 @@ def config_as_yaml(config: Config) -> str:
 def _configure(line: CommandLine, world_size: int | None) -> Config:
     settings = (read_config_file(line.config_file) if line.config_file else []) + line.settings
     config = _apply(settings, line.problems)
-    config.normalize().validate(world_size or _launched_processes())
+    config.normalize().validate(line.world_size or world_size or _launched_processes())
     return config
 
 
@@ -162,7 +174,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def scan(argv: Sequence[str]) -> CommandLine:
-    """Cut a command line into flags and their words; what belongs to no flag is kept as a problem."""
+    """Cut a command line into flags and their words; what belongs to no flag, or cannot stand there, is kept as a problem."""
     line, rest = CommandLine(), list(argv)
     previous = ""
     while rest:
@@ -177,6 +189,10 @@ def scan(argv: Sequence[str]) -> CommandLine:
         words = (value,) if equals else tuple(rest[: _num_words(name, rest)])
         del rest[: 0 if equals else len(words)]
         _note(line, Setting(name, words, spelling))
+    if line.world_size is not None and line.dry_run is None:
+        line.problems.append(
+            "--world-size is for --dry-run: a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
+        )
     return line
 
 
@@ -192,6 +208,17 @@ def _note(line: CommandLine, setting: Setting) -> None:
         line.help = True
     elif setting.name == "print-config":
         line.print_config = True
+    elif setting.name == "dry-run":
+        line.dry_run = setting.words[0] if setting.words else "text"
+        if line.dry_run not in _DRY_RUN:
+            line.problems.append(f"--dry-run: expected nothing, or one of {', '.join(_DRY_RUN)}, got '{line.dry_run}'")
+    elif setting.name == "world-size":
+        try:
+            line.world_size = FieldKind("int").parse(setting.words)
+            if line.world_size < 1:
+                line.problems.append(f"--world-size ({line.world_size}) must be at least 1: it is the number of processes")
+        except ValueError as error:
+            line.problems.append(f"--world-size: {error}")
     elif setting.name == "config":
         line.config_file = setting.words[0] if setting.words and setting.words[0] else None
         if line.config_file is None:
@@ -205,6 +232,8 @@ def _num_words(name: str, rest: list[str]) -> int:
     following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
     if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
         return 1
+    if name == "dry-run":
+        return int(rest[:1] != [] and rest[0] in _DRY_RUN)
     wanted = _arity(name)
     return following if wanted == _ANY else min(wanted, following)
 

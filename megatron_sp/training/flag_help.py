@@ -18,6 +18,9 @@ _FOOTER = (
 )
 
 
+_DRY_RUN = "print parameters, memory and traffic of every rank, as a table or as JSON, and exit; needs no GPU and starts no process"
+
+
 def print_help(prog: str, description: str) -> None:
     """Write --help to standard output."""
     text = f"{description}\n\n{_FOOTER}" if description else _FOOTER
@@ -34,6 +37,8 @@ def _types() -> Any:
     general = [
         ("config", Annotated[Any, _argument("YAML file of flags, flat or grouped; the command line comes after it"), _word("FILE")], None),
         ("print_config", Annotated[bool, _argument("print the whole configuration as YAML for --config, and exit")], False),
+        ("dry_run", Annotated[Any, _argument(_DRY_RUN), _word("[text|json]")], None),
+        ("world_size", Annotated[Any, _argument("with --dry-run: number of processes (default: WORLD_SIZE, else 1)"), _word("INT")], None),
     ]
     groups = []
     for group, cls in GROUPS.items():

@@ -359,7 +359,7 @@ class Form:
         rest = self.inside % chunk * self.rows * self.wide
         beside = "head's input of a chunk, weighted, or the last chunk's logits"
         more = chunk * self.rows * (self.wide + self.e) if self.is_16_bit else 0  # divided, and rounded
-        product = self.rows * self.h * (self.wide if self.cuda else self.e) if self.is_16_bit else 0
+        product = self.rows * self.h * self.e if self.is_16_bit and not self.cuda else 0  # a GPU adds it up in fp32, at its place
         buffer = self._head_buffer()
         before = self.stream if self.num_micro_batches > 1 else 0
         return [

@@ -14,11 +14,13 @@ from ranks import run_ranks
 
 from megatron_sp.comm import collectives
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
 from megatron_sp.training.traffic import TrafficPlan, traffic_plan, wire_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import memory  # noqa: E402
+import storages  # noqa: E402
 from memory import FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
 SHAPE = {
@@ -46,6 +48,13 @@ CASES = [
     [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load_dynamo() -> None:
+    """An optimizer imports it: once, here, instead of in every child."""
+    with storages.StorageCount():
+        torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True).step()
 
 
 class Counted:

@@ -24,6 +24,9 @@ TORCH_FREE = (
     "training/memory",
     "training/memory_zero",
     "training/traffic",
+    "training/remedies",
+    "training/dry_run",
+    "training/console",
     "models/unit_order",
     "optim/residency",
 )

@@ -1,0 +1,163 @@
+"""--dry-run: what a run would take on every rank, for any number of processes, without starting one of them.
+
+Memory comes from ``training/memory.py``, traffic from ``training/traffic.py``; both are held against real steps by tests. Nothing here
+loads torch, unless the model's shape has to be read from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_sp.config import Config, ModelConfig
+from megatron_sp.training.console import format_bytes, format_count
+from megatron_sp.training.memory import Form, Line, MemoryPlan
+from megatron_sp.training.remedies import Device, Remedy, find_remedies, plan_of
+from megatron_sp.training.traffic import TrafficPlan, traffic_plan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run on paper.
+
+    Attributes:
+        num_params: of the whole model, without padding rows of the vocabulary.
+        params_of_rank: elements in the flat buffers of one tp rank, whole; ``kept_params`` of them stay on a rank.
+        remedies: changes that lower the peak.
+    """
+
+    config: Config
+    world_size: int
+    device: Device
+    num_params: int
+    params_of_rank: int
+    kept_params: int
+    num_micro_batches: int
+    memory: MemoryPlan
+    traffic: TrafficPlan
+    remedies: list[Remedy]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: bytes, and plain numbers."""
+        parallel = self.config.parallel
+        layout = {
+            "dp": parallel.dp_size(self.world_size), "sp": parallel.sequence_parallel_size, "tp": parallel.tensor_model_parallel_size,
+            "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
+        }  # fmt: skip
+        parameters = {"model": self.num_params, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
+        return {
+            "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
+            "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
+            "remedies": [remedy._asdict() for remedy in self.remedies],
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """For people."""
+        config, memory, traffic = self.config, self.memory, self.traffic
+        parallel = config.parallel
+        axes = [f"dp {parallel.dp_size(self.world_size)}"]
+        axes += [f"sp {parallel.sequence_parallel_size}"] if parallel.sequence_parallel_size > 1 else []
+        tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
+        axes += [f"tp {parallel.tensor_model_parallel_size}{tp_seq}"] if parallel.tensor_model_parallel_size > 1 else []
+        where = "GPUs" if self.device == "cuda" else "CPUs"
+        count = self.num_micro_batches
+        lines = [
+            f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
+            f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
+            f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
+            f"parameters: {format_count(self.num_params)} ({self.num_params:,}); a rank works with {format_count(self.params_of_rank)} and"
+            f" keeps {format_count(self.kept_params)}",
+            f"memory of a rank: {format_bytes(memory.resident)} stay",
+            *_rows(memory.stays),
+            f"and at the worst moment ({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more",
+            *_rows(memory.worst.lines),
+            f"peak: {format_bytes(memory.peak)} ("
+            + ", ".join(f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
+            + "); tensors alone: NCCL, the allocator and the program come on top",
+        ]
+        if not traffic.flows:
+            lines.append("traffic: none, there is one process")
+        else:
+            lines.append(
+                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of it"
+                f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
+            )
+            lines += self._flows()
+        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
+            lines.append("--sp-overlap-mode auto is settled by timing when the run starts; here it counts as none")
+        if self.remedies:
+            lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
+        return "\n".join(lines)
+
+    def _flows(self) -> list[str]:
+        lines = []
+        for flow in self.traffic.flows:
+            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "in the open"
+            lines.append(
+                f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks} ({flow.group}):"
+                f" {flow.kind}; {hides}"
+            )
+        return lines
+
+
+def _rows(lines: Sequence[Line]) -> list[str]:
+    held = sorted((line for line in lines if line.num_bytes), key=lambda line: -line.num_bytes)
+    return [f"  {format_bytes(line.num_bytes):>10}  {line.name}" for line in held]
+
+
+def plan_run(config: Config, world_size: int) -> RunPlan:
+    """The plan of a run whose configuration has been validated for ``world_size`` processes.
+
+    Raises:
+        ReportedError: the tokenizer or the checkpoint that the model's shape comes from cannot be read.
+    """
+    _complete(config, world_size)
+    device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
+    dp = config.parallel.dp_size(world_size)
+    parts = config.model, config.parallel, config.kernels, config.batch, config.precision
+    form = Form(*parts, dp, device)
+    zero = form.zero
+    return RunPlan(
+        config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
+        plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device),
+        find_remedies(config, world_size, device),
+    )  # fmt: skip
+
+
+def _complete(config: Config, world_size: int) -> None:
+    """What a run would take from a checkpoint or a tokenizer."""
+    if config.checkpoint.use_checkpoint_args:
+        from megatron_sp.checkpoint.checkpointer import Checkpointer
+        from megatron_sp.training.state import adopt_checkpoint_args
+
+        reader = Checkpointer(None)
+        source = config.checkpoint.load or config.checkpoint.save
+        assert source is not None  # validate() has seen to it
+        folder = reader.find(source, config.checkpoint.ckpt_step, config.checkpoint.resume_fallback)
+        adopt_checkpoint_args(reader.read_state(folder), config)
+        config.normalize().validate(world_size)
+    if config.model.vocab_size is None:
+        from megatron_sp.data.tokenizers.build import build_tokenizer
+
+        config.model.vocab_size = build_tokenizer(config.data).vocab_size
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of the whole model, as a checkpoint has them: without padding rows of the vocabulary."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
+    h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
+    bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
+    rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.swiglu else 1)
+    block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
+    block += rows * (bias or model.add_qkv_bias) + (h + ffn_rows + h) * bias
+    embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
+    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    return model.num_layers * block + embedding + head
+
+
+def dry_run(config: Config, world_size: int, kind: str) -> str:
+    """The report: ``kind`` is "text" or "json"."""
+    plan = plan_run(config, world_size)
+    return json.dumps(plan.as_dict(), indent=1) if kind == "json" else plan.text()

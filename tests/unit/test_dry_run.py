@@ -1,0 +1,169 @@
+"""--dry-run: what it says, without torch, for any number of processes; and remedies that have been tried."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from megatron_sp.config import Config
+from megatron_sp.training.arguments import config_from_args, parse_config
+from megatron_sp.training.dry_run import count_parameters, plan_run
+from megatron_sp.training.remedies import find_remedies, plan_of, shortage
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "2048", "--vocab-size", "32000",
+    "--mock-data", "--lr", "1e-4", "--train-iters", "10", "--micro-batch-size", "4", "--global-batch-size", "256",
+)  # fmt: skip
+GIB = 2**30
+
+
+def config_of(*flags: str, world_size: int = 16) -> Config:
+    return config_from_args([*MODEL, *flags], world_size=world_size)
+
+
+def says(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse_config([*MODEL, *flags], prog="pretrain_gpt.py")
+    assert end.value.code == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, "--dry-run", "--world-size", "16", "--sp-size", "2", "--zero-stage", "3", "--sp-overlap-comm", "--bf16")
+    for part in (
+        "16 processes on GPUs: dp 8, sp 2, ZeRO stage 3, bfloat16, 8 micro-batches of 4 x 2048 tokens", "parameters: 135.",
+        "buffers for whole parameters", "and at the worst moment (", "peak: ", "forward ", "backward ", "update ",
+        "x reduce_scatter between 16 (dp x sp): gradients;", "x all_gather between 16 (dp x sp): parameters;", "optimizer state",
+        "x all_to_all between 2 (sp)",
+        "can run under computation", "auto is settled by timing", "less memory: ",
+    ):  # fmt: skip
+        assert part in text, f"{part!r} is missing in\n{text}"
+
+
+def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(says(capsys, "--dry-run", "json", "--world-size", "16", "--zero-stage", "2", "--device", "cpu"))
+    assert record["layout"] == {"dp": 16, "sp": 1, "tp": 1, "tp_seq": False, "zero_stage": 2}
+    assert record["device"] == "cpu" and record["micro_batches"] == 4 and record["world_size"] == 16
+    memory, traffic = record["memory"], record["traffic"]
+    assert memory["resident"] == sum(memory["stays"].values()) and memory["peak"] == max(memory["phases"].values())
+    assert traffic["num_bytes"] == sum(flow["num_bytes"] for flow in traffic["flows"]) > 0
+    assert record["parameters"]["kept_per_rank"] >= record["parameters"]["model"]
+    assert all(remedy["peak"] < memory["peak"] for remedy in record["remedies"])
+
+
+def test_mistakes_are_those_of_a_run_with_so_many_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, "--dry-run", "--world-size", "6", "--sp-size", "4", code=2)
+    assert "the number of processes (6) must be a multiple of" in text
+    assert "--world-size is for --dry-run" in says(capsys, "--world-size", "4", code=2)
+    assert "--world-size (0) must be at least 1" in says(capsys, "--dry-run", "--world-size", "0", code=2)
+    assert "--world-size: expected an integer" in says(capsys, "--dry-run", "--world-size", "many", code=2)
+    assert "unexpected 'yaml': --dry-run takes" in says(capsys, "--dry-run", "yaml", code=2)
+    assert "--dry-run: expected nothing, or one of text, json, got 'yaml'" in says(capsys, "--dry-run=yaml", code=2)
+
+
+def test_a_launcher_says_how_many_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "8 processes on" in says(capsys, "--dry-run")
+    monkeypatch.setenv("RANK", "1")
+    assert says(capsys, "--dry-run") == "", "rank 0 alone speaks"
+
+
+def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    """Nor numpy: the answer comes at once."""
+    block = (
+        "import sys, runpy\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'numpy'):\n"
+        "            raise AssertionError('import of ' + name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        f"sys.argv = {['pretrain_gpt.py', *MODEL, '--dry-run', '--world-size', '64', '--zero-stage', '3', '--tp-size', '2']!r}\n"
+        "runpy.run_path('pretrain_gpt.py', run_name='__main__')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "64 processes on GPUs" in done.stdout
+
+
+def test_the_vocabulary_may_come_from_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [word for word in MODEL if word not in ("--vocab-size", "32000")]
+    config = config_from_args([*flags, "--tokenizer-type", "ByteTokenizer"], world_size=2)
+    assert plan_run(config, 2).config.model.vocab_size in range(256, 300)
+    with pytest.raises(SystemExit) as end:
+        parse_config([*flags, "--tokenizer-model", "absent.model", "--dry-run"], prog="pretrain_gpt.py")
+    assert end.value.code == 4 and "absent.model" in capsys.readouterr().err, "as a run would answer"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {}, {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True},
+        {"num_query_groups": 2, "qk_layernorm": True, "position_embedding_type": "rope"},
+        {"disable_bias_linear": True, "add_qkv_bias": True},
+        {"max_position_embeddings": 31, "squared_relu": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parameters_are_counted_as_the_model_has_them(overrides: dict[str, Any]) -> None:
+    config = tiny.shape(**overrides)
+    model = tiny.make_model(config)
+    assert config.vocab_size and config.hidden_size
+    padding = 48 - config.vocab_size
+    tables = 2 if config.untie_embeddings_and_output_weights else 1
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters()) - tables * padding * config.hidden_size
+
+
+def test_remedies_are_tried_and_do_what_they_say() -> None:
+    config = config_of("--bf16")
+    peak = plan_of(config, 16, "cuda").peak
+    found = find_remedies(config, 16, "cuda", available=peak - 1)
+    assert len(found) == 3 and all(remedy.peak < peak for remedy in found)
+    for remedy in found:
+        changed = config_of("--bf16", *remedy.flags.split())
+        assert plan_of(changed, 16, "cuda").peak == remedy.peak, remedy.flags
+    assert config == config_of("--bf16"), "nothing was changed on the way"
+
+
+def test_the_smallest_change_that_suffices_comes_first() -> None:
+    config = config_of("--bf16")
+    peaks = {stage: plan_of(config_of("--bf16", "--zero-stage", str(stage)), 16, "cuda").peak for stage in range(4)}
+    found = find_remedies(config, 16, "cuda", available=peaks[1])
+    assert found[0].flags == "--zero-stage 1" and found[0].peak == peaks[1]
+
+
+def test_if_nothing_suffices_alone_all_together_are_tried() -> None:
+    config = config_of()
+    last = find_remedies(config, 16, "cuda", available=GIB // 2)[-1]
+    assert last.flags == "--micro-batch-size 1 --recompute-granularity full --zero-stage 3"
+    assert last.peak == plan_of(config_of(*last.flags.split()), 16, "cuda").peak
+
+
+def test_impossible_changes_are_not_recommended() -> None:
+    """One process: nothing to shard, no ranks to give a share to."""
+    config = config_from_args([*MODEL, "--num-attention-heads", "1", "--kv-channels", "64"], world_size=1)
+    flags = [remedy.flags for remedy in find_remedies(config, 1, "cpu")]
+    assert flags and not any(f.startswith(("--zero", "--seq", "--tensor")) for f in flags)
+
+
+def test_the_warning_has_the_arithmetic() -> None:
+    config = config_of("--bf16")
+    plan = plan_of(config, 16, "cuda")
+    assert shortage(config, 16, "cuda", plan.peak, "on this GPU") == []
+    first, *rest = shortage(config, 16, "cuda", plan.peak // 2, "on this GPU")
+    assert first.startswith("warning: a rank is predicted to need ") and " on this GPU: " in first and " that stay + " in first
+    assert len(rest) == 3 and all(line.endswith((", fits", ", still too much")) for line in rest)
+    smallest = config_of("--bf16", "--zero-stage", "3", "--recompute-granularity", "full", "--micro-batch-size", "1")
+    before = copy.deepcopy(smallest)
+    shortage(smallest, 16, "cuda", 1, "")
+    assert smallest == before
