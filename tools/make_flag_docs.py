@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_sp.config import GROUPS
 from megatron_sp.training import ignored_flags as dialect
+from megatron_sp.training.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -30,7 +31,7 @@ Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a 
 
 def page() -> str:
     """The whole text of docs/flags.md."""
-    return "\n".join([_HEAD, *_groups(), *_rewritten(), *_ignored(), *_refused()])
+    return "\n".join([_HEAD, *_groups(), *_rewritten(), *_deepspeed(), *_ignored(), *_refused()])
 
 
 def _groups() -> Iterator[str]:
@@ -71,6 +72,25 @@ def _rewritten() -> Iterator[str]:
     for name in dialect.TOKEN_FLAGS:
         yield f"| `--{name} N` | the same length in samples (or steps, with `--train-iters`), rounded up |"
     yield "| `--profile pt --profile-steps A,B` | `--profile --profile-step-start A --profile-step-end B` |\n"
+
+
+def _deepspeed() -> Iterator[str]:
+    yield "## DeepSpeed's JSON\n"
+    yield (
+        "`--deepspeed_config FILE` reads it. What the file and the flags (or `--config`) both say must agree; a contradiction ends the"
+        ' program and names both values. `"auto"` and `null` say nothing, and what the file does not say keeps the default above (not'
+        " DeepSpeed's: `--clip-grad` is 1). Every name is given once. `--print-config` shows what comes out.\n"
+    )
+    yield "| key | means |\n|---|---|"
+    for key, meaning in ADAPTED.items():
+        yield f"| `{key}` | {meaning} |"
+    ignored = [f"`{start}{key}`" for start, keys in BLOCKS.items() for key in keys.ignored]
+    yield f"\nIgnored, and listed in one line when training starts: {' '.join(ignored)}; and unknown keys, unless one looks misspelt.\n"
+    yield "Refused, unless they are off:\n\n| keys | because |\n|---|---|"
+    refused = {f"{start}{key}": why for start, keys in BLOCKS.items() for key, why in keys.refused.items()}
+    for why in dict.fromkeys(refused.values()):
+        yield f"| {' '.join(f'`{key}`' for key, reason in refused.items() if reason == why)} | {why} |"
+    yield ""
 
 
 def _ignored() -> Iterator[str]:

@@ -3,7 +3,8 @@
 The fields of ``config.py`` are the flags. Both dialects of Megatron are read: other spellings are rewritten, flags without
 meaning here are collected in ``Config.ignored_flags``, flags that would change the result and are not there are refused
 (``ignored_flags.py``). A name is never completed from its beginning and never guessed: a mistyped flag ends the program
-with exit code 2 and the nearest names. Later wins: defaults, then the file, then the command line from left to right.
+with exit code 2 and the nearest names. Later wins: defaults, then the file, then the command line from left to right;
+DeepSpeed's JSON (``deepspeed_config.py``) must agree with them.
 
 Nothing here imports torch or numpy; a wrong flag is answered in a tenth of a second, before any rank talks to another.
 """
@@ -22,10 +23,13 @@ from typing import Any, NamedTuple
 from megatron_sp.config import GROUPS, Config, raise_all
 from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.config_file import Setting, canonical, read_config_file
-from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.training.deepspeed_config import Given, settle
+from megatron_sp.training.deepspeed_keys import read_deepspeed_config
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
-_SPECIAL = ("config", "print-config", "dry-run", "world-size", "help", "profile-steps", *dialect.TOKEN_FLAGS)
+_DEEPSPEED = ("deepspeed-config", "deepscale-config")
+_SPECIAL = ("config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
 
@@ -114,8 +118,9 @@ def config_as_yaml(config: Config) -> str:
 
 def _configure(line: CommandLine, world_size: int | None) -> Config:
     settings = (read_config_file(line.config_file) if line.config_file else []) + line.settings
-    config = _apply(settings, line.problems)
-    config.normalize().validate(line.world_size or world_size or _launched_processes())
+    world_size = line.world_size or world_size or _launched_processes()
+    config = _apply(settings, line.problems, world_size)
+    config.normalize().validate(world_size)
     return config
 
 
@@ -258,18 +263,19 @@ def _arity(name: str) -> int:
 # ------------------------------------------------------------------------------------------------------- applying
 
 
-def _apply(settings: list[Setting], problems: list[str]) -> Config:
+def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
     """The configuration that ``settings`` describe; a ConfigError lists everything that cannot be read."""
     config = Config()
     problems = list(problems)
     weak: list[Setting] = []
     tokens: dict[str, int] = {}
     ignored: dict[str, str] = {}
-    given: set[tuple[str, str]] = set()
+    given: Given = {}
+    deepspeed_file: str | None = None
 
     def assign(setting: Setting) -> None:
         target = targets()[setting.name]
-        given.add((target.group, target.name))
+        given[target.group, target.name] = setting.where
         setattr(getattr(config, target.group), target.name, _value(setting, target))
 
     for setting in settings:
@@ -285,6 +291,8 @@ def _apply(settings: list[Setting], problems: list[str]) -> Config:
                         weak.append(piece) if rewrite.weak else assign(piece)
             elif name in dialect.TOKEN_FLAGS:
                 tokens[name] = FieldKind("int").parse(words)
+            elif name in _DEEPSPEED:
+                deepspeed_file = FieldKind("str").parse(words)
             elif name == "profile-steps":
                 for piece in _profile_steps(setting):
                     assign(piece)
@@ -298,9 +306,14 @@ def _apply(settings: list[Setting], problems: list[str]) -> Config:
     for setting in weak:
         if targets()[setting.name][:2] not in given:
             assign(setting)
+    if deepspeed_file is not None:
+        found = read_deepspeed_config(deepspeed_file)
+        problems += settle(found, config, given, world_size)
     problems += _count_tokens(config, tokens) if not problems else []
     raise_all(problems)
     config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
+    if deepspeed_file is not None and (note := found.note()):
+        config.ignored_flags += (note,)
     return config
 
 

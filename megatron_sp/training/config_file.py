@@ -42,7 +42,7 @@ def read_config_file(path: str) -> list[Setting]:
         ConfigError: the file is absent, too large, not YAML, or holds anything but flags with words or lists of words.
     """
     name = os.path.basename(path)
-    text = _read(path)
+    text = read_text(path, "--config")
     try:
         _check_depth(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -53,18 +53,23 @@ def read_config_file(path: str) -> list[Setting]:
     return [] if empty else list(_settings(root, name, inside=""))
 
 
-def _read(path: str) -> str:
+def read_text(path: str, flag: str) -> str:
+    """The text of a file that ``flag`` names.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than such a file can be, or not UTF-8.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"--config {path}: larger than {MAX_FILE_BYTES} bytes; this is not a file of flags")
+        raise ConfigError(f"{flag} {path}: larger than {MAX_FILE_BYTES} bytes; this is not a file of flags")
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: not UTF-8 text") from None
+        raise ConfigError(f"{flag} {path}: not UTF-8 text") from None
 
 
 def _check_depth(text: str, path: str) -> None:

@@ -36,6 +36,11 @@ def _types() -> Any:
     """A dataclass of dataclasses as tyro wants them; only their names, help and metavars are used."""
     general = [
         ("config", Annotated[Any, _argument("YAML file of flags, flat or grouped; the command line comes after it"), _word("FILE")], None),
+        (
+            "deepspeed_config",
+            Annotated[Any, _argument("DeepSpeed's JSON; it must agree with the flags, docs/flags.md"), _word("FILE")],
+            None,
+        ),
         ("print_config", Annotated[bool, _argument("print the whole configuration as YAML for --config, and exit")], False),
         ("dry_run", Annotated[Any, _argument(_DRY_RUN), _word("[text|json]")], None),
         ("world_size", Annotated[Any, _argument("with --dry-run: number of processes (default: WORLD_SIZE, else 1)"), _word("INT")], None),

@@ -69,7 +69,7 @@ TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
 _FUSED = "which kernels run is decided by what the machine has"
 _LOGGED = "always written to metrics.jsonl, and to TensorBoard when that is on"
 _FORMAT = "checkpoints have one format here: sharded, verified, independent of the layout"
-_ENGINE = "there is one engine here, and it reads flags only"
+_ENGINE = "there is one engine here"
 _COMMUNICATION = "communication has its own flags here"
 _MEMORY = "memory is managed differently here"
 _DATA = "data is read with checked reads, and masks are never stored"
@@ -133,7 +133,7 @@ _IGNORED_VALUES = {
         straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity log-path""",
     "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
     _GARBAGE: "manual-gc-interval",
-    _ENGINE: "deepspeed-config deepscale-config remote-device",
+    _ENGINE: "remote-device",
     "torchrun tells the rank": "local-rank",
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """

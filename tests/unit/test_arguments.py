@@ -206,9 +206,9 @@ def test_lengths_in_tokens() -> None:
 
 
 def test_ignored_flags_are_collected_with_their_reason() -> None:
-    config = parse("--use-mcore-models --transformer-impl local --local_rank=3 --deepspeed_config ds.json --log-throughput --num-experts 1")
+    config = parse("--use-mcore-models --transformer-impl local --local_rank=3 --deepspeed --log-throughput --num-experts 1")
     flags = [note.split(" ")[0] for note in config.ignored_flags]
-    assert flags == ["--use-mcore-models", "--transformer-impl", "--local_rank", "--deepspeed_config", "--log-throughput", "--num-experts"]
+    assert flags == ["--use-mcore-models", "--transformer-impl", "--local_rank", "--deepspeed", "--log-throughput", "--num-experts"]
     assert all(note.endswith(")") and " (" in note for note in config.ignored_flags)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -48,9 +49,17 @@ MEGATRON_DEEPSPEED = """
     --log-validation-ppl-to-tensorboard --tensorboard-dir /tb --checkpoint-activations --use-rotary-position-embeddings
     --rotary-percent 0.25 --num-key-value-heads 16 --layernorm-epsilon 1e-5 --normalization layernorm --no-query-key-layer-scaling
     --data-path /data/pile_text_document --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model /tok/t.model
-    --deepspeed --deepspeed_config /tmp/ds_config.json --zero-stage 0 --pipeline-model-parallel-size 1 --no-pipeline-parallel
+    --deepspeed --deepspeed_config DS_CONFIG --zero-stage 0 --pipeline-model-parallel-size 1 --no-pipeline-parallel
     --deepspeed-activation-checkpointing --local_rank=0 --ds-sequence-parallel-size 1 --profile pt --profile_steps 2,3
 """
+
+DS_CONFIG = """{
+  "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10,
+  "zero_optimization": {"stage": 0, "elastic_checkpoint": true},
+  "gradient_clipping": 1.0, "prescale_gradients": true, "wall_clock_breakdown": false,
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 11},
+  "bf16": {"enabled": false}
+}"""
 
 
 def config(script: str, world_size: int = 4):  # type: ignore[no-untyped-def]
@@ -83,8 +92,19 @@ def test_megatron_lm_llama() -> None:
     assert c.checkpoint.finetune and c.optimizer.use_checkpoint_opt_param_scheduler and not c.batch.no_exit_signal_handler
 
 
-def test_megatron_deepspeed() -> None:
-    c = config(MEGATRON_DEEPSPEED, world_size=8)
+def test_megatron_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(DS_CONFIG)
+    c = config(MEGATRON_DEEPSPEED.replace("DS_CONFIG", str(tmp_path / "ds_config.json")), world_size=8)
+    assert (c.precision.fp16, c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero_stage) == (
+        True,
+        2048.0,
+        500,
+        0,
+    )
+    assert [n for n in c.ignored_flags if n.startswith("ds_config.json")] == [
+        "ds_config.json: steps_per_print, zero_optimization.elastic_checkpoint, prescale_gradients, wall_clock_breakdown"
+        " (DeepSpeed's own tuning, without a meaning here)"
+    ]
     assert c.batch.train_samples == 146484375 and c.batch.train_iters is None  # 300e9 tokens / 2048, less than --train-samples
     assert (c.optimizer.lr_decay_samples, c.optimizer.lr_warmup_samples) == (146484375, 1464844)
     assert (c.model.position_embedding_type, c.model.rotary_percent, c.model.num_groups, c.model.normalization) == (
@@ -100,7 +120,7 @@ def test_megatron_deepspeed() -> None:
 
 def test_a_script_that_asks_for_more_than_there_is_hears_all_of_it_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        config(MEGATRON_LM_345M + " --use-distributed-optimizer --num-experts 8 --fp8-format hybrid")
+        config(MEGATRON_LM_345M + " --use-torch-fsdp2 --num-experts 8 --fp8-format hybrid")
     text = str(caught.value)
     assert text.startswith("3 things are wrong:") and "all MLPs are dense today" in text
     with pytest.raises(ConfigError, match="pipeline parallelism is not supported yet"):
