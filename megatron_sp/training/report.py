@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.console import Console, format_bytes, format_duration
 from megatron_sp.training.flops import peak_tflops, step_flops_per_token
+from megatron_sp.training.foresight import STEPS, Foresight
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
@@ -32,11 +34,14 @@ class StepReporter:
     Args:
         config, groups, console, metrics: of the run.
         train_iters: steps of the whole run.
+        foresight: what is compared after some steps.
     """
 
-    def __init__(self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int) -> None:
+    def __init__(
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, foresight: Foresight
+    ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
-        self._train_iters = train_iters
+        self._train_iters, self._foresight, self._lengths = train_iters, foresight, list[float]()
         self._flops_causal, self._flops_full = step_flops_per_token(config.model)
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
@@ -52,6 +57,10 @@ class StepReporter:
         """Report a step that has just ended."""
         now = time.monotonic()
         self._seconds += now - self._step_began
+        if len(self._lengths) < STEPS:
+            self._lengths.append(now - self._step_began)
+            if len(self._lengths) == STEPS:
+                self._compare(progress.step)
         self._step_began = now
         self._tokens += size * (self._config.model.seq_length or 0)
         self._steps += 1
@@ -64,6 +73,12 @@ class StepReporter:
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
+
+    def _compare(self, step: int) -> None:
+        """Predicted beside measured, once."""
+        measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
+        self._console.line(self._foresight.line(measured, length))
+        self._metrics.write("prediction", step=step, **self._foresight.record(measured, length))
 
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int

@@ -26,6 +26,7 @@ from megatron_sp.optim.schedule import Schedule
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.console import Console, format_count
+from megatron_sp.training.foresight import Foresight
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
@@ -126,6 +127,10 @@ class Run:
         self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.samples_after)
         self._build_data()
         self._choose_layout(stored)
+        self.foresight = Foresight(config, self.overlap_choice, self.launch.world_size, self.launch.local_world_size, self.groups.device)
+        if not config.batch.skip_train:
+            for line in self.foresight.warning():
+                self.console.line(line)
         self._build_model()
         if source is not None and stored is not None:
             self._load(source, stored)
@@ -297,7 +302,7 @@ class Run:
             self.console.line("--offload-optimizer: the model is in host memory already, so this costs memory and time, and saves nothing")
         self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
         num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
-        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters)
+        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, self.foresight)
         self.console.line(
             f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
             f" (dp {groups.dp_size}{self._layout_words()}), attention: {self.kernel.name} ({self.kernel.reason}), global batch"

@@ -150,3 +150,27 @@ def test_the_status_tells_who_runs(tmp_path: Path) -> None:
     found = status(run)
     assert found["status"] == "running" and found["world_size"] == 2 and len(found["pids"]) == len(found["hosts"]) == 2
     assert found["saved_step"] == 4 and saved_steps(run) == [4]
+
+
+def test_after_ten_steps_the_log_shows_predicted_beside_measured(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, "--train-iters", 11, "--zero-stage", 1, "--log-interval", 100, ranks=2)
+    outcome.expect(0, "memory: predicted ", "resident (the whole process", "can run under computation")
+    assert outcome.text.count("memory: predicted") == 1, "rank 0 says it once"
+    (record,) = records(run, "prediction")
+    assert record["step"] == 10 and 0 < record["predicted_bytes"] < record["measured_bytes"] and record["step_s"] > 0
+    assert record["collectives"] == 4 + 4 + 3 and record["sent_bytes"] > record["can_hide_bytes"] > 0
+
+
+def too_little(rank: int) -> None:
+    from megatron_sp.training import foresight
+
+    foresight.host_memory_bytes = lambda: 2**20  # type: ignore[assignment]
+
+
+def test_too_little_memory_is_a_warning_with_remedies_before_the_first_step(tmp_path: Path) -> None:
+    outcome = train(tmp_path, "--train-iters", 1, ranks=2, setup=too_little)
+    outcome.expect(0, "warning: a rank is predicted to need", "--zero-stage ", "step 1/1")
+    text = outcome.texts[0]
+    assert text.index("warning: a rank") < text.index("parameters in") and text.count(": predicted ") == 3
+    assert "warning: a rank" not in outcome.texts[1]

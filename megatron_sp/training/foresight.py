@@ -1,0 +1,105 @@
+"""What a run is predicted to take, held against the memory there is before it starts, and against what was measured after some steps."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.config import Config
+from megatron_sp.training.console import format_bytes
+from megatron_sp.training.remedies import Device, plan_of, shortage
+from megatron_sp.training.traffic import traffic_plan
+
+STEPS = 10  # after which predictions are compared
+
+
+class Foresight:
+    """The prediction of one rank; to be made before the model is built.
+
+    Args:
+        config: of the run, its vocabulary known.
+        overlap: how the exchanges of sp are run, settled: {"mode", "chunks"}.
+        world_size, local_world_size: processes, and those on this host.
+        device: of this rank.
+    """
+
+    def __init__(self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device) -> None:
+        self._config = config = copy.deepcopy(config)
+        parallel = config.parallel
+        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
+            parallel.sp_overlap_comm, parallel.sp_overlap_mode = False, overlap["mode"]
+            parallel.sp_head_chunks = overlap["chunks"] if overlap["mode"] == "chunked" else None
+        self._world_size, self._local_world_size, self._device = world_size, local_world_size, device
+        self._kind: Device = "cuda" if device.type == "cuda" else "cpu"
+        self.memory = plan_of(config, world_size, self._kind)
+        self.traffic = traffic_plan(
+            config.model, config.parallel, config.kernels, config.batch, config.precision,
+            data_parallel_size=config.parallel.dp_size(world_size), device=self._kind,
+        )  # fmt: skip
+        self._before = resident_bytes()
+
+    def warning(self) -> list[str]:
+        """Lines for the log if there is too little memory, with what would help."""
+        if self._kind == "cuda":
+            return shortage(self._config, self._world_size, "cuda", torch.cuda.mem_get_info(self._device)[1], "on this GPU")
+        host, ranks = host_memory_bytes(), self._local_world_size
+        if host is None:
+            return []
+        whose = f"for it ({format_bytes(host)} of this host are available to {ranks} {'process' if ranks == 1 else 'processes'})"
+        return shortage(self._config, self._world_size, "cpu", host // ranks, whose)
+
+    def record(self, measured: int, step_s: float) -> dict[str, Any]:
+        """For metrics.jsonl: bytes and seconds."""
+        before = self._before if self._kind == "cpu" else 0
+        return {
+            "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before, "step_s": step_s,
+            "sent_bytes": self.traffic.num_bytes, "can_hide_bytes": self.traffic.can_hide, "collectives": self.traffic.number,
+        }  # fmt: skip
+
+    def line(self, measured: int, step_s: float) -> str:
+        """Predicted beside measured.
+
+        Args:
+            measured: most that was allocated on the GPU; on a CPU, most that was resident.
+            step_s: of a step.
+        """
+        if self._kind == "cuda":
+            found = f"measured {format_bytes(measured)} allocated"
+        else:
+            before = f", {format_bytes(self._before)} of it before the model was built" if self._before else ""
+            found = f"measured {format_bytes(measured)} resident (the whole process{before})"
+        sent, share = self.traffic.num_bytes, self.traffic.can_hide / max(1, self.traffic.num_bytes)
+        moved = f"{format_bytes(sent)} sent in {self.traffic.number:,} collectives, {share:.0%} can run under computation"
+        return f"memory: predicted {format_bytes(self.memory.peak)}, {found}; a step: {step_s:.3g} s, {moved if sent else 'nothing sent'}"
+
+
+def resident_bytes() -> int:
+    """What this process holds now; 0 where that cannot be read."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that processes of this host, or of this container, can still take; None where that cannot be read."""
+    found = []
+    try:
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, ValueError, KeyError, IndexError):
+        pass
+    try:
+        folder = root / "sys/fs/cgroup"
+        limit = (folder / "memory.max").read_text().strip()
+        # what files have cached is given back when it is needed
+        kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        if limit != "max":
+            found.append(int(limit) - int((folder / "memory.current").read_text()) + int(kinds.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found)) if found else None
