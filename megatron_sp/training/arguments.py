@@ -25,7 +25,7 @@ from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.config_file import Setting, canonical, read_config_file
 from megatron_sp.training.deepspeed_config import Given, settle
 from megatron_sp.training.deepspeed_keys import read_deepspeed_config
-from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
