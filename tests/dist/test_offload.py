@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,30 @@ def test_verify_parallelism_leaves_it_out(tmp_path: Path) -> None:
     train(tmp_path, "--offload-optimizer", "--zero-stage", 1, "--verify-parallelism", ranks=2).expect(0, "the layout equals one process")
 
 
+def test_deepspeeds_json_is_the_same_run_as_the_flags(tmp_path: Path) -> None:
+    """Precision, stage, offload, accumulation, clipping and the optimizer; what is ignored is said once."""
+    block = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+    data = {
+        "train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": 0.3,
+        "zero_optimization": block, "bf16": {"enabled": True}, "communication_data_type": "bf16", "optimizer": optimizer,
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(data))
+    common = ("--micro-batch-size", 1, "--save-interval", 6)
+    flags = (
+        "--bf16", "--zero-stage", 2, "--offload-optimizer", "--clip-grad", 0.3, "--grad-reduce-in-bf16", "--adam-beta1", 0.8,
+        "--adam-beta2", 0.95, "--adam-eps", 1e-6, "--weight-decay", 0.1,
+    )  # fmt: skip
+    train(tmp_path, *common, *flags, "--save", tmp_path / "flags", ranks=2).expect(0)
+    out = train(tmp_path, *common, "--deepspeed_config", tmp_path / "ds.json", "--save", tmp_path / "json", ranks=2).expect(0)
+    assert_same_run(tmp_path / "json", tmp_path / "flags")
+    assert state(tmp_path / "json")["config"] == {**state(tmp_path / "flags")["config"], "checkpoint": state(tmp_path / "json")["config"]["checkpoint"]}
+    assert out.text.count("zero_optimization.reduce_bucket_size") == 1
+    wrong = train(tmp_path, *common, "--deepspeed_config", tmp_path / "ds.json", "--zero-stage", 1, ranks=2)
+    wrong.expect(2, "ds.json: zero_optimization.stage (2) contradicts --zero-stage (1)")
+    assert wrong.texts[1] == "", "said once"
+
+
 def _fetched_once(stage: int) -> None:
     """Each unit's gradients come once a step, when the last micro-batch's are in them, most of them before backward ends."""
     case = Case(dp=dist.get_world_size(), zero=stage, dtype=torch.float32, micro_batches=3)
@@ -122,16 +147,16 @@ def test_gradients_come_once_and_complete(tmp_path: Path, stage: int) -> None:
 
 
 def test_the_masters_are_copies() -> None:
-    """Also of fp32 parameters; they change with the update, and the parameters follow."""
-    layer = nn.Linear(5, 3)
-    unit = FlatUnit("0", layer.named_parameters(), zero=Zero(), offload=True)
-    host = HostCopies([unit])
+    """Also of fp32 parameters; they change with the update, and the parameters follow. A frozen unit has none."""
+    layer, frozen = nn.Linear(5, 3), nn.Linear(5, 5).requires_grad_(False)
+    unit, other = (FlatUnit("", m.named_parameters(), zero=Zero(), offload=True) for m in (layer, frozen))
+    host = HostCopies([unit, other])
     assert unit.params is not None and unit.master.data_ptr() != unit.params.data_ptr() and torch.equal(unit.master, unit.params)
-    gradients = FlatGradients([unit], unit.zero.group, host=host)
-    optimizer = FlatOptimizer([unit], OptimizerConfig(lr=0.1), host=host)
+    gradients = FlatGradients([unit, other], unit.zero.group, host=host)
+    optimizer = FlatOptimizer([unit, other], OptimizerConfig(lr=0.1), host=host)
     gradients.start_step()
     gradients.last_micro_batch()
-    layer(torch.ones(2, 5)).sum().backward()
+    layer(frozen(torch.ones(2, 5))).sum().backward()
     gradients.finish_step()
     before = unit.params.clone()
     optimizer.step(0.1, 0.0, 0.5)
