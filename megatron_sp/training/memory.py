@@ -23,7 +23,7 @@ from typing import Any, Literal
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_heads
-from megatron_sp.training.memory_zero import Held, ZeroForm
+from megatron_sp.training.memory_zero import ALIGN_BYTES, Held, ZeroForm
 from megatron_sp.utils.numbers import round_up
 
 _MIB = 2**20
@@ -195,7 +195,7 @@ class Form:
     def _parameters(self, parallel: ParallelConfig, ranks: int) -> None:
         """Parameters of each unit, in elements with the alignment of the flat buffers; ``ranks`` have the same ones."""
         model, h = self.model, self.h
-        align = 64 // self.e
+        align = ALIGN_BYTES // self.e
         bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
 
         def total(*counts: int) -> int:

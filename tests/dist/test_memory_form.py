@@ -12,7 +12,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
+from megatron_sp.training import memory_zero
 from megatron_sp.training.memory import MemoryPlan, lm_head_chunk_tokens, memory_plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
@@ -111,6 +113,10 @@ def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
     for device in ("cpu", "cuda"):
         for rows in (1, 1000, 4096, 50304, 2**20):
             assert lm_head_chunk_tokens(rows, device) == default_chunk_tokens(rows, device)
+
+
+def test_the_units_are_aligned_as_the_plan_says() -> None:
+    assert flat._ALIGN_BYTES == memory_zero.ALIGN_BYTES
 
 
 def test_precision_and_optimizer() -> None:
