@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,17 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert "64 processes on GPUs" in done.stdout
+
+
+def test_the_readme_shows_what_its_command_prints() -> None:
+    readme = (ROOT / "README.md").read_text()
+    command = next(b for b in re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL) if "--dry-run" in b)
+    shown = next(b for b in re.findall(r"```text\n(.*?)```", readme, flags=re.DOTALL) if b.startswith("dry run: "))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
+    printed = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=True).stdout.splitlines()
+    missing = [line for line in shown.splitlines() if line != "..." and line not in printed]
+    assert not missing, missing
 
 
 def test_the_vocabulary_may_come_from_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
