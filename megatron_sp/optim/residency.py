@@ -87,15 +87,29 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
     Returns:
         (unit, whether it was fetched while another one was used), one after another.
     """
-    residency, uses = Residency(pools), list(order) * num_micro_batches
-    fetched = []
-    for at, unit in enumerate(uses):
-        upcoming = uses[at + 1 : at + 1 + 2 * len(order)]  # each unit that comes again comes within this
-        if unit not in residency.place:
-            residency.admit(unit, upcoming)
-            fetched.append((unit, False))
-        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
-            fetched.append((upcoming[0], True))
+    residency, fetched = Residency(pools), list[tuple[int, bool]]()
+    starts: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who is where -> the micro-batch that began so, fetches before it
+    left = num_micro_batches
+    while left > 0:
+        # with two more micro-batches behind it the rest does not matter: what has happened from here on happens again
+        if left > 2:
+            now = tuple(residency.holds)
+            if now in starts:
+                before, number = starts[now]
+                cycles = (left - 3) // (before - left)
+                left -= cycles * (before - left)
+                fetched += fetched[number:] * cycles
+                starts.clear()
+            starts[now] = left, len(fetched)
+        uses = list(order) * min(left, 3)
+        for at, unit in enumerate(order):
+            upcoming = uses[at + 1 :]
+            if unit not in residency.place:
+                residency.admit(unit, upcoming)
+                fetched.append((unit, False))
+            if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+                fetched.append((upcoming[0], True))
+        left -= 1
     return fetched
 
 

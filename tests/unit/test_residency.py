@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import tiny
 
-from megatron_sp.optim.residency import Pool, Residency, count_fetches
+from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches
 from megatron_sp.training.sharding import pools_of
 
 LAYERS = 5
@@ -70,6 +71,30 @@ def test_nothing_could_fetch_less(num_buffers: int, micro_batches: int) -> None:
     assert _fewest(ORDER * micro_batches, num_buffers, blocks) <= got <= _fewest(ORDER * micro_batches, num_buffers - 1, blocks)
     if num_buffers == 2:
         assert got == _fewest(ORDER * micro_batches, 2, blocks)
+
+
+def _one_by_one(num_buffers: int, micro_batches: int, ahead: bool) -> list[tuple[int, bool]]:
+    """Every use of a step in turn, as a run does it."""
+    residency, uses = Residency(pools(num_buffers)), ORDER * micro_batches
+    fetched = []
+    for at, unit in enumerate(uses):
+        upcoming = uses[at + 1 :]
+        if unit not in residency.place:
+            residency.admit(unit, upcoming)
+            fetched.append((unit, False))
+        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+            fetched.append((upcoming[0], True))
+    return fetched
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("num_buffers", [2, 3, 4, 5])
+def test_many_micro_batches_are_counted_by_their_cycle(num_buffers: int, ahead: bool) -> None:
+    for count in (1, 2, 3, 4, 5, 9, 10, 31):
+        assert list_fetches(pools(num_buffers), ORDER, count, ahead=ahead) == _one_by_one(num_buffers, count, ahead), count
+    began = time.monotonic()
+    assert len(list_fetches(pools(num_buffers), ORDER, 100_000, ahead=ahead)) >= 100_000 * (num_buffers < LAYERS)
+    assert time.monotonic() - began < 5.0
 
 
 def test_a_unit_in_use_is_never_evicted() -> None:
