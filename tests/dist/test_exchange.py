@@ -72,15 +72,16 @@ def _linear(seq: bool) -> None:
     tp = TensorParallel(dist.group.WORLD, seq)
     make: Any = own if seq else (lambda *shape, seed: randn(*shape, seed=seed))
     with late_network():
-        x, w = make(S // tp.parts, B, H, seed=1).requires_grad_(), own(7, H, seed=2).requires_grad_()
         y = own(S, B, 7, seed=3)
-        z = make(S // tp.parts, B, H, seed=9)  # what arrives at the residual branch
-        ax, again = column_linear(x, w, tp=tp)
-        torch.autograd.backward([ax, again], [y, z])
-        assert x.grad is not None and w.grad is not None
-        ax_y, replicas = total((ax * y).sum()), 1 if seq else size
-        assert_adjoint(ax_y + total((x * z).sum() / replicas), total((x * x.grad).sum() / replicas))
-        assert_adjoint(ax_y, total((w * w.grad).sum()))
+        for z in (make(S // tp.parts, B, H, seed=9), None):  # what arrives at the residual branch, if it is used
+            x, w = make(S // tp.parts, B, H, seed=1).requires_grad_(), own(7, H, seed=2).requires_grad_()
+            ax, again = column_linear(x, w, tp=tp)
+            torch.autograd.backward([ax] if z is None else [ax, again], [y] if z is None else [y, z])
+            assert x.grad is not None and w.grad is not None
+            ax_y, replicas = total((ax * y).sum()), 1 if seq else size
+            branch = 0.0 if z is None else total((x * z).sum() / replicas)
+            assert_adjoint(ax_y + branch, total((x * x.grad).sum() / replicas))
+            assert_adjoint(ax_y, total((w * w.grad).sum()))
         x, w = own(S, B, 7, seed=4).requires_grad_(), own(H, 7, seed=5).requires_grad_()
         y = make(S // tp.parts, B, H, seed=6)
         ax = row_linear(x, w, tp=tp)
