@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -49,7 +50,7 @@ class Hosts:
         self._remove()
 
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], **options: object) -> subprocess.Popen[str]:
-        """Start a program on a host, on one core of its own."""
+        """Start a program on a host, on the host's core."""
         line = ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(_core_of(host)), *command]
         return subprocess.Popen(line, env={**environment, "GLOO_SOCKET_IFNAME": self.interface}, text=True, **options)  # type: ignore[call-overload]
 
@@ -74,27 +75,34 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def run_workers(link: str, script: str, interpreter: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def run_workers(
+    link: str, script: str, interpreter: str, task: Mapping[str, Any], environment: Mapping[str, str], ranks: int = RANKS
+) -> dict[str, Any]:
     """Run ``script --worker JSON`` on two ranks with one core each and return the JSON that rank 0 prints last.
+
+    More ranks share the cores, and on two hosts the link: the first half of them is on the first host.
 
     Args:
         link: Gbit/s of a link between two hosts, or "loopback".
         script: of the benchmark.
         interpreter: that runs it.
-        task: for the workers; rank, address and port are added.
+        task: for the workers; rank, their number, address and port are added.
         environment: of the workers.
+        ranks: how many.
     Raises:
         HostsError: two hosts cannot be made here.
         RuntimeError: a rank failed.
     """
     with contextlib.ExitStack() as stack:
         hosts = None if link == "loopback" else stack.enter_context(Hosts(float(link)))
+        port = _free_port() if hosts is None else 29577
         processes = []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             address = "127.0.0.1" if hosts is None else hosts.addresses[0]
-            command = [interpreter, script, "--worker", json.dumps({**task, "rank": rank, "address": address, "port": 29577})]
+            place = {"rank": rank, "ranks": ranks, "address": address, "port": port}
+            command = [interpreter, script, "--worker", json.dumps({**task, **place})]
             if hosts is not None:
-                processes.append(hosts.start(rank, command, environment, stdout=subprocess.PIPE))
+                processes.append(hosts.start(rank * 2 // ranks, command, environment, stdout=subprocess.PIPE))
                 continue
             line = ["taskset", "-c", str(_core_of(rank)), *command]
             processes.append(subprocess.Popen(line, env=dict(environment), stdout=subprocess.PIPE, text=True))
@@ -106,20 +114,26 @@ def run_workers(link: str, script: str, interpreter: str, task: Mapping[str, Any
 
 
 def join(task: Mapping[str, Any]) -> None:
-    """A worker's side: one thread, and the process group of both."""
+    """A worker's side: one thread, and the process group of all."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore(task["address"], task["port"], RANKS, task["rank"] == 0, timeout=timedelta(minutes=5))
-    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=RANKS, timeout=timedelta(minutes=10))
+    ranks = task["ranks"]
+    store = dist.TCPStore(task["address"], task["port"], ranks, task["rank"] == 0, timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=ranks, timeout=timedelta(minutes=10))
 
 
 def _core_of(rank: int) -> int:
     cores = sorted(os.sched_getaffinity(0))
     return cores[rank % len(cores)]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _run(*command: str) -> None:

@@ -104,6 +104,23 @@ def test_storages_are_counted_once_and_forgotten() -> None:
         assert count.peak == 0
 
 
+def test_storages_that_are_emptied_and_filled_again() -> None:
+    plain = torch.UntypedStorage.resize_
+    with storages.StorageCount() as count:
+        a = torch.zeros(1000)
+        a.untyped_storage().resize_(0)
+        assert count.live == 0
+        a.untyped_storage().resize_(8000)
+        assert count.live == count.peak == 8000
+        other = torch.zeros(10).untyped_storage()
+        with storages.StorageCount():
+            other.resize_(80)
+            assert count.live == 8080
+        del other
+        assert count.live == 8000
+    assert torch.UntypedStorage.resize_ is plain
+
+
 def plan_of(shape: dict[str, Any], parallel: dict[str, Any] | None = None, **rest: Any) -> MemoryPlan:
     model = ModelConfig(**{**SHAPE, **shape})
     return memory_plan(model, ParallelConfig(**(parallel or {})), KernelConfig(), BatchConfig(), rest.pop("precision", PrecisionConfig()), **rest)
