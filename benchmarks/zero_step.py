@@ -22,10 +22,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +167,10 @@ def report(cell: str, raw: dict[str, Any], results: dict[str, Any]) -> None:
     rows = []
     for name in raw["seconds"]:
         sent = raw["bytes"][name]
+        difference = raw["loss_difference"].get(name)
         rows.append([
             name, results[f"{name}_seconds"].text("s"), f"{raw['memory'][name] / MIB:.1f}",
-            "" if sent is None else f"{sent / raw['parameters']:.2f}", f"{raw['loss_difference'][name]:.0e}" if name in raw["loss_difference"] else "",
+            "" if sent is None else f"{sent / raw['parameters']:.2f}", "" if difference is None else f"{difference:.0e}",
         ])  # fmt: skip
     w = int(ranks)
     notes = [f"{raw['parameters'] / 1e6:.1f}M parameters; ideal traffic {8 * (w - 1) / w:g} at stage 1, {12 * (w - 1) / w:g} at stage 3"]
@@ -181,10 +186,9 @@ def report(cell: str, raw: dict[str, Any], results: dict[str, Any]) -> None:
         ]
         for c in results["comparisons"]
     ]  # fmt: skip
+    title = f"Ours, of the better variant of each peer, {ranks} processes, {where}"
     if lines:
-        print_table(
-            f"Ours, of the better variant of each peer, {ranks} processes, {where}", ["", "time", "target", "memory", "target"], lines
-        )
+        print_table(title, ["", "time", "target", "memory", "target"], lines)
 
 
 # a rank
@@ -196,11 +200,14 @@ def worker(task: dict[str, Any]) -> int:
     import torch.distributed as dist
 
     sys.stdout, out = sys.stderr, sys.stdout  # what libraries print is not the answer
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names for collectives
     join(task)
     versions = {"torch": str(torch.__version__)}
     if task["deepspeed"]:
+        os.environ["LOCAL_RANK"] = str(task["rank"])
         import deepspeed
 
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False)
         versions["deepspeed"] = deepspeed.__version__
     contenders, memory, left_out = build_all(task)
@@ -214,11 +221,10 @@ def worker(task: dict[str, Any]) -> int:
                 sent[name].append(turn[1])
     losses = {name: contender.global_losses() for name, contender in contenders.items()}
     if task["rank"] == 0:
-        like = losses.get(OURS[1]) or next(iter(losses.values()))
         answer = {
             "seconds": seconds, "bytes": {name: _median(values) for name, values in sent.items()}, "memory": memory, "losses": losses,
-            "loss_difference": {name: max(abs(a / b - 1) for a, b in zip(found, like, strict=True)) for name, found in losses.items() if name != "alone"},
-            "parameters": next(iter(contenders.values())).num_parameters, "left_out": left_out, "versions": versions,
+            "loss_difference": differences(losses), "parameters": next(iter(contenders.values())).num_parameters, "left_out": left_out,
+            "versions": versions,
         }  # fmt: skip
         print(json.dumps(answer), file=out, flush=True)
     dist.barrier()
@@ -272,6 +278,16 @@ def take_turn(contender: Contender, steps: int) -> tuple[float, int | None]:
     seconds = (time.perf_counter() - began) / steps
     after = bytes_sent()
     return seconds, None if before is None or after is None else (after - before) // steps
+
+
+def differences(losses: dict[str, list[float]]) -> dict[str, float]:
+    """The largest relative difference of each contender's losses from those of the first of ours, or of the first at all.
+
+    A rank that trains alone sees other tokens' gradients than all together: it is not compared.
+    """
+    together = {name: found for name, found in losses.items() if name != "alone"}
+    like = next((losses[name] for name in OURS.values() if name in losses), next(iter(together.values()), []))
+    return {name: max(abs(a / b - 1) for a, b in zip(found, like, strict=True)) for name, found in together.items()}
 
 
 def _median(values: list[int | None]) -> int | None:
@@ -479,7 +495,7 @@ class FSDP2(Peer):
         if self.asynchronous:
             plain._set_unshard_async_op(True)
             plain.set_modules_to_forward_prefetch(blocks[:1])
-            for block, following in zip(blocks, blocks[1:], strict=False):
+            for block, following in pairwise(blocks):
                 block.set_modules_to_forward_prefetch([following])
                 following.set_modules_to_backward_prefetch([block])
         self.model, self.optimizer = plain, adamw(plain)
@@ -490,9 +506,12 @@ class FSDP2Asynchronous(FSDP2):
 
 
 class DeepSpeed(Peer):
-    """DeepSpeed's engine with torch's optimizer. At stage 3 a block is fetched at once, as ours and FSDP2's."""
+    """DeepSpeed's engine with torch's optimizer. At stage 3 a block is fetched at once, as ours and FSDP2's.
 
-    stage, overlap = 1, False
+    Its default bucket, 2 GB, would be all of its memory here and would never be full before backward ends.
+    """
+
+    stage, overlap, bucket = 1, False, 5_000_000
 
     def wrap(self, plain: Any) -> None:
         import deepspeed
@@ -506,7 +525,11 @@ class DeepSpeed(Peer):
             model=plain, optimizer=adamw(plain), dist_init_required=False,
             config={
                 "train_micro_batch_size_per_gpu": SEQUENCES // self.ranks, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
-                "steps_per_print": 10**9, "zero_optimization": {"stage": self.stage, "overlap_comm": self.overlap},
+                "steps_per_print": 10**9,
+                "zero_optimization": {
+                    "stage": self.stage, "overlap_comm": self.overlap, "reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket,
+                    "stage3_prefetch_bucket_size": self.bucket,
+                },
             },
         )  # fmt: skip
 
