@@ -527,8 +527,8 @@ class DeepSpeed(Peer):
                 "train_micro_batch_size_per_gpu": SEQUENCES // self.ranks, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
                 "steps_per_print": 10**9,
                 "zero_optimization": {
-                    "stage": self.stage, "overlap_comm": self.overlap, "reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket,
-                    "stage3_prefetch_bucket_size": self.bucket,
+                    "stage": self.stage, "overlap_comm": self.overlap, "reduce_bucket_size": self.bucket,
+                    "allgather_bucket_size": self.bucket, "stage3_prefetch_bucket_size": self.bucket,
                 },
             },
         )  # fmt: skip
