@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,9 @@ import child  # noqa: E402
 import common  # noqa: E402
 import step_vs_hf  # noqa: E402
 import ulysses_replay  # noqa: E402
+import wire  # noqa: E402
+import zero_fetch  # noqa: E402
+import zero_step  # noqa: E402
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -208,6 +214,97 @@ def test_the_replay_puts_the_exchange_back() -> None:
     send, receive = torch.arange(4.0), torch.zeros(6)
     engine.all_to_all_async(send, [2, 2], receive, [3, 3], None).wait()
     assert receive.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
+
+
+def test_the_zero_step_runs_without_deepspeed(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--no-peer", "--rounds", "1", "--steps", "1", "--warmup", "0", "--references", "--cells", "2:loopback"]
+    done = run("zero_step.py", *arguments, "--json", str(tmp_path / "z.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "z.json").read_text())["results"]["cells"]["2:loopback"]
+    raw = found["raw"]
+    assert set(raw["seconds"]) == {name for name in zero_step.KINDS if not name.startswith("DeepSpeed")} and raw["left_out"] == {}
+    assert set(raw["loss_difference"]) == set(raw["seconds"]) - {"alone"} and max(raw["loss_difference"].values()) < 1e-6
+    assert all(len(losses) == 3 for losses in raw["losses"].values())
+    sent = {name: of / raw["parameters"] for name, of in raw["bytes"].items()}
+    assert sent["alone"] < 0.1 and sent["ours, stage 1"] == pytest.approx(4, rel=0.05)  # of N: scatter and gather, 4 bytes, of each a half
+    assert sent["ours, stage 1"] < sent["DDP + ZeRO"] and sent["ours, stage 3"] < sent["FSDP2"]
+    assert [c["peer"].partition(",")[0] for c in found["comparisons"]] == ["DDP + ZeRO", "FSDP2"]
+    assert all(c["ratio"]["median"] > 0 and c["target"] == 0.95 for c in found["comparisons"])
+    assert "Ours, of the better variant" in done.stdout
+
+
+def test_the_zero_step_chooses_contenders() -> None:
+    names = zero_step.contender_names(zero_step.parse(["--no-peer"]))
+    assert names == ["ours, stage 1", "DDP + ZeRO", "DDP + ZeRO, one bucket", "ours, stage 3", "FSDP2", "FSDP2, asynchronous"]
+    names = zero_step.contender_names(zero_step.parse(["--only", "stage 3", "deepspeed 3"]))
+    assert names == ["ours, stage 3", "DeepSpeed 3", "DeepSpeed 3, overlap_comm"]
+
+
+def test_the_zero_step_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    for cell in ("3:loopback", "2", "2:fast", "1:loopback"):
+        done = run("zero_step.py", "--cells", cell)
+        assert done.returncode == 2 and f"--cells {cell}: expected RANKS:LINK" in done.stderr
+    assert run("zero_step.py", "--peer-python", str(tmp_path / "python")).returncode == 2
+    assert "no such contender" in run("zero_step.py", "--no-peer", "--only", "nobody").stderr
+
+
+def test_the_zero_step_leaves_out_who_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Broken(zero_step.Peer):
+        def wrap(self, plain: Any) -> None:
+            raise ImportError("no module named 'peer'\nmore")
+
+    monkeypatch.setitem(zero_step.KINDS, "broken", Broken)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        contenders, memory, left_out = zero_step.build_all({"names": ["broken", "DDP"], "model": zero_step.SMOKE})
+        model = sum(p.numel() * 4 for p in contenders["DDP"].model.parameters())
+        assert left_out == {"broken": "ImportError: no module named 'peer'"} and list(contenders) == ["DDP"]
+        assert memory["DDP"] > 4 * model  # parameters, gradients, two of state, activations
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_zero_fetch_runs_and_draws(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--rounds", "1", "--warmup", "0", "--ranks", "2", "--json", str(tmp_path / "f.json")]
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--plot", str(tmp_path / "f.png")]
+    done = run("zero_fetch.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "f.json").read_text())["results"]
+    assert {(c["bytes"], c["params"], c["ranks"]) for c in results["wall"]} == {(b, p, 2) for b in (16384, 65536) for p in (1, 3)}
+    assert len(results["host"]) == 8 and all(set(c["seconds"]) == set(zero_fetch.WAYS) for c in results["wall"] + results["host"])
+    largest = results["wall"][-1]
+    of_unit = {way: sent / largest["bytes"] for way, sent in largest["sent"].items()}
+    gathers = {"flat": 0.5, "coalesced": 0.5, "per parameter": 0.5, "flat all_reduce": 1.0, "all_reduce": 1.0}
+    assert of_unit == {way: pytest.approx(sent, rel=0.1) for way, sent in gathers.items()}
+    want = {way: pytest.approx(2.0 if way == "coalesced" else 1.0, rel=0.05) for way in zero_fetch.WAYS}
+    assert results["memory"] == want
+    assert not importlib.util.find_spec("matplotlib") or (tmp_path / "f.png").stat().st_size > 1000
+    done = run("zero_fetch.py", "--params", "128", "--sizes-kib", "0")
+    assert done.returncode == 2
+
+
+def test_ways_without_communication_leave_the_collectives_as_they_were() -> None:
+    from megatron_sp.optim import weights
+
+    gather, reduce = weights.all_gather_async, weights.all_reduce_async
+    with pytest.raises(RuntimeError), zero_fetch.no_communication():
+        assert weights.all_gather_async is not gather and weights.all_reduce_async is not reduce
+        raise RuntimeError
+    assert (weights.all_gather_async, weights.all_reduce_async) == (gather, reduce)
+
+
+def test_bytes_on_the_wire() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        before = wire.bytes_sent()
+        ours.sendall(b"x" * 12345)
+        with theirs:
+            got = 0
+            while got < 12345:
+                got += len(theirs.recv(65536))
+            after = wire.bytes_sent()
+    assert before is not None and after is not None and after - before == 12345
 
 
 def test_setup_peers_refuses_unknown_arguments() -> None:
