@@ -219,6 +219,8 @@ def worker(task: dict[str, Any]) -> int:
             if index >= task["warmup"]:
                 seconds[name].append(turn[0])
                 sent[name].append(turn[1])
+        if task["rank"] == 0:
+            print(f"{time.strftime('%H:%M:%S')} round {index + 1} of {task['warmup'] + task['rounds']}", file=sys.stderr, flush=True)
     losses = {name: contender.global_losses() for name, contender in contenders.items()}
     if task["rank"] == 0:
         answer = {
