@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -96,7 +98,9 @@ def run_workers(
     with contextlib.ExitStack() as stack:
         hosts = None if link == "loopback" else stack.enter_context(Hosts(float(link)))
         port = _free_port() if hosts is None else 29577
-        processes = []
+        processes: list[subprocess.Popen[str]] = []
+        stack.callback(_end, processes)  # before the hosts go
+        signal.signal(signal.SIGTERM, _leave)
         for rank in range(ranks):
             address = "127.0.0.1" if hosts is None else hosts.addresses[0]
             place = {"rank": rank, "ranks": ranks, "address": address, "port": port}
@@ -129,6 +133,17 @@ def join(task: Mapping[str, Any]) -> None:
 def _core_of(rank: int) -> int:
     cores = sorted(os.sched_getaffinity(0))
     return cores[rank % len(cores)]
+
+
+def _leave(*_: object) -> None:
+    """Out as by an exception, so that hosts and workers go; `timeout` sends its signal twice."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()  # nothing happens to those that have ended
 
 
 def _free_port() -> int:
