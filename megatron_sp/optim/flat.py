@@ -121,6 +121,8 @@ class FlatLayout:
         self.numel = round_up(end, align * zero.parts)
         each = self.numel // zero.parts
         self.shard = range(zero.part * each, (zero.part + 1) * each)
+        self._views: dict[int, list[Tensor]] = {}  # by the address of a buffer that lives as long as the run
+        self._nothing: Tensor | None = None
 
     def zero_padding(self, flat: Tensor) -> None:
         """Clear what belongs to no parameter in a whole buffer."""
@@ -138,14 +140,21 @@ class FlatLayout:
         return flat
 
     def bind(self, flat: Tensor) -> None:
-        """Make the parameters views of a whole buffer."""
-        for slot in self.slots:
-            slot.param.data = slot.view(flat)
+        """Make the parameters views of a whole buffer, which are built once for each buffer."""
+        views = self._views.get(flat.data_ptr())
+        if views is None:
+            views = self._views[flat.data_ptr()] = [slot.view(flat) for slot in self.slots]
+        for slot, view in zip(self.slots, views, strict=True):
+            slot.param.data = view
 
     def unbind(self) -> None:
         """Leave the parameters without contents: whoever uses one now gets an error, not somebody else's weights."""
+        if not self.slots:
+            return
+        if self._nothing is None:
+            self._nothing = self.slots[0].param.new_empty(0)
         for slot in self.slots:
-            slot.param.data = slot.param.new_empty(0)
+            slot.param.data = self._nothing
 
 
 class FlatUnit:

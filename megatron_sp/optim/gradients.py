@@ -21,7 +21,7 @@ from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.optim.flat import FlatUnit, Slot
 from megatron_sp.optim.offload import HostCopies
 
-_IN_FLIGHT = 2  # units whose whole gradients wait for their reduction, where that is bounded
+_IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ranges: one is on its way, one is complete
 
 
 class FlatGradients:
@@ -147,8 +147,8 @@ class FlatGradients:
             self._handles[index] = all_reduce_async(travels, self.group)
         else:
             self._handles[index] = reduce_scatter_async(travels, self.group)
-        # from stage 2 on for the memory of whole gradients; with a host, so that it gets them under the rest of the backward pass
-        if self.stage >= 2 or self.host is not None:
+        # for the memory of whole gradients and of what arrives; with a host, so that it gets them under the rest of the backward pass
+        if self.stage >= 1 or self.host is not None:
             while len(self._handles) > _IN_FLIGHT - 1:
                 self._wait(next(iter(self._handles)))
 

@@ -1,6 +1,7 @@
 """What ZeRO makes of parameters and gradients in a rank's memory, moment by moment (``optim/flat.py``, ``gradients.py``, ``weights.py``).
 
-    stage 0, 1   gradients are whole from the first one of a step to its end; then, at stage 1, ranges of them
+    stage 0      gradients are whole from the first one of a step to its end
+    stage 1      the same up to the last backward pass, which makes ranges of them, a unit after the other
     stage 2, 3   ranges from one micro-batch to the next; whole are the unit that backward is in, and the one whose reduction is under way
     stage 3      of the parameters too there are ranges, and buffers in which units are made whole
 
@@ -130,6 +131,10 @@ class ZeroForm:
         """Units whose gradient exists from the head on, though backward comes to them last."""
         return {0} if self.tied else set()
 
+    def _not_reached(self, unit: int) -> set[int]:
+        """Units below one whose gradients are whole when the last backward pass is in it (stage 1)."""
+        return set(range(unit)) if self.accumulates else self._begun_early
+
     # moments; those of backward are of the last micro-batch
 
     def forward(self) -> Held:
@@ -153,9 +158,11 @@ class ZeroForm:
         """Backward is in a unit that is not the head: its own gradients are there."""
         above = range(unit + 1, len(self.units))
         overlap = self.parallel.overlap_grad_reduce
-        if self.stage < 2:
+        if self.stage == 0 or (self.stage == 1 and not overlap):
             whole = range(len(self.units)) if self.accumulates else [unit, *above, *self._begun_early]
             return self._held(whole, (), above if overlap else ())
+        if self.stage == 1:
+            return self._held([unit, *above[:1], *self._not_reached(unit)], above[1:], above[:1])
         if overlap:
             return self._held([unit, unit + 1, *self._begun_early], above[1:], above[:1])
         left = [0] if self.accumulates and not self.tied and unit > 0 else []
@@ -165,8 +172,14 @@ class ZeroForm:
         """Backward leaves a unit; for unit 0 everything that comes behind backward."""
         above = range(unit + 1, len(self.units))
         everything = range(len(self.units))
-        if self.stage < 2:
+        if self.stage == 0:
             return [self._held(everything, (), everything)] if unit == 0 else [self.at(unit)]
+        if self.stage == 1 and self.parallel.overlap_grad_reduce:
+            going = {unit, *above[:1]}
+            return [self._held(going | self._not_reached(unit), above[1:], going, rounded_back=max(going))]
+        if self.stage == 1 and unit == 0:  # one after another, the first unit first
+            pairs = [everything[first : first + 2] for first in everything]
+            return [self._held(everything[pair[0] :], everything[: pair[0]], pair, rounded_back=pair[0]) for pair in pairs]
         if self.parallel.overlap_grad_reduce:
             left = {0} if unit == self._last and self.accumulates and not self.tied else set()
             going = {unit, *above[:1], *left}

@@ -15,7 +15,7 @@ from late_network import late_network
 from layouts import Case, Sharded, check_all
 from ranks import run_ranks
 from torch import Tensor, nn
-from wire import Wire
+from sent_bytes import Wire
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import OptimizerConfig
