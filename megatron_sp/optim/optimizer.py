@@ -152,10 +152,11 @@ class LossScaler:
         return ordinary
 
     def state(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
+        return {"dynamic": self.dynamic, "scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        if self.dynamic:
+        """Go on from a dynamic scale; the 1 of a bf16 run says nothing about what fp16 gradients need."""
+        if self.dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self.good_steps, self.hysteresis_left = int(state["good_steps"]), int(state["hysteresis_left"])
 

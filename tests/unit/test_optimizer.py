@@ -247,6 +247,13 @@ def test_a_fixed_scale_never_moves_and_no_overflow_is_ordinary(overrides: dict[s
     assert s.scale == scale
 
 
+@pytest.mark.parametrize("overrides", [{"enabled": False}, {"fixed": 1.0}])
+def test_a_scale_that_was_not_dynamic_is_not_gone_on_from(overrides: dict[str, Any]) -> None:
+    s = scaler()
+    s.load_state(scaler(**overrides).state())
+    assert s.scale == 16.0 and s.hysteresis_left == 2
+
+
 def test_is_finite() -> None:
     assert is_finite() and is_finite(1.0, -3.0)
     assert not any(is_finite(1.0, bad) for bad in (math.nan, math.inf, -math.inf))
