@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,13 +252,17 @@ class Checkpointer:
         """Global shape and dtype of every stored tensor. On any rank alone. Raises CheckpointError."""
         return read_manifest(Path(step_dir)).shapes()
 
-    def load(self, step_dir: str | Path, tensors: dict[str, GlobalTensor], *, partial: bool = False, cast: bool = False) -> None:
+    def load(
+        self, step_dir: str | Path, tensors: dict[str, GlobalTensor], *, partial: bool = False, unread: Collection[str] = (),
+        cast: bool = False,
+    ) -> None:  # fmt: skip
         """Fill these pieces in place. Collective.
 
         Args:
             step_dir: as ``find`` returned it; verified first if this process has not done so yet.
             tensors: the pieces this rank wants; ranks may want different tensors and rectangles.
-            partial: leave tensors in the checkpoint that no rank wants unread; otherwise they are an error.
+            partial: leave tensors in the checkpoint that no rank wants unread; otherwise they are an error,
+            unread: but for these.
             cast: convert stored tensors to the wanted dtype; otherwise another dtype is an error.
         Raises:
             CheckpointError: a table of what is missing, unexpected or of another shape; or what is damaged.
@@ -273,7 +278,7 @@ class Checkpointer:
         def check_fit() -> None:
             for name, tensor in tensors.items():
                 tensor.check(name)
-            if rows := differences(listed, tensors, set() if partial else unwanted, cast):
+            if rows := differences(listed, tensors, set() if partial else unwanted - set(unread), cast):
                 raise CheckpointError(table(step_dir, rows))
 
         self._ranks.each(check_fit)

@@ -244,8 +244,8 @@ class Run:
             if not finetune and not only_validates:
                 self._check_schedule(stored)
                 self._check_data(stored)
-        wanted = {**self.state.weights(), **({} if weights_only else self.state.optimizer_tensors())}
-        self.checkpointer.load(source, wanted, partial=weights_only, cast=True)
+            wanted, unread = self.state.to_load(self.checkpointer.tensor_shapes(source), weights_only=weights_only)
+        self.checkpointer.load(source, wanted, partial=weights_only, unread=unread, cast=True)
         self.state.after_load(weights_only=weights_only)
         self.weights.refresh_all()
         if not finetune:

@@ -8,6 +8,7 @@ random state (``docs/design/001-frame.md``): seed and step say it all.
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,29 @@ class TrainingState:
                         found[f"optimizer.{kind}.{slot.name}"] = _of_slot(unit.layout, slot, flat)
         return found
 
+    def to_load(self, stored: Collection[str], *, weights_only: bool) -> tuple[dict[str, GlobalTensor], set[str]]:
+        """What to ask a checkpoint for, and what of it may stay unread.
+
+        A run with 16 bits goes on from the weights of a wider one as its master weights, and a wider one from the master weights of a run
+        with 16 bits, not from their rounding.
+
+        Args:
+            stored: names of the tensors in the checkpoint.
+            weights_only: nothing of the optimizer.
+        """
+        wanted, unread = self.weights(), set[str]()
+        if weights_only:
+            return wanted, unread
+        optimizer = self.optimizer_tensors()
+        for name in list(wanted):
+            master = f"optimizer.master.{name}"
+            if master in optimizer and master not in stored:
+                wanted[name] = optimizer.pop(master)
+            elif master in stored and master not in optimizer:
+                optimizer[master] = wanted.pop(name)
+                unread.add(name)
+        return {**wanted, **optimizer}, unread
+
     def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint that is not tensors."""
         return {
@@ -113,10 +137,12 @@ class TrainingState:
             self.scaler.load_state(state["loss_scaler"])
 
     def after_load(self, *, weights_only: bool) -> None:
-        """Call after loading: master weights that the checkpoint did not bring are those of the model."""
+        """Call after loading: master weights that were not loaded are those of the model, and else the model's are their rounding."""
         for unit in self.units:
             if weights_only or not unit.is_16_bit:
                 unit.refresh_master()
+            else:
+                unit.refresh_params()
 
 
 def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from training import assert_same_run, records, state, trace, train
+import torch
+from training import assert_same_run, records, state, tensors, trace, train
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61, "--micro-batch-size", 1)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -85,6 +86,28 @@ def test_resumed_to_the_last_bit(tmp_path: Path, stage: int, precision: str) -> 
     assert_same_run(parts, whole)
     if precision == "fp16":
         assert 0 < state(whole)["num_updates"] < 6, "some steps were meant to overflow"
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16"), ("fp32", "fp16"), ("fp16", "fp64")])
+def test_another_precision_goes_on_from_the_unrounded_weights(tmp_path: Path, first: str, then: str) -> None:
+    """The moments come along, and what is trained on is the fp32 weights, whichever name they have in the checkpoint."""
+    flags = {k: () if k == "fp32" else (f"--{k}",) for k in ("fp32", "bf16", "fp16", "fp64")}
+    scale = ("--initial-loss-scale", 1024)
+    run = tmp_path / "run"
+    train(tmp_path, *flags[first], *scale, "--zero-stage", 3, "--save", run, "--exit-interval", 3, ranks=2).expect(0)
+    written = tensors(run)
+    # a step of no length leaves the weights alone
+    still = ("--lr", 0, "--weight-decay", 0, "--min-lr", 0, "--override-opt-param-scheduler", "--exit-interval", 4)
+    train(tmp_path, *flags[then], *scale, *still, "--zero-stage", 1, "--save", run, "--auto-resume", ranks=2).expect(0, "(step 3")
+    read, wide = tensors(run), {"fp32": torch.float32, "fp64": torch.float64}.get(then)
+    for name, weight in written.items():
+        if name.startswith("optimizer."):
+            continue
+        before = written.get(f"optimizer.master.{name}", weight)
+        assert torch.equal(read.get(f"optimizer.master.{name}", read[name]).float(), before), name
+        assert read[name].dtype == (wide or getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[then]))
+        assert torch.equal(read[name], before.to(read[name].dtype)), name
+    assert state(run)["num_updates"] == 4 and records(run)[-1]["loss_scale"] == (1024 if then == "fp16" else 1)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
