@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+LOOK_AHEAD = 2  # micro-batches: each unit that comes again comes within this
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -79,6 +81,9 @@ class Residency:
 def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
     """The fetches of a step.
 
+    Nobody looks ahead farther than ``LOOK_AHEAD`` micro-batches, so once the same units lie in the same buffers as at the start of an
+    earlier micro-batch, everything between repeats: a step of a thousand micro-batches costs as much as one of a few.
+
     Args:
         pools: as in the run.
         order: uses within a micro-batch.
@@ -88,28 +93,26 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
         (unit, whether it was fetched while another one was used), one after another.
     """
     residency, fetched = Residency(pools), list[tuple[int, bool]]()
-    starts: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who is where -> the micro-batch that began so, fetches before it
-    left = num_micro_batches
-    while left > 0:
-        # with two more micro-batches behind it the rest does not matter: what has happened from here on happens again
-        if left > 2:
-            now = tuple(residency.holds)
-            if now in starts:
-                before, number = starts[now]
-                cycles = (left - 3) // (before - left)
-                left -= cycles * (before - left)
-                fetched += fetched[number:] * cycles
-                starts.clear()
-            starts[now] = left, len(fetched)
-        uses = list(order) * min(left, 3)
+    seen: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who lay where -> micro-batch, number of fetches before it
+    micro_batch = 0
+    while micro_batch < num_micro_batches:
+        state, others = tuple(residency.holds), num_micro_batches - LOOK_AHEAD - micro_batch  # that see as far as this one
+        if state in seen and others > 0:
+            first, before = seen[state]
+            times = others // (micro_batch - first)
+            fetched += fetched[before:] * times
+            micro_batch += times * (micro_batch - first)
+            seen.clear()
+        seen[state] = micro_batch, len(fetched)
+        uses = list(order) * min(num_micro_batches - micro_batch, 1 + LOOK_AHEAD)
         for at, unit in enumerate(order):
-            upcoming = uses[at + 1 :]
+            upcoming = uses[at + 1 : at + 1 + LOOK_AHEAD * len(order)]
             if unit not in residency.place:
                 residency.admit(unit, upcoming)
                 fetched.append((unit, False))
             if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
                 fetched.append((upcoming[0], True))
-        left -= 1
+        micro_batch += 1
     return fetched
 
 

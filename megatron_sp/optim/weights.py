@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async
 from megatron_sp.optim.flat import FlatLayout, FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
-from megatron_sp.optim.residency import Pool, Residency
+from megatron_sp.optim.residency import LOOK_AHEAD, Pool, Residency
 
 Fetch = Literal["all_gather", "all_reduce"]
 
@@ -112,7 +112,7 @@ class WholeWeights:
             rest = self._uses[self._at :]
             self._at = self._at + rest.index(index) if index in rest else len(self._uses)
         self._at = min(self._at + 1, len(self._uses))
-        upcoming = self._uses[self._at :]
+        upcoming = self._uses[self._at : self._at + LOOK_AHEAD * len(self._order)]  # not all of a step's: they may be a hundred thousand
         if index not in self._residency.place:
             self._start(index, upcoming, ())
         if self.overlap and upcoming and upcoming[0] not in self._residency.place:

@@ -7,8 +7,12 @@ import time
 
 import pytest
 import tiny
+import torch
+from torch import nn
 
+from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches
+from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.training.sharding import pools_of
 
 LAYERS = 5
@@ -132,3 +136,58 @@ def test_the_model_uses_its_units_in_the_order_it_says(how: str, untied: bool) -
 def test_pools_of_a_model() -> None:
     units = tiny.make_model(tiny.BASE).units()
     assert pools_of(units, 2) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
+
+
+def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: bool) -> list[tuple[int, bool]]:
+    """The fetches of a step, each use looking at all that follow."""
+    residency, uses, fetched = Residency(of), order * micro_batches, list[tuple[int, bool]]()
+    for at, unit in enumerate(uses):
+        upcoming = uses[at + 1 :]
+        if unit not in residency.place:
+            residency.admit(unit, upcoming)
+            fetched.append((unit, False))
+        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+            fetched.append((upcoming[0], True))
+    return fetched
+
+
+RECOMPUTED = [*range(LAYERS + 2), 0, *(unit for first in (5, 3, 1) for unit in (*range(first, min(first + 2, 6)), first))]
+
+
+@pytest.mark.parametrize("order", [ORDER, ORDER[1:], RECOMPUTED], ids=["tied", "untied", "recomputed"])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_repeats_is_repeated_as_it_is(order: list[int], num_buffers: int, ahead: bool) -> None:
+    for micro_batches in range(1, 14):
+        assert list_fetches(pools(num_buffers), order, micro_batches, ahead=ahead) == one_by_one(
+            pools(num_buffers), order, micro_batches, ahead=ahead
+        )
+
+
+def test_a_thousand_micro_batches_are_no_more_work_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, admit = [0], Residency.admit
+
+    def counted(*args: object) -> int | None:
+        calls[0] += 1
+        return admit(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Residency, "admit", counted)
+    list_fetches(pools(3), ORDER, 1000)
+    assert calls[0] < 20 * len(ORDER)
+
+
+def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest, admit = [0], Residency.admit
+
+    def measured(self: Residency, unit: int, upcoming: list[int], busy: tuple[int, ...] = ()) -> int | None:
+        longest[0] = max(longest[0], len(upcoming))
+        return admit(self, unit, upcoming, busy)
+
+    monkeypatch.setattr(Residency, "admit", measured)
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(2), order=ORDER)
+    weights.start_step(100)
+    for unit in ORDER * 100:
+        weights.need(unit)
+    assert weights.num_fetches == sum(count_fetches(pools(2), ORDER, 100).values())
+    assert longest[0] <= 2 * len(ORDER)
