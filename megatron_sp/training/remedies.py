@@ -13,6 +13,7 @@ from megatron_sp.training.memory import MemoryPlan, memory_plan
 
 Device = Literal["cpu", "cuda"]
 _NUMBER = 3
+_MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped it
 
 
 class Remedy(NamedTuple):
@@ -74,8 +75,10 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
 
     parallel, model, batch = config.parallel, config.model, config.batch
     yield [(f"--zero-stage {stage}", setting("parallel", "zero_stage", stage)) for stage in range(parallel.zero_stage + 1, 4)]
-    smaller = [size for size in range(batch.micro_batch_size - 1, 0, -1) if batch.micro_batch_size % size == 0]
-    yield [(f"--micro-batch-size {size}", setting("batch", "micro_batch_size", size)) for size in smaller]
+    size = batch.micro_batch_size
+    smaller = [size // by for by in range(2, min(size, _MOST_TRIED) + 1) if size % by == 0]
+    smaller += [1] if size > _MOST_TRIED else []
+    yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
     if config.kernels.recompute_granularity != "full":
         yield [("--recompute-granularity full", _recompute_all)]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,15 @@ def test_impossible_changes_are_not_recommended() -> None:
     config = config_from_args([*MODEL, "--num-attention-heads", "1", "--kv-channels", "64"], world_size=1)
     flags = [remedy.flags for remedy in find_remedies(config, 1, "cpu")]
     assert flags and not any(f.startswith(("--zero", "--seq", "--tensor")) for f in flags)
+
+
+def test_an_absurd_micro_batch_is_answered_as_fast_as_any() -> None:
+    """Sizes to try instead are found from the small divisors on, not by counting down."""
+    size = 10**15
+    config = config_of("--micro-batch-size", str(size), "--global-batch-size", str(16 * size))
+    began = time.monotonic()
+    flags = [remedy.flags for remedy in find_remedies(config, 16, "cpu", available=GIB)]
+    assert time.monotonic() - began < 20 and any("--micro-batch-size 1 " in f"{f} " for f in flags)
 
 
 def test_the_warning_has_the_arithmetic() -> None:
