@@ -34,6 +34,9 @@ class FlatGradients:
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
         reduce_dtype: in which gradients travel; None: as they are.
         host: where reduced gradients go at once (``--offload-optimizer``); None: they stay.
+
+    Raises:
+        ValueError: a parameter is in two units.
     """
 
     def __init__(
@@ -44,7 +47,15 @@ class FlatGradients:
         self.units, self.group, self.tp, self.overlap = units, group, tp, overlap
         self.reduce_dtype = reduce_dtype if group.size() > 1 else None
         self.stage = units[0].zero.stage if units else 0
-        self._slots = {id(slot.param): (index, slot) for index, unit in enumerate(units) for slot in unit.slots}
+        self._slots: dict[int, tuple[int, Slot]] = {}
+        for index, unit in enumerate(units):
+            for slot in unit.slots:
+                other, _ = self._slots.setdefault(id(slot.param), (index, slot))
+                if other != index:  # it can be a view of one buffer only; the other would go stale
+                    raise ValueError(
+                        f"the parameter {slot.name} is in two units, {units[other].name} and {unit.name}: put modules that share a"
+                        " parameter into one unit, as a tied embedding and head are"
+                    )
         self._written: set[int] = set()
         self._ahead: set[int] = set()
         self._handles: dict[int, Handle] = {}  # in the order in which they were started

@@ -11,8 +11,9 @@ from errors import FP64, assert_law, law_error
 from tiny import Alone
 from torch import Tensor, nn
 
+from megatron_sp.comm.groups import ALONE
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.optim.flat import FlatUnit, Slot, squared_norm
+from megatron_sp.optim.flat import FlatUnit, Slot, Zero, squared_norm
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.parallel.linear import row_linear as linear
 
@@ -251,3 +252,11 @@ def test_gradients_take_no_memory_between_steps_and_a_claim_ahead_must_be_settle
     assert torch.equal(unit.grads, torch.tensor([3.0] * 15 + [0.0] * 17)), "padding and what got no gradient are zero"
     sink.start_step()
     assert unit._grads is None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_in_two_units_is_refused(stage: int) -> None:
+    shared = nn.Parameter(torch.ones(3, 3))
+    units = [FlatUnit(unit, [(f"{unit}.weight", shared)], zero=Zero(stage)) for unit in ("first", "second")]
+    with pytest.raises(ValueError, match=r"second\.weight is in two units, first and second"):
+        FlatGradients(units, ALONE)
