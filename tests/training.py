@@ -135,7 +135,8 @@ def _reap(pids: list[int], codes: dict[int, int], ended: dict[int, float], began
 
 @cache
 def _store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    # not libuv's: children that are forked while it serves share its epoll instance, and once in a thousand starts one waits for ever
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=False)
 
 
 def _store_address() -> dict[str, str]:

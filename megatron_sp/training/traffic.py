@@ -156,6 +156,8 @@ class _Counter:
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Entering and leaving the split parts of the layers, the embedding and the head."""
+        if self.tp == 1:
+            return
         form, times = self.form, self.form.num_micro_batches
         size, under = form.whole_stream, "products of the backward pass"
         # a block has two split parts; backward leaves each under the product of the weight's gradient

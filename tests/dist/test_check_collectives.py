@@ -24,7 +24,7 @@ from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_reduc
 from megatron_sp.comm.collectives import reduce_scatter_async as reduce_scatter
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import broadcast_json, gather_json
-from megatron_sp.optim import flat
+from megatron_sp.optim import gradients
 from megatron_sp.utils.errors import PeerError
 
 
@@ -303,18 +303,18 @@ def test_a_bug_in_training_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def forget(rank: int) -> None:
-        original = flat.all_reduce_async
+        original = gradients.all_reduce_async
 
         def forgetful(x: Any, group: Any) -> Any:
             forgetful.calls += 1  # type: ignore[attr-defined]
-            return flat.Handle(None, x, "nothing") if rank == 1 and forgetful.calls == 6 else original(x, group)  # type: ignore[attr-defined]
+            return gradients.Handle(None, x, "nothing") if rank == 1 and forgetful.calls == 6 else original(x, group)  # type: ignore[attr-defined]
 
         forgetful.calls = 0  # type: ignore[attr-defined]
-        flat.all_reduce_async = forgetful  # type: ignore[assignment]
+        gradients.all_reduce_async = forgetful  # type: ignore[assignment]
 
     outcome = train(tmp_path, "--check-collectives", "--save", run, ranks=2, setup=forget).expect(1, "differs between its ranks")
     assert outcome.text.count("error: ") == 1 and "Traceback" not in outcome.text, "rank 0 says it, once"
-    assert re.search(r"rank 0 calls .* from optim/flat.py:\d+\n  rank 1 calls .* at training/step.py:\d+ from ", outcome.texts[0]), outcome.text
+    assert re.search(r"rank 0 calls .* from optim/gradients.py:\d+\n  rank 1 calls .* at training/step.py:\d+ from ", outcome.texts[0]), outcome.text
     assert status(run)["exit_code"] == 1 and "differs between its ranks" in status(run)["message"]
 
 
