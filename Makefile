@@ -1,7 +1,8 @@
-# style: reformat; checks: everything but the tests; test: checks and tests; test-full: every layout with everything (hours);
+# style: reformat; checks: everything but the tests; test: checks and tests; test-all: with the tests that are
+# too long for every run (25 minutes); test-full: every layout with everything (hours);
 # test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-full test-gpu mutants docs
+.PHONY: env style checks test test-all test-full test-gpu mutants docs
 
 env:
 	bash scripts/setup_env.sh dev
@@ -19,6 +20,9 @@ checks: env
 
 test:
 	bash scripts/test.sh
+
+test-all:
+	bash scripts/test.sh -m "not full"
 
 test-full: env
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_layout_grid.py

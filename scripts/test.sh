@@ -11,18 +11,4 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check --quiet . || { echo "run: make style"; exit 1; }
 step "mypy" "$python" -m mypy
 step "codespell" "$python" -m codespell_lib
-pytest() { "$python" -m pytest -q --durations=10 "$@"; }
-if [ $# -gt 0 ]; then
-    step "pytest" pytest "$@"
-    exit 0
-fi
-# The tests of several processes beside all others: both halves wait for processes and files as much as they compute.
-half="$(mktemp)"
-pytest tests/dist >"$half" 2>&1 &
-dist=$!
-trap 'kill "$dist" 2>/dev/null || true; rm -f "$half"' EXIT
-status=0
-step "pytest (all but tests/dist)" pytest --ignore tests/dist || status=$?
-wait "$dist" || status=$?
-step "pytest (tests/dist)" cat "$half"
-exit "$status"
+step "pytest" "$python" -m pytest -q --durations=10 "$@"

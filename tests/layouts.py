@@ -7,6 +7,7 @@ sharded one takes its parts of those weights, and each rank compares its part of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -215,12 +216,18 @@ def _unsharded_step(whole: GPTModel, batches: list[tiny.Batch]) -> dict[str, Ten
     return {"loss": total, **grads}
 
 
+@cache
+def _groups(device: torch.device, tp: int, sp: int) -> ParallelGroups:
+    """Built once in a rank's process: with eight ranks on two cores they take longer than a case."""
+    return ParallelGroups.create(device, tp_size=tp, sp_size=sp)
+
+
 class Sharded:
     """The model of this rank with flat buffers, its weights taken from the whole model, which is on the CPU."""
 
     def __init__(self, case: Case, whole: GPTModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
-        self.groups = ParallelGroups.create(device, tp_size=case.tp, sp_size=case.sp)
+        self.groups = _groups(device, case.tp, case.sp)
         self.layout = Layout.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
         )

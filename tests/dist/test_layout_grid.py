@@ -6,15 +6,19 @@ import itertools
 from pathlib import Path
 
 import pytest
-from layouts import AXES, Case, check, check_all, grid_case, pairwise_grid
+from layouts import AXES, check_all, grid_case, pairwise_grid
 from ranks import run_ranks
+
+pytestmark = pytest.mark.long
 
 PAIRWISE = pairwise_grid()
 
 
-@pytest.mark.parametrize("case", PAIRWISE, ids=[f"{i}: {case}" for i, case in enumerate(PAIRWISE)])
-def test_pairwise(case: Case, tmp_path: Path) -> None:
-    run_ranks(check, case.world, tmp_path, case)
+@pytest.mark.parametrize("axes", sorted({(case.tp, case.sp, case.dp) for case in PAIRWISE}), ids=lambda axes: "tp{}-sp{}-dp{}".format(*axes))
+def test_pairwise(axes: tuple[int, int, int], tmp_path: Path) -> None:
+    """All cases of the same axes in one set of processes; the message names the case."""
+    cases = [case for case in PAIRWISE if (case.tp, case.sp, case.dp) == axes]
+    run_ranks(check_all, cases[0].world, tmp_path, cases)
 
 
 def test_the_pairwise_grid_is_about_as_large_as_it_should_be() -> None:

@@ -23,6 +23,8 @@ import memory  # noqa: E402
 import storages  # noqa: E402
 from memory import DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 SHAPE = {
     "num_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 200, "seq_length": 202, "vocab_size": 300,
     "attention_dropout": 0.0, "hidden_dropout": 0.0,

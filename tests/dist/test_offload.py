@@ -20,6 +20,8 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies
 from megatron_sp.optim.optimizer import FlatOptimizer
 
+pytestmark = pytest.mark.long
+
 KINDS: dict[str, tuple[object, ...]] = {
     "fp32": (), "bf16": ("--bf16", "--grad-reduce-in-bf16"), "sgd": ("--optimizer", "sgd"), "fp64": ("--fp64",),
     "fp16": ("--fp16", "--initial-loss-scale", 2.0**19, "--hysteresis", 1, "--loss-scale-window", 2),

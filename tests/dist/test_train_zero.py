@@ -50,6 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_path: Path) -> None:
     ranks, flags = flags_of(name)
@@ -63,6 +64,7 @@ def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_p
     assert all(abs(a - b) <= 3 for a, b in zeros), "but for sums that happen to vanish"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, alone: Path, tmp_path: Path) -> None:
     ranks, flags = flags_of(writer)

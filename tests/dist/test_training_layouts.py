@@ -10,6 +10,8 @@ from training import trace, train
 from megatron_sp.optim import gradients
 from megatron_sp.parallel import ulysses
 
+pytestmark = pytest.mark.long
+
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "alone": (1, ()),
