@@ -135,8 +135,7 @@ def _reap(pids: list[int], codes: dict[int, int], ended: dict[int, float], began
 
 @cache
 def _store() -> dist.TCPStore:
-    # not libuv's: children that are forked while it serves share its epoll instance, and once in a thousand starts one waits for ever
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=False)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def _store_address() -> dict[str, str]:
