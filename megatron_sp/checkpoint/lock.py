@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,17 @@ class RunLock:
 
     def _clear_if_dead(self) -> None:
         """Remove the lock of a dead holder, or raise LockError for a living one."""
+        self._judge()
+        with self._right_to_remove() as granted:
+            if granted and (who := self._judge()) is not None:
+                self.path.unlink(missing_ok=True)
+                logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
+
+    def _judge(self) -> str | None:
+        """Who the dead holder is; None when the lock was given back meanwhile; LockError for a living one."""
         holder, age = _read(self.path), self._age()
         if age is None:
-            return  # given back meanwhile
+            return None
         who = f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
         alive = _is_alive(holder)
         if alive or (alive is None and age < self._stale_s):
@@ -89,27 +98,31 @@ class RunLock:
                 f" end that one, use another --save, or, if it is surely gone, delete {self.path}"
                 + ("" if alive else f" (it is taken over by itself after {self._stale_s:.0f} s without a sign of life)")
             )
-        self._remove(holder)
-        logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
+        return who
 
-    def _remove(self, holder: dict[str, Any]) -> None:
-        """Take the judged file out of the way; if someone else has replaced it meanwhile, leave theirs in place."""
-        aside = self.path.with_name(f"{LOCK_NAME}.stale-{uuid.uuid4().hex[:8]}")
+    @contextlib.contextmanager
+    def _right_to_remove(self) -> Iterator[bool]:
+        """Whether this process alone may remove the lock now; if another one may, give it a moment."""
+        guard = self.path.with_name(f"{LOCK_NAME}.takeover")
         try:
-            self.path.rename(aside)
-        except FileNotFoundError:
+            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            if (self._age(guard) or 0.0) > self._stale_s:  # held for microseconds, unless its holder died in them
+                guard.unlink(missing_ok=True)
+            time.sleep(0.01)
+            yield False
             return
-        if _read(aside) != holder:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self.path)
-        aside.unlink()
+        try:
+            yield True
+        finally:
+            guard.unlink(missing_ok=True)
 
-    def _age(self) -> float | None:
-        """Seconds since the last heartbeat by the file system's clock; None when there is no lock any more."""
+    def _age(self, path: Path | None = None) -> float | None:
+        """Seconds since the file (the lock, by default) was touched, by the file system's clock; None when there is none any more."""
         probe = self.path.with_name(f"{LOCK_NAME}.probe-{uuid.uuid4().hex[:8]}")
         try:
             probe.touch()
-            return max(0.0, probe.stat().st_mtime - self.path.stat().st_mtime)
+            return max(0.0, probe.stat().st_mtime - (path or self.path).stat().st_mtime)
         except FileNotFoundError:
             return None
         finally:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -118,36 +119,56 @@ def test_the_heartbeat_keeps_it_fresh_and_notices_a_take_over(tmp_path: Path, ca
     assert (tmp_path / "LOCK").exists()  # the other's
 
 
-def test_a_lock_that_changed_hands_while_it_was_judged_is_left_alone(tmp_path: Path) -> None:
-    forge(tmp_path, token="new owner")
-    dead = {"token": "dead"}
-    RunLock._remove(_Unlocked(tmp_path), dead)  # type: ignore[arg-type]
+def test_a_lock_that_changed_hands_while_it_was_judged_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder is dead when it is judged first; before this process may remove its lock, another one has taken over."""
+    forge(tmp_path, age_s=500, host="elsewhere")
+    judge = RunLock._judge
+    verdicts = []
+
+    def judge_and_change(self: RunLock) -> str | None:
+        verdicts.append(judge(self))
+        forge(tmp_path, token="new owner")
+        return verdicts[-1]
+
+    monkeypatch.setattr(RunLock, "_judge", judge_and_change)
+    with pytest.raises(LockError, match="is in use by"):
+        RunLock(tmp_path)
+    assert len(verdicts) == 1  # the second found the new owner alive
     assert json.loads((tmp_path / "LOCK").read_text())["token"] == "new owner"
     assert os.listdir(tmp_path) == ["LOCK"]
 
 
-class _Unlocked:
-    def __init__(self, run: Path) -> None:
-        self.path = run / "LOCK"
+def test_who_died_while_taking_over_does_not_stop_the_next(tmp_path: Path) -> None:
+    forge(tmp_path, age_s=500, host="elsewhere")
+    guard = tmp_path / "LOCK.takeover"
+    guard.touch()
+    threading.Timer(0.1, os.utime, (guard, (0, 0))).start()  # until then it counts as another's that is at it
+    began = time.monotonic()
+    RunLock(tmp_path).close()
+    assert time.monotonic() - began >= 0.1
+    assert os.listdir(tmp_path) == []
 
 
-def contend(rank: int, run: Path, start: Any, winners: Any) -> None:
+def contend(rank: int, run: Path, start: Any, winners: Any, losers: Any) -> None:
     start.wait()
     try:
         held = RunLock(run)
     except LockError:
+        with losers.get_lock():
+            losers.value += 1
         return
     with winners.get_lock():
         winners.value += 1
-    time.sleep(0.5)
+    while winners.value + losers.value < 6:  # held until all have tried
+        time.sleep(0.01)
     held.close()
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
     forge(tmp_path, age_s=500, host="elsewhere")
     context = mp.get_context("fork")
-    start, winners = context.Event(), context.Value("i", 0)
-    children = [context.Process(target=contend, args=(rank, tmp_path, start, winners)) for rank in range(6)]
+    start, winners, losers = context.Event(), context.Value("i", 0), context.Value("i", 0)
+    children = [context.Process(target=contend, args=(rank, tmp_path, start, winners, losers)) for rank in range(6)]
     for child in children:
         child.start()
     start.set()
