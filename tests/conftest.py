@@ -10,8 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-torch.testing.assert_close(torch.ones(1), torch.ones(1))
 torch.set_num_threads(1)
+torch.testing.assert_close(torch.ones(1), torch.ones(1))
+_leaf = torch.ones(1, requires_grad=True)
+torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is half a second of every rank
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

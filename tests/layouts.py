@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ import reference
 import tiny
 import torch
 from errors import FP32, FP64, assert_law
+from ranks import run_ranks
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
@@ -303,25 +305,70 @@ class Sharded:
         return local
 
 
+class OneProcess:
+    """What one process makes of a case: loss and gradients of the first step, and with ``steps`` the weights after that many updates."""
+
+    def __init__(self, case: Case) -> None:
+        self.config = tiny.shape(**{"seq_length": case.seq, **case.model})
+        self.whole = tiny.make_model(self.config, dtype=case.dtype)
+        self.want = want_of(case, self.whole)
+        self.weights = self._after_steps(case) if case.steps else {}
+
+    def _after_steps(self, case: Case) -> dict[str, Tensor]:
+        model = tiny.make_model(self.config, dtype=case.dtype)
+        gradients = tiny.flatten(model)
+        optimizer = FlatOptimizer(gradients.units, UPDATE)
+        batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]
+        for _ in range(case.steps):
+            gradients.start_step()
+            for batch in batches:
+                if batch is batches[-1]:
+                    gradients.last_micro_batch()
+                model(batch["tokens"], batch["labels"], batch["loss_mask"], context(self.config, batch))[0].backward()
+            gradients.finish_step()
+            optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()))
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+UPDATE = OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5)
+_KNOWN: dict[str, OneProcess] = {}
+
+
+def alone(case: Case) -> OneProcess:
+    """Of this case. Asked for before the ranks are forked, it is there in all of them; otherwise each works it out for itself.
+
+    Layouts of the same model and batch share one.
+    """
+    of_the_layout = ("tp", "sp", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
+    key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
+    if key not in _KNOWN:
+        _KNOWN[key] = OneProcess(case)
+    return _KNOWN[key]
+
+
 def check(case: Case, device: torch.device = CPU) -> None:
     """Loss, every gradient, the gradient norm, and with ``steps`` the weights after that many updates."""
-    config = tiny.shape(**{"seq_length": case.seq, **case.model})
-    whole = tiny.make_model(config, dtype=case.dtype)
-    sharded = Sharded(case, whole, device=device)
+    known = alone(case)
+    sharded = Sharded(case, known.whole, device=device)
     tolerance = FP64 if case.dtype == torch.float64 else FP32
-    want = want_of(case, whole)
     loss = sharded.step()
     got = {"loss": loss, **sharded.grads()}
-    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in want.items()}
+    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in known.want.items()}
     assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the sink"
     assert_law(got, parts, tolerance)
-    optimizer = FlatOptimizer(
-        sharded.units, OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5), tp=sharded.groups.tp, everybody=sharded.groups.world
-    )
-    norm = torch.stack([g.square().sum() for n, g in want.items() if n != "loss"]).sum().sqrt()
+    optimizer = FlatOptimizer(sharded.units, UPDATE, tp=sharded.groups.tp, everybody=sharded.groups.world)
+    norm = torch.stack([g.square().sum() for n, g in known.want.items() if n != "loss"]).sum().sqrt()
     assert_law({"grad norm": optimizer.grad_norm().cpu()}, {"grad norm": norm}, tolerance)
+    for _ in range(case.steps):
+        sharded.step()
+        optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        sharded.weights.forget()
     if case.steps:
-        _compare_weights(case, whole, sharded, optimizer, tolerance)
+        weights = {n: sharded.part(n, t) for n, t in known.weights.items()}
+        sharded.weights.settle()
+        assert_law(sharded.params(), weights, tolerance)
+        if case.zero < 3:
+            assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)
 
 
 def check_all(cases: list[Case]) -> None:
@@ -333,25 +380,8 @@ def check_all(cases: list[Case]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-def _compare_weights(case: Case, whole: GPTModel, sharded: Sharded, optimizer: FlatOptimizer, tolerance: float) -> None:
-    alone = Case(**{**vars(case), "tp": 1, "sp": 1, "dp": 1, "mode": "none", "tp_seq": False, "zero": 0})
-    gradients = tiny.flatten(whole)
-    theirs = FlatOptimizer(gradients.units, optimizer.config)
-    for _ in range(case.steps):
-        sharded.step()
-        optimizer.step(0.05, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
-        sharded.weights.forget()
-        gradients.start_step()
-        batches = case.dp * case.micro_batches
-        for number in range(batches):
-            batch = batch_of(alone, whole.config, number)
-            if number == batches - 1:
-                gradients.last_micro_batch()
-            whole(batch["tokens"], batch["labels"], batch["loss_mask"], context(whole.config, batch))[0].backward()
-        gradients.finish_step()
-        theirs.step(0.05, 0.1, float(theirs.grad_norm()))
-    weights = {n: sharded.part(n, p.detach()) for n, p in whole.named_parameters()}
-    sharded.weights.settle()
-    assert_law(sharded.params(), weights, tolerance)
-    if case.zero < 3:
-        assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)
+def run_cases(cases: list[Case], tmp_path: Path) -> None:
+    """``check_all`` on the ranks of these cases, which have one number of them."""
+    for case in cases:
+        alone(case)
+    run_ranks(check_all, cases[0].world, tmp_path, cases)

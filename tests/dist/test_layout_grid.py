@@ -6,8 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from layouts import AXES, check_all, grid_case, pairwise_grid
-from ranks import run_ranks
+from layouts import AXES, grid_case, pairwise_grid, run_cases
 
 pytestmark = pytest.mark.long
 
@@ -18,7 +17,7 @@ PAIRWISE = pairwise_grid()
 def test_pairwise(axes: tuple[int, int, int], tmp_path: Path) -> None:
     """All cases of the same axes in one set of processes; the message names the case."""
     cases = [case for case in PAIRWISE if (case.tp, case.sp, case.dp) == axes]
-    run_ranks(check_all, cases[0].world, tmp_path, cases)
+    run_cases(cases, tmp_path)
 
 
 def test_the_pairwise_grid_is_about_as_large_as_it_should_be() -> None:
@@ -33,4 +32,4 @@ def test_full_product(ranks: tuple[int, bool, int, int], mode: str, tmp_path: Pa
     choices = (dict(zip(others, values, strict=True)) | {"ranks": ranks, "mode": mode} for values in itertools.product(*others.values()))
     cases = [case for case in map(grid_case, choices) if case is not None]
     for start in range(0, len(cases), 100):
-        run_ranks(check_all, cases[0].world, tmp_path, cases[start : start + 100])
+        run_cases(cases[start : start + 100], tmp_path)

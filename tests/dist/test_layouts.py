@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import Case, check
-from ranks import run_ranks
+from layouts import Case, run_cases
 
 ROPE = {"position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -78,4 +77,4 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_changes_nothing(case: Case, tmp_path: Path) -> None:
-    run_ranks(check, case.world, tmp_path, case)
+    run_cases([case], tmp_path)

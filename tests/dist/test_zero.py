@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from errors import FP32, FP64, assert_law
 from late_network import late_network
-from layouts import Case, Sharded, check_all
+from layouts import Case, Sharded, alone, check_all, run_cases
 from ranks import run_ranks
 from torch import Tensor, nn
 from sent_bytes import Wire
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config import ModelConfig, OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
@@ -66,8 +66,7 @@ GRID: dict[str, list[Case]] = {
 
 @pytest.mark.parametrize("name", GRID)
 def test_any_stage_equals_one_process(tmp_path: Path, name: str) -> None:
-    cases = GRID[name]
-    run_ranks(check_all, cases[0].world, tmp_path, cases)
+    run_cases(GRID[name], tmp_path)
 
 
 def _sharded(stage: int, **case: Any) -> Sharded:
@@ -282,6 +281,26 @@ def test_collectives_and_bytes_of_a_step(
     run_ranks(_on_the_wire, world_size, tmp_path, stage, micro_batches, buffers, fetch, dtype)
 
 
+def _even_batch(config: ModelConfig, step: int, rank: int) -> tiny.Batch:
+    """Every rank has the same number of loss tokens: peers average over ranks, we over tokens."""
+    batch = tiny.make_batch(config, seed=10 * step + rank, mask=1.0)
+    batch["loss_mask"] = torch.ones_like(batch["loss_mask"], dtype=torch.float32)
+    return batch
+
+
+def _our_step(sharded: Sharded, optimizer: FlatOptimizer, batch: tiny.Batch, weight_decay: float) -> None:
+    """One step and update of ours on a batch given to the peer too."""
+    sharded.gradients.start_step()
+    sharded.weights.start_step(1)
+    sharded.gradients.last_micro_batch()
+    loss = sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], tiny.context(sharded.model.config, batch), sharded.events)[0]
+    (loss / (batch["loss_mask"].numel() * dist.get_world_size())).backward()
+    sharded.gradients.finish_micro_batch()
+    sharded.gradients.finish_step()
+    optimizer.step(0.01, weight_decay, 0.0, updated=sharded.weights.refresh)
+    sharded.weights.forget()
+
+
 def _against_ddp(stage: int) -> None:
     """Five steps of torch's DistributedDataParallel with its fused AdamW on the same model, to the last bit.
 
@@ -298,21 +317,11 @@ def _against_ddp(stage: int) -> None:
     sharded = Sharded(case, tiny.make_model(config, dtype=torch.float32))
     ours = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01, clip_grad=0.0), everybody=sharded.groups.world)
     for step in range(5):
-        batch = tiny.make_batch(config, seed=10 * step + rank, mask=1.0)
-        batch["loss_mask"] = torch.ones_like(batch["loss_mask"], dtype=torch.float32)  # the same number of tokens on both
+        batch = _even_batch(config, step, rank)
         ddp(batch).backward()
         theirs.step()
         theirs.zero_grad()
-        sharded.gradients.start_step()
-        sharded.weights.start_step(1)
-        sharded.gradients.last_micro_batch()
-        total = batch["loss_mask"].numel() * dist.get_world_size()
-        ctx = tiny.context(config, batch)
-        (sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)[0] / total).backward()
-        sharded.gradients.finish_micro_batch()
-        sharded.gradients.finish_step()
-        ours.step(0.01, 0.1, 0.0, updated=sharded.weights.refresh)
-        sharded.weights.forget()
+        _our_step(sharded, ours, batch, weight_decay=0.1)
     sharded.weights.settle()
     want, got = dict(model.named_parameters()), sharded.params()
     different = [n for n in got if not torch.equal(got[n], want[n])]
@@ -351,21 +360,11 @@ def _against_fsdp2(stage: int) -> None:
     sharded = _sharded(stage)
     ours = FlatOptimizer(sharded.units, OptimizerConfig(lr=0.01, adam_eps=1e-3, clip_grad=0.0), everybody=sharded.groups.world)
     for step in range(5):
-        batch = tiny.make_batch(config, seed=10 * step + rank, mask=1.0)
-        batch["loss_mask"] = torch.ones_like(batch["loss_mask"], dtype=torch.float32)
+        batch = _even_batch(config, step, rank)
         theirs_model(batch).backward()
         theirs.step()
         theirs.zero_grad()
-        sharded.gradients.start_step()
-        sharded.weights.start_step(1)
-        sharded.gradients.last_micro_batch()
-        total = batch["loss_mask"].numel() * dist.get_world_size()
-        ctx = tiny.context(config, batch)
-        (sharded.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, sharded.events)[0] / total).backward()
-        sharded.gradients.finish_micro_batch()
-        sharded.gradients.finish_step()
-        ours.step(0.01, 0.0, 0.0, updated=sharded.weights.refresh)
-        sharded.weights.forget()
+        _our_step(sharded, ours, batch, weight_decay=0.0)
     sharded.weights.settle()
     want = {n.removeprefix("model."): p.full_tensor() if isinstance(p, DTensor) else p for n, p in theirs_model.named_parameters()}
     assert_law(sharded.params(), {n: t.detach() for n, t in want.items()}, FP32)
@@ -418,6 +417,7 @@ def _late(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("number", range(len(LATE)))
 def test_nothing_is_used_before_it_is_there(tmp_path: Path, number: int) -> None:
+    alone(LATE[number])
     run_ranks(_late, 2, tmp_path, [LATE[number]])
 
 
