@@ -1,7 +1,7 @@
 """Run the real training program in forked children, and compare what two runs left behind.
 
-A case costs a third of a second: the children inherit the imported program. The launcher's store lives in this process, as
-it lives in torchrun's agent, so every case is one more attempt on one store.
+A case costs a third of a second: the children inherit the imported program. All cases are attempts on one store, as those of a
+job are under torchrun.
 """
 
 from __future__ import annotations
@@ -134,12 +134,29 @@ def _reap(pids: list[int], codes: dict[int, int], ended: dict[int, float], began
 
 
 @cache
-def _store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+def _store_port() -> int:
+    """The launcher's store, in a process of its own that ends with this one, like torchrun's agent.
+
+    Not in this one: ranks forked while it serves would share its epoll instance, and once in a thousand starts one is never answered.
+    """
+    ours, theirs = os.pipe()
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            os.write(theirs, str(store.port).encode())
+            os.close(theirs)
+            while os.getppid() == parent:
+                time.sleep(0.5)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        return int(pipe.read(16) or b"0")
 
 
 def _store_address() -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_store().port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_store_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path, setup: Callable[[int], None] | None, cwd: Path) -> int:
