@@ -25,7 +25,16 @@ EXTRAS = {
     "hf": ["transformers>=5.3", "tokenizers>=0.22"],  # exchange of weights and tokenizers with Hugging Face; remote code is never run
     "log": ["tensorboard>=2.16", "wandb>=0.17"],
     "plot": ["matplotlib>=3.8"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "codespell>=2.3", "types-PyYAML"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
+        "hypothesis>=6.100",
+        "ruff>=0.9",
+        "mypy>=1.13",
+        "codespell>=2.3",
+        "types-PyYAML",
+    ],
     "bench": ["transformers>=5.3", "matplotlib>=3.8"],
     # Compiled against the installed torch: pip install --no-build-isolation 'megatron-sp[flash]'. Never needed.
     "flash": ["flash-attn>=2.6; sys_platform == 'linux'"],

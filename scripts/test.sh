@@ -5,10 +5,16 @@ cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh dev
 python=.venv/bin/python
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start processes of their own
+tests() { # 5: none is left by the arguments
+    "$python" -m pytest -q --durations=10 "$@" || [ $? = 5 ]
+}
 step() { printf '== %s\n' "$1"; shift; "$@"; }
 
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check --quiet . || { echo "run: make style"; exit 1; }
 step "mypy" "$python" -m mypy
 step "codespell" "$python" -m codespell_lib
-step "pytest" "$python" -m pytest -q --durations=10 "$@"
+# two workers at least: half of the tests wait for processes of their own; more only where there are cores for those
+workers=$(($(nproc) > 4 ? $(nproc) / 2 : 2))
+step "pytest" tests -n "$workers" --dist worksteal --quiet-machine skip "$@"
+step "pytest, one at a time" tests --quiet-machine only "$@"

@@ -16,11 +16,20 @@ _leaf = torch.ones(1, requires_grad=True)
 torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is half a second of every rank
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quiet-machine", choices=("only", "skip"), help="only, or all but, the tests that nothing may run beside")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are deselected where there is none."""
-    if torch.cuda.is_available():
-        return
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if needing:
-        config.hook.pytest_deselected(items=needing)
-        items[:] = [item for item in items if item not in needing]
+    """Tests that need a GPU are deselected where there is none; those that need a quiet machine as ``--quiet-machine`` says."""
+    which = config.getoption("--quiet-machine")
+
+    def wanted(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            return False
+        return which is None or (item.get_closest_marker("quiet") is not None) == (which == "only")
+
+    unwanted = [item for item in items if not wanted(item)]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if wanted(item)]

@@ -19,6 +19,8 @@ from megatron_sp.comm.peers import Peers
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import loop, setup
 
+pytestmark = pytest.mark.quiet
+
 
 def data_flags(prefix: Path, *more: object) -> tuple[object, ...]:
     return ("--data-path", prefix, "--split", "1", "--vocab-size", 60, *more)

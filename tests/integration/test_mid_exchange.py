@@ -9,7 +9,7 @@ import pytest
 from test_torchrun import ROOT, gone, launch
 from training import records, status
 
-pytestmark = pytest.mark.torchrun
+pytestmark = [pytest.mark.torchrun, pytest.mark.quiet]
 
 # pretrain_gpt.py, but one rank starts a collective of a layer and is gone before it has ended
 DYING = """

@@ -14,6 +14,8 @@ from megatron_sp.training import signals
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.watchdog import Watchdog
 
+pytestmark = pytest.mark.quiet
+
 
 def in_child(body: Callable[[], None], timeout_s: float = 20.0) -> int:
     pid = os.fork()
