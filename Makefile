@@ -1,5 +1,5 @@
 # style: reformat; checks: everything but the tests; test: checks and tests; test-all: with the tests that are
-# too long for every run (25 minutes); test-full: every layout with everything (hours);
+# too many for every run (20 minutes); test-full: every layout with everything (hours);
 # test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages
 PYTHON := .venv/bin/python
 .PHONY: env style checks test test-all test-full test-gpu mutants docs

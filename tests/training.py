@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.random  # imported here so that no child does it again
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -187,6 +188,25 @@ def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_once(
+    factory: pytest.TempPathFactory, layouts: Mapping[str, tuple[int, tuple[object, ...]]], *flags: object
+) -> Callable[[str], Path]:
+    """Runs that several tests look at, each made when it is asked for first: a layout's, by its name, with a checkpoint after step 3.
+
+    Args:
+        layouts: ranks and flags under their names.
+        flags: of all.
+    """
+
+    @cache
+    def run_of(name: str) -> Path:
+        folder, (ranks, its_own) = factory.mktemp("run"), layouts[name]
+        train(folder, *its_own, "--save", folder / "run", "--save-interval", 3, *flags, ranks=ranks).expect(0)
+        return folder / "run"
+
+    return run_of
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from layouts import AXES, grid_case, pairwise_grid, run_cases
 
-pytestmark = pytest.mark.long
-
 PAIRWISE = pairwise_grid()
 
 

@@ -23,8 +23,6 @@ import memory  # noqa: E402
 import storages  # noqa: E402
 from memory import DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
-pytestmark = pytest.mark.long
-
 SHAPE = {
     "num_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 200, "seq_length": 202, "vocab_size": 300,
     "attention_dropout": 0.0, "hidden_dropout": 0.0,
@@ -43,7 +41,7 @@ CASES = [
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
     [Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)],
     *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 2, 3)),
-    *([Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP)] for stage in (1, 2)),
+    [Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP) for stage in (1, 2)],
     [Layout(dp=2, zero=zero(stage), micro_batches=count, model=UNTIED | DEEP) for stage in (2, 3) for count in (1, 2)],
     [Layout(sp=2, zero=zero(3), kernels=FULL, model=DEEP), Layout(sp=2, zero=zero(2), model=DEEP), Layout(dp=2, zero=zero(1), kernels=FULL)],
     [Layout(dp=2, zero=zero(3, zero3_keep_units=1), model=DEEP), Layout(dp=2, zero=zero(3, zero3_gather_once=True), micro_batches=2)],

@@ -18,8 +18,6 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import WAIT, Collective, WallClock
 from megatron_sp.training.overlap import OverlapReport, time_alone
 
-pytestmark = pytest.mark.long
-
 CASES = [
     Case(sp=2, mode="chunked"),
     Case(sp=2, mode="none", kernels={"recompute_granularity": "full"}),

@@ -23,8 +23,6 @@ import memory  # noqa: E402
 import storages  # noqa: E402
 from memory import FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
-pytestmark = pytest.mark.long
-
 SHAPE = {
     "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "ffn_hidden_size": 20, "seq_length": 21, "vocab_size": 50,
     "make_vocab_size_divisible_by": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0,

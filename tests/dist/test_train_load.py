@@ -23,8 +23,6 @@ from training import (
 
 from megatron_sp.training import loop
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,8 +12,6 @@ from training import records, saved_steps, state, status, tensors, train, write_
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.ops import availability
 
-pytestmark = pytest.mark.long
-
 FIELDS = {
     "kind", "time", "step", "consumed_samples", "consumed_tokens", "loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr",
     "global_batch_size", "loss_tokens", "samples_sha", "skipped_steps", "loss_scale", "step_s", "tokens_per_s", "tflops_causal",

@@ -13,8 +13,6 @@ from training import Outcome, assert_same_run, records, saved_steps, status, tra
 
 from megatron_sp.training import loop, signals
 
-pytestmark = pytest.mark.long
-
 LONG = ("--train-iters", 400, "--override-opt-param-scheduler")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from training import assert_same_run, records, state, tensors, trace, train
+from training import assert_same_run, records, run_once, state, tensors, trace, train
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61, "--micro-batch-size", 1)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -43,35 +44,27 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    flags = flags_of("alone")[1]
-    train(folder, *flags, "--save", folder / "run", "--save-interval", 3, "--log-params-norm", "--log-num-zeros-in-grad").expect(0)
-    return folder / "run"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return run_once(tmp_path_factory, {name: flags_of(name) for name in LAYOUTS}, "--eval-interval", 2, "--eval-iters", 1, "--log-params-norm", "--log-num-zeros-in-grad")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_path: Path) -> None:
-    ranks, flags = flags_of(name)
-    more = ("--log-params-norm", "--log-num-zeros-in-grad", "--eval-interval", 2, "--eval-iters", 1)
-    train(tmp_path, *flags, "--save", tmp_path / "run", *more, ranks=ranks).expect(0)
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-10)
-    got, want = records(tmp_path / "run"), records(alone)
+def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[str], Path]) -> None:
+    assert losses(runs(name)) == pytest.approx(losses(runs("alone")), rel=1e-10)
+    got, want = records(runs(name)), records(runs("alone"))
     for key in ("grad_norm", "params_norm"):
         assert [r[key] for r in got] == pytest.approx([r[key] for r in want], rel=1e-8)
     zeros = [(a["num_zeros_in_grad"], b["num_zeros_in_grad"]) for a, b in zip(got, want, strict=True)]
     assert all(abs(a - b) <= 3 for a, b in zeros), "but for sums that happen to vanish"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, alone: Path, tmp_path: Path) -> None:
-    ranks, flags = flags_of(writer)
-    train(tmp_path, *flags, "--save", tmp_path / "run", "--save-interval", 3, "--exit-interval", 3, ranks=ranks).expect(0)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
+    writer: str, reader: str, runs: Callable[[str], Path], tmp_path: Path
+) -> None:
     ranks, flags = flags_of(reader)
-    train(tmp_path, *flags, "--save", tmp_path / "run", "--auto-resume", ranks=ranks).expect(0, "resumed from")
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-9)
+    train(tmp_path, *flags, "--load", runs(writer), "--ckpt-step", 3, "--save", tmp_path / "run", ranks=ranks).expect(0, "(step 3")
+    assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

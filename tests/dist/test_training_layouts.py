@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import trace, train
+from training import run_once, trace, train
 
 from megatron_sp.optim import gradients
 from megatron_sp.parallel import ulysses
-
-pytestmark = pytest.mark.long
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -32,19 +31,14 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of one process, with a checkpoint after the third."""
-    folder = tmp_path_factory.mktemp("alone")
-    train(folder, *DOUBLE, "--save", folder / "run", "--save-interval", 3, "--log-params-norm", "--log-num-zeros-in-grad").expect(0)
-    return folder / "run"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return run_once(tmp_path_factory, {name: (ranks, (*DOUBLE, *flags)) for name, (ranks, flags) in LAYOUTS.items()})
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "alone"])
-def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_path: Path) -> None:
-    ranks, flags = LAYOUTS[name]
-    train(tmp_path, *DOUBLE, *flags, "--save", tmp_path / "run", "--log-params-norm", "--log-num-zeros-in-grad", ranks=ranks).expect(0)
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-10)
-    got, want = trace(tmp_path / "run"), trace(alone)
+def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[str], Path]) -> None:
+    got, want = trace(runs(name)), trace(runs("alone"))
+    assert losses(runs(name)) == pytest.approx(losses(runs("alone")), rel=1e-10)
     assert [entry[2] for entry in got.values()] == [entry[2] for entry in want.values()], "the same samples"
     norms = [[float.fromhex(entry[1]) for entry in t.values()] for t in (got, want)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-8)
@@ -52,12 +46,11 @@ def test_losses_and_gradient_norms_lie_on_one_line(name: str, alone: Path, tmp_p
 
 @pytest.mark.parametrize("writer", ["tp2 seq", "sp3", "tp2 sp2"])
 @pytest.mark.parametrize("reader", ["alone", "tp2", "sp2 dp2 chunked"])
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, alone: Path, tmp_path: Path) -> None:
-    ranks, flags = LAYOUTS[writer]
-    train(tmp_path, *DOUBLE, *flags, "--save", tmp_path / "run", "--save-interval", 3, "--exit-interval", 3, ranks=ranks).expect(0)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[reader]
-    train(tmp_path, *DOUBLE, *flags, "--save", tmp_path / "run", "--auto-resume", ranks=ranks).expect(0, "resumed from")
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-9)
+    load = ("--load", runs(writer), "--ckpt-step", 3, "--save", tmp_path / "run")
+    train(tmp_path, *DOUBLE, *flags, *load, ranks=ranks).expect(0, "(step 3")
+    assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
 
 
 def test_auto_keeps_its_choice_on_resume(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def _two_hundred_steps(stage: int) -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_grows(tmp_path: Path, stage: int) -> None:
     run_ranks(_two_hundred_steps, 2, tmp_path, stage)
 

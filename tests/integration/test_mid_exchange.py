@@ -35,12 +35,12 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 CASES = [
     pytest.param(("--sp-size", 2, "--sp-overlap-mode", "chunked"), "all_to_all_single:1:45", id="sp-chunked"),
-    pytest.param(("--sp-size", 2), "all_to_all_single:0:45", id="sp", marks=SLOW),
+    pytest.param(("--sp-size", 2), "all_to_all_single:0:45", id="sp", marks=LONG),
     pytest.param(("--tp-size", 2), "all_reduce:1:45", id="tp"),
-    pytest.param(("--tp-size", 2, "--sequence-parallel"), "all_to_all_single:0:45", id="tp_seq", marks=SLOW),
+    pytest.param(("--tp-size", 2, "--sequence-parallel"), "all_to_all_single:0:45", id="tp_seq", marks=LONG),
 ]
 
 

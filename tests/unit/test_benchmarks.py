@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 
 from megatron_sp.config import ModelConfig
 from megatron_sp.training.flops import step_flops_per_token
@@ -31,7 +32,7 @@ import zero_step  # noqa: E402
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True, cwd=REPOSITORY)
+    return run_script(BENCHMARKS / script, *arguments, cwd=REPOSITORY)
 
 
 def test_stats_and_ratios() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,16 +15,15 @@ import torch.distributed as dist
 from megatron_sp.comm import groups
 
 REPOSITORY = Path(__file__).parent.parent.parent
-GPU_TESTS = sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py"))
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @without_gpu
-def test_nothing_is_collected() -> None:
+def test_the_modules_import_and_nothing_is_collected() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/gpu"], capture_output=True, text=True, cwd=REPOSITORY
     )
-    assert done.returncode == 5 and "no tests" in done.stdout  # 5: nothing to run
+    assert done.returncode == 5 and "no tests" in done.stdout  # 5: nothing to run; a module that does not import is another code
 
 
 @without_gpu
@@ -33,15 +31,6 @@ def test_make_says_that_there_is_no_gpu() -> None:
     done = subprocess.run(["make", "test-gpu", f"PYTHON={sys.executable}"], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 2 and "sees no GPU" in done.stderr
     assert "pytest" not in done.stdout
-
-
-def test_the_modules_import_without_cuda() -> None:
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "gpu")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    assert len(GPU_TESTS) > 3
-    program = "\n".join(f"import {path.stem}" for path in GPU_TESTS)  # a traceback names the line, so the module
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
 
 
 class _NCCLWorld:
