@@ -129,16 +129,18 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
         return done(x)
     assert x.shape[0] % size == 0, f"dim 0 of {tuple(x.shape)} must be a multiple of the group's size ({size})"
     group = announced(group, "reduce_scatter", x)
-    result = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
-    if x.numel() == 0:
-        return Handle(None, result, "reduce_scatter")
-    if dist.get_backend(group) == "nccl":
-        return Handle(_reduce_scatter(result, x, group=group, async_op=True), result, "reduce_scatter", operand=x)
+    shape = (x.shape[0] // size, *x.shape[1:])
+    nccl = dist.get_backend(group) == "nccl"
+    if nccl or x.numel() == 0:
+        result = x.new_empty(shape) if out is None else out
+        work = _reduce_scatter(result, x, group=group, async_op=True) if x.numel() else None
+        return Handle(work, result, "reduce_scatter", operand=x)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=group, async_op=True)
 
     def add_up() -> Tensor:
-        by_rank = parts.view(size, *result.shape)
+        result = x.new_empty(shape) if out is None else out  # not before it is needed: other gradients are made meanwhile
+        by_rank = parts.view(size, *shape)
         if x.dtype in (torch.bfloat16, torch.float16):
             return result.copy_(by_rank.sum(0, dtype=torch.float32))
         torch.add(by_rank[0], by_rank[1], out=result)
@@ -146,7 +148,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
             result.add_(part)
         return result
 
-    return Handle(work, result, "reduce_scatter", add_up, operand=x)
+    return Handle(work, x if out is None else out, "reduce_scatter", add_up, operand=x)
 
 
 def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group) -> Handle:
