@@ -240,7 +240,7 @@ class Training:
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
         from megatron_sp.parallel.layout import Layout as Parallel
-        from megatron_sp.training.sharding import pools_of
+        from megatron_sp.training.sharding import pools_of_model
         from megatron_sp.training.step import Loss, TrainStep
         from megatron_sp.utils.faults import FaultPlan
 
@@ -259,9 +259,8 @@ class Training:
             units, groups.dp_sp, tp=groups.tp, overlap=sharding.overlap_grad_reduce,
             reduce_dtype=torch.bfloat16 if sharding.grad_reduce_in_bf16 else None,
         )  # fmt: skip
-        buffers = len(units) if sharding.zero3_gather_once else 2 + sharding.zero3_keep_units
         weights = WholeWeights(
-            units, pools=pools_of(model.units(), buffers), order=model.unit_order(backward=True), overlap=sharding.overlap_param_gather,
+            units, pools=pools_of_model(model, sharding), order=model.unit_order(backward=True), overlap=sharding.overlap_param_gather,
             fetch=sharding.zero3_fetch,
         )  # fmt: skip
         attach_sink(model, gradients)

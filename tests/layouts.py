@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Direction, Recorder
-from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
@@ -32,7 +32,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.layout import Layout
-from megatron_sp.training.sharding import pools_of
+from megatron_sp.training.sharding import pools_of_model
 
 CPU = torch.device("cpu")
 
@@ -251,7 +251,8 @@ class Sharded:
         self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zero) for u in self.model.units()]
         self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
         order = self.model.unit_order(backward=True)
-        self.weights = WholeWeights(self.units, pools=pools_of(self.model.units(), case.buffers), order=order, fetch=case.fetch)
+        self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
+        self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
         self.events = UnitWork(self.weights, self.gradients)
         attach_sink(self.model, self.gradients)
 

@@ -23,6 +23,22 @@ class Pool:
     num_buffers: int
 
 
+def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
+    """The pools of a model's units.
+
+    Args:
+        alike: of each unit, whether it is one of the blocks, which share ``num_buffers``.
+        num_buffers: for the blocks.
+        tied: the head reads the embedding's table, so both are whole at once and each has a buffer. A head with a table of its own
+            takes the embedding's buffer: backward does not read the embedding.
+        keep_all: nobody gives way to another.
+    """
+    blocks = tuple(unit for unit, is_block in enumerate(alike) if is_block)
+    others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
+    apart = [Pool((unit,), 1) for unit in others] if tied or keep_all else [Pool(others, 1)]
+    return ([Pool(blocks, len(blocks) if keep_all else num_buffers)] if blocks else []) + apart
+
+
 class Residency:
     """Who is where. Buffers are numbered through all pools.
 

@@ -52,7 +52,7 @@ class _Embedding(torch.autograd.Function):
         view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
         if fresh:
             view.zero_()
-        rows, elsewhere = _local_rows(ids, weight.shape[0], ctx.tp)
+        rows, elsewhere = _local_rows(ids, view.shape[0], ctx.tp)  # with ZeRO stage 3 the weight itself may be away again
         whole = gathered.wait()
         grad2 = whole.reshape(-1, whole.shape[-1]).to(view.dtype)
         if elsewhere is not None:

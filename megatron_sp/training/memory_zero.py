@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_sp.config import ParallelConfig
+from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.utils.numbers import round_up
 
 ALIGN_BYTES = 64  # of parameters in optim/flat.py; a test holds them together
@@ -82,18 +83,17 @@ class ZeroForm:
         return self.num_params // self.parts if self.stage == 3 else self.num_params
 
     @property
-    def num_buffers(self) -> int:
-        """That the blocks share, at stage 3."""
-        blocks = len(self.units) - 2
-        return blocks if self.parallel.zero3_gather_once else min(blocks, 2 + self.parallel.zero3_keep_units)
+    def pools(self) -> list[Pool]:
+        """Units that share buffers, at stage 3."""
+        alike = [0 < unit < self._last for unit in range(len(self.units))]
+        return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied, keep_all=self.parallel.zero3_gather_once)
 
     @property
     def buffers(self) -> int:
         """Elements of the buffers in which units are made whole."""
         if self.stage < 3 or self.ranks == 1:
             return 0
-        blocks = [self.size(unit) for unit in range(1, len(self.units) - 1)]
-        return self.size(0) + self.num_buffers * max(blocks) + self.size(len(self.units) - 1)
+        return sum(min(pool.num_buffers, len(pool.units)) * max(map(self.size, pool.units)) for pool in self.pools)
 
     @property
     def travel(self) -> int:
@@ -104,22 +104,24 @@ class ZeroForm:
     def _rounds(self) -> bool:
         return self.parallel.grad_reduce_in_bf16 and self.ranks > 1
 
-    def _beside(self, units: Iterable[int]) -> int:
-        """Of reductions under way."""
+    def _beside(self, units: Iterable[int], arrived: int | None) -> int:
+        """Of reductions under way: where we add up ourselves, only that of the unit that has arrived has a result."""
         total = 0
-        for size in map(self.size, units):
+        for unit in units:
+            size = self.size(unit)
             total += size * 2 if self._rounds else 0
             if self.stage > 0 and self.ranks > 1:
-                total += size // self.parts * self.travel + (size * self.travel if self.receives else 0)
+                total += size * self.travel if self.receives else 0
+                total += size // self.parts * self.travel if not self.receives or unit == arrived else 0
         return total
 
-    def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), rounded_back: int | None = None) -> Held:
-        """Units that are whole, those reduced to ranges, and those of the whole ones that are on their way."""
+    def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None) -> Held:
+        """Units that are whole, those reduced to ranges, those of the whole ones that are on their way, and which of these is taken in."""
         ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
-        back = 0 if rounded_back is None or not self._rounds else self.size(rounded_back) // self.parts * 4
+        widened = 0 if arrived is None or not self._rounds else self.size(arrived) // self.parts * 4
         return Held(
             sum(map(self.size, set(whole))) * self.wide, sum(self.size(u) for u in ranges) // self.parts * self.wide,
-            self._beside(going) + back,
+            self._beside(going, arrived) + widened,
         )  # fmt: skip
 
     @property
@@ -176,20 +178,20 @@ class ZeroForm:
             return [self._held(everything, (), everything)] if unit == 0 else [self.at(unit)]
         if self.stage == 1 and self.parallel.overlap_grad_reduce:
             going = {unit, *above[:1]}
-            return [self._held(going | self._not_reached(unit), above[1:], going, rounded_back=max(going))]
+            return [self._held(going | self._not_reached(unit), above[1:], going, arrived=max(going))]
         if self.stage == 1 and unit == 0:  # one after another, the first unit first
             pairs = [everything[first : first + 2] for first in everything]
-            return [self._held(everything[pair[0] :], everything[: pair[0]], pair, rounded_back=pair[0]) for pair in pairs]
+            return [self._held(everything[pair[0] :], everything[: pair[0]], pair, arrived=pair[0]) for pair in pairs]
         if self.parallel.overlap_grad_reduce:
             left = {0} if unit == self._last and self.accumulates and not self.tied else set()
             going = {unit, *above[:1], *left}
-            return [self._held(going | self._begun_early, above[1:], going, rounded_back=max(going))]
+            return [self._held(going | self._begun_early, above[1:], going, arrived=max(going))]
         if unit > 0:
             return [self.at(unit)]
         found = []
         for first in everything:  # one after another, the last unit first
             pair = everything[first : first + 2]
-            found.append(self._held(everything[: first + 2], everything[first + 2 :], pair, rounded_back=max(pair)))
+            found.append(self._held(everything[: first + 2], everything[first + 2 :], pair, arrived=max(pair)))
         return found
 
     def after(self) -> Held:

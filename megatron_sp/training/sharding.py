@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from megatron_sp.comm.groups import ALONE, ParallelGroups
-from megatron_sp.config import Config
+from megatron_sp.config import Config, ParallelConfig
 from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies
-from megatron_sp.optim.residency import Pool
+from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.fingerprint import Fingerprint
@@ -68,9 +68,8 @@ def build_sharded(
     model = build_model(config, layout, take)
     model.to(device)  # what is no parameter
     order = model.unit_order(backward=True)  # type: ignore[operator]
-    buffers = len(units) if parallel.zero3_gather_once else 2 + parallel.zero3_keep_units
     weights = WholeWeights(
-        units, pools=pools_of(model.units(), buffers), order=order, overlap=parallel.overlap_param_gather,  # type: ignore[operator]
+        units, pools=pools_of_model(model, parallel), order=order, overlap=parallel.overlap_param_gather,
         fetch=parallel.zero3_fetch,
     )  # fmt: skip
     host = HostCopies(units) if parallel.offload_optimizer else None
@@ -82,11 +81,11 @@ def build_sharded(
     return ShardedModel(model, units, weights, gradients, fingerprint, host)
 
 
-def pools_of(units: list[Unit], num_buffers: int) -> list[Pool]:
-    """The blocks share buffers; any other unit has its own."""
-    alike = tuple(i for i, unit in enumerate(units) if unit.alike)
-    apart = [Pool((i,), 1) for i, unit in enumerate(units) if not unit.alike]
-    return ([Pool(alike, num_buffers)] if alike else []) + apart
+def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
+    """Which of a model's units share buffers at stage 3."""
+    units: list[Unit] = model.units()  # type: ignore[operator]
+    tied = model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
+    return pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.models.unit_order import unit_order
-from megatron_sp.optim.residency import Pool, list_fetches
+from megatron_sp.optim.residency import list_fetches
 from megatron_sp.training.memory import Form
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -145,10 +145,8 @@ class _Counter:
                 "the rest of the update, and the next forward pass",
             )
         if stage == 3:
-            blocks = tuple(self.units[1:-1])
-            pools = [Pool(blocks, zero.num_buffers), Pool((0,), 1), Pool((self.units[-1],), 1)]
             order = unit_order(self.kernels, self.form.layers, tied=zero.tied, backward=True)
-            fetches = list_fetches(pools, order, self.form.num_micro_batches, ahead=overlap)
+            fetches = list_fetches(zero.pools, order, self.form.num_micro_batches, ahead=overlap)
             ahead = [sizes[unit] for unit, is_ahead in fetches if is_ahead]
             yield self._flow(
                 "parameters", self.parallel.zero3_fetch, "dp x sp", [sizes[unit] for unit, _ in fetches], ahead, "the unit before"

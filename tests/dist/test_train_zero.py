@@ -127,6 +127,27 @@ def test_a_bad_step_is_skipped_by_all_and_too_many_end_the_run(tmp_path: Path, s
     assert len(norms) > 20 and any(v == "nan" for v in norms.values()) and dump["sample_ids"]
 
 
+def test_validation_alone_at_stage_3(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    """Forward passes only, from a checkpoint of another layout."""
+    found = []
+    for name in ("alone", "dp2, stage 3"):
+        ranks, flags = flags_of(name)
+        only = ("--load", runs("dp2 tp2, stage 2"), "--save", tmp_path / name, "--skip-train", "--eval-iters", 2)
+        train(tmp_path, *flags, *only, ranks=ranks).expect(0)
+        found.append([r["loss"] for kind in ("valid", "test") for r in records(tmp_path / name, kind)])
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_batch_that_grows(tmp_path: Path, stage: int) -> None:
+    """One, two and three micro-batches in a step; the units of stage 3 come in another order each time."""
+    flags = (*DOUBLE, "--global-batch-size", 12, "--rampup-batch-size", 4, 4, 24, "--train-samples", 72)
+    for name, ranks, more in (("alone", 1, ()), ("sharded", 4, ("--zero-stage", stage, "--tp-size", 2))):
+        train(tmp_path, *flags, "--save", tmp_path / name, *more, ranks=ranks).expect(0)
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+    assert len({r["global_batch_size"] for r in records(tmp_path / "alone")}) == 3
+
+
 def test_verify_parallelism_at_stage_3(tmp_path: Path) -> None:
     train(tmp_path, "--zero-stage", 3, "--sp-size", 2, "--verify-parallelism", ranks=4).expect(0, "the layout equals one process")
 

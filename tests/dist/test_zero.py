@@ -24,7 +24,6 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.residency import Pool, count_fetches
 from megatron_sp.optim.weights import UnitWork, WholeWeights
-from megatron_sp.training.sharding import pools_of
 
 DROPOUT = {"hidden_dropout": 0.2}
 LLAMA = {
@@ -251,7 +250,7 @@ def _on_the_wire(stage: int, micro_batches: int, buffers: int, fetch: str, reduc
             assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (len(units), all_once)
             assert wire.calls["allreduce_"] == scalars
             continue
-        fetched = count_fetches(pools_of(sharded.model.units(), buffers), sharded.model.unit_order(backward=True), micro_batches)
+        fetched = count_fetches(sharded.pools, sharded.model.unit_order(backward=True), micro_batches)
         moved = sum(fetched[i] * each[unit.name] for i, unit in enumerate(sharded.units))
         if fetch == "all_gather":
             assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (sum(fetched.values()), moved)

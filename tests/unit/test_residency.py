@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import nn
 
+from megatron_sp.config import ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
-from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches
+from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches, pools_of
 from megatron_sp.optim.weights import WholeWeights
-from megatron_sp.training.sharding import pools_of
+from megatron_sp.training.sharding import pools_of_model
 
 LAYERS = 5
 ORDER = [*range(LAYERS + 2), 0, *range(LAYERS, 0, -1)]
@@ -134,8 +136,20 @@ def test_the_model_uses_its_units_in_the_order_it_says(how: str, untied: bool) -
 
 
 def test_pools_of_a_model() -> None:
-    units = tiny.make_model(tiny.BASE).units()
-    assert pools_of(units, 2) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
+    def of(tied: bool, **settings: Any) -> list[Pool]:
+        return pools_of_model(tiny.make_model(tiny.shape(untie_embeddings_and_output_weights=not tied)), ParallelConfig(**settings))
+
+    assert of(tied=True) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
+    assert of(tied=False, zero3_keep_units=3) == [Pool((1, 2, 3), 5), Pool((0, 4), 1)]
+    assert of(tied=False, zero3_gather_once=True) == [Pool((1, 2, 3), 3), Pool((0,), 1), Pool((4,), 1)]
+
+
+def test_embedding_and_head_share_a_buffer_without_another_fetch() -> None:
+    """Of one micro-batch; of several each fetches both again."""
+    order, shared = ORDER[: LAYERS + 2] + ORDER[LAYERS + 3 :], pools_of([0 < u <= LAYERS for u in range(LAYERS + 2)], 2, tied=False)
+    assert count_fetches(shared, order, 1) == count_fetches(pools(2), order, 1)
+    thrice = count_fetches(shared, order, 3)
+    assert (thrice[0], thrice[LAYERS + 1]) == (3, 3)
 
 
 def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: bool) -> list[tuple[int, bool]]:
