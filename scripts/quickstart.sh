@@ -50,9 +50,11 @@ train=(pretrain_gpt.py
     ${precision[@]+"${precision[@]}"} ${layout[@]+"${layout[@]}"})
 
 # The step that the run has reached, from its log; 0 before the first one.
-reached() { "$python" -c 'import json, sys
-print(max((json.loads(line)["step"] for line in open(sys.argv[1]) if line.endswith("\n") and "\"train\"" in line), default=0))' \
-    "$run/metrics.jsonl" 2>/dev/null || echo 0; }
+reached() {
+    local step # with the comma behind it: the last line may be half written
+    step="$(grep -a '"train"' "$run/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": *\([0-9]*\),.*/\1/p' | tail -n 1)" || true
+    echo "${step:-0}"
+}
 
 if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "4. Training on $nproc processes, each sequence cut over $sp of them; half-way it will be killed without warning"

@@ -39,8 +39,9 @@ CASES = [
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
-    [Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)],
-    *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 2, 3)),
+    pytest.param([Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)], marks=pytest.mark.long),
+    *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 3)),
+    pytest.param([Layout(dp=2, zero=zero(2), micro_batches=count, model=DEEP) for count in (1, 3)], marks=pytest.mark.long),
     [Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP) for stage in (1, 2)],
     [Layout(dp=2, zero=zero(stage), micro_batches=count, model=UNTIED | DEEP) for stage in (2, 3) for count in (1, 2)],
     [Layout(sp=2, zero=zero(3), kernels=FULL, model=DEEP), Layout(sp=2, zero=zero(2), model=DEEP), Layout(dp=2, zero=zero(1), kernels=FULL)],
@@ -48,7 +49,7 @@ CASES = [
     [Layout(dp=2, zero=zero(stage, grad_reduce_in_bf16=True), model=DEEP) for stage in (0, 1, 3)],
     [Layout(dp=2, zero=zero(stage), bf16=True, model=DEEP) for stage in (1, 3)],
     [Layout(zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
-    [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage)) for stage in (1, 2, 3)],
+    pytest.param([Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage)) for stage in (1, 2, 3)], marks=pytest.mark.long),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
 ]  # fmt: skip
 

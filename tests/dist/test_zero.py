@@ -265,7 +265,7 @@ def _on_the_wire(stage: int, micro_batches: int, buffers: int, fetch: str, reduc
             assert max(blocks) <= 2 * micro_batches, "one gather for each direction of a micro-batch at most"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "buffers", "fetch", "dtype"),
     [
