@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant("handle: the work is not waited for", COLLECTIVES, "            self._work.wait() if self._flight is None else self._flight.wait(self._work)\n", "            pass\n"),
     Mutant("handle: may be waited for twice", COLLECTIVES, "        self._waited = True\n", "        self._waited = False\n"),
     Mutant("reduce-scatter: parts are added up before they are there", COLLECTIVES,
-           'return Handle(work, result, "reduce_scatter", add_up, operand=x)', 'return Handle(work, add_up(), "reduce_scatter", operand=x)'),
+           'return Handle(work, x if out is None else out, "reduce_scatter", add_up, operand=x)', 'return Handle(work, add_up(), "reduce_scatter", operand=x)'),
     Mutant("column: x used before it is gathered, forward", LINEAR, "a = tp.enter_async(normed).wait()\n        # the", "a = tp.enter_async(normed)._result\n        # the"),
     Mutant("column: x used before it is gathered, dW", LINEAR, "grad2, rows_of(gathered.wait()))\n        del normed", "grad2, rows_of(gathered._result))\n        del normed"),
     Mutant("column: gradient used before it is reduced", LINEAR, "norm_gradients(ctx, reduced.wait(), x", "norm_gradients(ctx, reduced._result, x"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 TESTS = ["tests/unit/test_residency.py", "tests/unit/test_flat.py", "tests/dist/test_zero.py"]
 
 FLAT, GRADIENTS, WEIGHTS, RESIDENCY = "optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py"
-OPTIMIZER, GPT, MODEL, SHARDING = "optim/optimizer.py", "models/gpt.py", "models/transformer.py", "training/sharding.py"
+OPTIMIZER, GPT, MODEL, EMBEDDING = "optim/optimizer.py", "models/gpt.py", "models/transformer.py", "parallel/embedding.py"
 
 # (name, file, old, new)
 MUTANTS: list[tuple[str, str, str, str]] = [
@@ -66,5 +66,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("model: the head does not say that it is used", GPT, "            events.before_use(len(layers) + 1)\n", "            pass\n"),
     ("model: backward does not say what comes next", MODEL, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
     ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, layer + 1, layer)", "x = unit_boundary(x, events, layer + 2, layer)"),
-    ("pools: the head shares the blocks' buffers", SHARDING, "if not unit.alike]", "if False]"),
+    ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if is_block)", "enumerate(alike) if is_block or unit == len(alike) - 1)"),
+    ("pools: a tied table and the head share a buffer", RESIDENCY, "if tied or keep_all else", "if keep_all else"),
+    ("embedding: backward asks the table that is away", EMBEDDING, "_local_rows(ids, view.shape[0], ctx.tp)", "_local_rows(ids, weight.shape[0], ctx.tp)"),
 ]  # fmt: skip
