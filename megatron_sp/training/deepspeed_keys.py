@@ -357,7 +357,9 @@ def _optimizer(reader: _Reader, place: str, value: Any) -> None:
     block = reader.object(place, value)
     kind, params = block.get("type"), block.get("params", {})
     reader.block({k: v for k, v in block.items() if k not in ("type", "params")}, place, _Keys({}, ignored=("legacy_fusion",)))
-    if kind in (None, "auto") or not block:
+    if kind is None and params not in (None, "auto", {}):
+        reader.problem(f'{place}.params ({_short(params)}) has no optimizer.type: add "type": "AdamW", "Adam" or "SGD", or remove the block')
+    if kind in (None, "auto"):
         return
     word = kind.lower() if isinstance(kind, str) else ""
     if word not in ("adam", "adamw", "sgd"):

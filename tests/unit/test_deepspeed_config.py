@@ -209,6 +209,12 @@ def test_batch_sizes_count_data_parallel_ranks(path: Path) -> None:
     assert tokens.optimizer.lr_warmup_iters == 2  # 32 * 4 = 128 tokens a step
 
 
+def test_parameters_of_no_optimizer(path: Path) -> None:
+    says = 'optimizer.params ({"lr": 0.1}) has no optimizer.type: add "type": "AdamW"'
+    assert says in error(path, {"optimizer": {"params": {"lr": 0.1}}})
+    assert parse(path, {"optimizer": {"params": {}}}).optimizer.optimizer == "adam"
+
+
 REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (zero(stage=3, offload_param={"device": "cpu"}), ('offload_param.device ("cpu") is not supported', "--offload-optimizer")),
     (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}), ("offload_param.device (\"nvme\") is not supported",)),
