@@ -358,7 +358,8 @@ def _optimizer(reader: _Reader, place: str, value: Any) -> None:
     kind, params = block.get("type"), block.get("params", {})
     reader.block({k: v for k, v in block.items() if k not in ("type", "params")}, place, _Keys({}, ignored=("legacy_fusion",)))
     if kind is None and params not in (None, "auto", {}):
-        reader.problem(f'{place}.params ({_short(params)}) has no optimizer.type: add "type": "AdamW", "Adam" or "SGD", or remove the block')
+        given = f"{place}.params ({_short(params)})"
+        reader.problem(f'{given} has no optimizer.type: add "type": "AdamW", "Adam" or "SGD", or remove the block')
     if kind in (None, "auto"):
         return
     word = kind.lower() if isinstance(kind, str) else ""
