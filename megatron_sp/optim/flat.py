@@ -139,11 +139,13 @@ class FlatLayout:
             slot.view(flat).copy_(slot.param.detach())
         return flat
 
-    def bind(self, flat: Tensor) -> None:
-        """Make the parameters views of a whole buffer, which are built once for each buffer."""
-        views = self._views.get(flat.data_ptr())
+    def bind(self, flat: Tensor, *, lasting: bool = True) -> None:
+        """Make the parameters views of a whole buffer; of one that lasts as long as the run they are built once and kept."""
+        views = self._views.get(flat.data_ptr()) if lasting else None
         if views is None:
-            views = self._views[flat.data_ptr()] = [slot.view(flat) for slot in self.slots]
+            views = [slot.view(flat) for slot in self.slots]
+            if lasting:
+                self._views[flat.data_ptr()] = views
         for slot, view in zip(self.slots, views, strict=True):
             slot.param.data = view
 

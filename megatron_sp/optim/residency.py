@@ -17,10 +17,15 @@ LOOK_AHEAD = 2  # micro-batches: each unit that comes again comes within this
 
 @dataclass(frozen=True)
 class Pool:
-    """Units that share ``num_buffers`` buffers, each as large as the largest of them."""
+    """Units that share ``num_buffers`` buffers, each as large as the largest of them.
+
+    Attributes:
+        lasting: the buffers stay as long as the run; else one exists while its unit is used or next.
+    """
 
     units: tuple[int, ...]
     num_buffers: int
+    lasting: bool = True
 
 
 def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
@@ -29,13 +34,13 @@ def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: b
     Args:
         alike: of each unit, whether it is one of the blocks, which share ``num_buffers``.
         num_buffers: for the blocks.
-        tied: the head reads the embedding's table, so both are whole at once and each has a buffer. A head with a table of its own
-            takes the embedding's buffer: backward does not read the embedding.
+        tied: the head reads the embedding's table, so both are whole at once and each has a buffer. Otherwise they are used once in a
+            micro-batch, far from each other (backward does not read the embedding), and have one for just that time.
         keep_all: nobody gives way to another.
     """
     blocks = tuple(unit for unit, is_block in enumerate(alike) if is_block)
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
-    apart = [Pool((unit,), 1) for unit in others] if tied or keep_all else [Pool(others, 1)]
+    apart = [Pool((unit,), 1) for unit in others] if tied or keep_all else [Pool(others, 1, lasting=False)]
     return ([Pool(blocks, len(blocks) if keep_all else num_buffers)] if blocks else []) + apart
 
 
@@ -48,6 +53,7 @@ class Residency:
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._buffers: dict[int, range] = {}  # of each unit's pool
+        self._passing = {unit for pool in pools if not pool.lasting for unit in pool.units}
         self.num_buffers = 0
         for pool in pools:
             mine = range(self.num_buffers, self.num_buffers + min(pool.num_buffers, len(pool.units)))
@@ -88,6 +94,16 @@ class Residency:
         self.holds[best], self.place[unit] = unit, best
         return best
 
+    def passing(self, unit: int, upcoming: Sequence[int]) -> list[int]:
+        """Units whose buffers do not last and that are neither used now, nor next."""
+        return [other for other in self.place if other in self._passing and other != unit and other not in upcoming[:1]]
+
+    def leave(self, unit: int) -> int:
+        """A unit gives its buffer back, which is returned."""
+        buffer = self.place.pop(unit)
+        self.holds[buffer] = None
+        return buffer
+
     def forget(self) -> None:
         """Nobody is anywhere: the parameters have changed."""
         self.holds = [None] * self.num_buffers
@@ -123,6 +139,8 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
         uses = list(order) * min(num_micro_batches - micro_batch, 1 + LOOK_AHEAD)
         for at, unit in enumerate(order):
             upcoming = uses[at + 1 : at + 1 + LOOK_AHEAD * len(order)]
+            for other in residency.passing(unit, upcoming):
+                residency.leave(other)
             if unit not in residency.place:
                 residency.admit(unit, upcoming)
                 fetched.append((unit, False))

@@ -3,8 +3,8 @@
     stage 0      they are whole
     stages 1, 2  after the update each rank's range goes to all others, unit by unit, straight into the parameters, under the next
                  forward pass
-    stage 3      a unit is fetched into one of a few buffers that live as long as the run, the next one under its computation;
-                 ``optim/residency.py`` says which unit lies where
+    stage 3      a unit is fetched into one of a few buffers, the next one under its computation; those of the blocks live as long as
+                 the run; ``optim/residency.py`` says which unit lies where
 
 Nothing is copied or cut on the way: a fetch is one all_gather whose result *is* the parameters. The all_reduce fetch (DeepSpeed #5420)
 moves twice the bytes; it is there to be measured.
@@ -48,7 +48,8 @@ class WholeWeights:
         self._handles: dict[int, list[Handle]] = {}
         if self.stage == 3:
             self._residency = Residency(pools)
-            self._buffers = [self._make_buffers(pool) for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]
+            self._pools = [pool for pool in pools for _ in range(min(pool.num_buffers, len(pool.units)))]  # of each buffer
+            self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
 
     def _make_buffers(self, pool: Pool) -> tuple[Tensor, Tensor | None]:
         """For the trainable and the frozen parameters of a pool's units."""
@@ -96,7 +97,7 @@ class WholeWeights:
             return
         self.settle()
         for index in list(self._residency.place):
-            self._unbind(index)
+            self._release(index)
         self._residency.forget()
 
     def settle(self) -> None:
@@ -113,6 +114,8 @@ class WholeWeights:
             self._at = self._at + rest.index(index) if index in rest else len(self._uses)
         self._at = min(self._at + 1, len(self._uses))
         upcoming = self._uses[self._at : self._at + LOOK_AHEAD * len(self._order)]  # not all of a step's: they may be a hundred thousand
+        for other in self._residency.passing(index, upcoming):
+            self._release(other)
         if index not in self._residency.place:
             self._start(index, upcoming, ())
         if self.overlap and upcoming and upcoming[0] not in self._residency.place:
@@ -129,25 +132,36 @@ class WholeWeights:
             for handle in self._handles.pop(evicted, ()):  # fetched, and never used
                 handle.wait()
             self._unbind(evicted)
-        unit, (flat, frozen) = self.units[index], self._buffers[buffer]
-        self._handles[index] = [self._gather(unit, unit.layout, unit.local_params, flat)]
+        found = self._buffers[buffer] or self._make_buffers(self._pools[buffer])
+        self._buffers[buffer] = found
+        unit, (flat, frozen), lasting = self.units[index], found, self._pools[buffer].lasting
+        self._handles[index] = [self._gather(unit, unit.layout, unit.local_params, flat, lasting)]
         if unit.frozen is not None and unit.local_frozen is not None:
-            self._handles[index].append(self._gather(unit, unit.frozen, unit.local_frozen, frozen))
+            self._handles[index].append(self._gather(unit, unit.frozen, unit.local_frozen, frozen, lasting))
         self.num_fetches += 1
 
-    def _gather(self, unit: FlatUnit, layout: FlatLayout, local: Tensor, flat: Tensor | None) -> Handle:
+    def _gather(self, unit: FlatUnit, layout: FlatLayout, local: Tensor, flat: Tensor | None, lasting: bool) -> Handle:
         """Start a fetch and make the parameters views of where it will be."""
         if unit.zero.group.size() == 1:
             layout.bind(local)
             return all_gather_async(local, unit.zero.group)
         assert flat is not None
         whole = flat[: layout.numel]
-        layout.bind(whole)
+        layout.bind(whole, lasting=lasting)
         if self.fetch == "all_gather":
             return all_gather_async(local, unit.zero.group, out=whole)
         whole.zero_()
         whole[layout.shard.start : layout.shard.stop].copy_(local)
         return all_reduce_async(whole, unit.zero.group)
+
+    def _release(self, index: int) -> None:
+        """A unit is not whole any more, and a buffer that does not last is gone."""
+        for handle in self._handles.pop(index, ()):  # fetched, and never used
+            handle.wait()
+        self._unbind(index)
+        buffer = self._residency.leave(index)
+        if not self._pools[buffer].lasting:
+            self._buffers[buffer] = None
 
     def _unbind(self, index: int) -> None:
         unit = self.units[index]

@@ -324,7 +324,7 @@ class Form:
         stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.stream)]
         blocks = [line for line in self._kept_by_all() if line.name != "final norm's input"]
         for held in self.zero.reducing(self.layers + 1):
-            made.append(Moment("backward", "reduction of the head", (*_gradients(held), *blocks, *stream)))
+            made.append(Moment("backward", "reduction of the head", (*_gradients(held), self._head_params(), *blocks, *stream)))
         for layer in reversed(range(self.layers)):
             for held in self.zero.reducing(layer + 1):
                 lines = (*_gradients(held), *self.kept_below(layer), *stream, packed[layer + 1])
@@ -363,12 +363,15 @@ class Form:
         buffer = self._head_buffer()
         before = self.stream if self.num_micro_batches > 1 else 0
         return [
-            *_gradients(self.zero.at_head()), *self._kept_by_all(), Line("final norm's output", self.stream),
+            *_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), Line("final norm's output", self.stream),
             Line("final norm's output, gathered", self.gathered), Line("gradient of the head's input", self.whole_stream),
             Line("one chunk of logits", logits), Line("its gradient", more), Line("gradient of the table, one chunk", product),
             Line("gradient of the table", buffer), Line(beside, max(chunk * self.h * self.e, rest)),
             Line("the last micro-batch's gradient of the head's input", before), Line("labels, masks", self.inside * 16 + chunk * 20),
         ]  # fmt: skip
+
+    def _head_params(self) -> Line:
+        return Line("buffer for the head's parameters", self.zero.head_buffer * self.e)
 
     def _head_buffer(self) -> int:
         """The table's gradient while the sink holds one already: at stages 2 and 3 it does not, that has been reduced."""
@@ -385,7 +388,8 @@ class Form:
 
     def _head_backward(self) -> list[Moment]:
         """Before the reduction is waited for, and behind it, when the gradient is multiplied."""
-        base = [*_gradients(self.zero.at_head()), *self._kept_by_all(), Line("gradient of the table", self._head_buffer())]
+        table = Line("gradient of the table", self._head_buffer())
+        base = [*_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), table]
         waiting = Line("gradient of the head's input", self.whole_stream + self.scattering)
         times = self.stream * self.wide // self.e + (self.stream if self.is_16_bit else 0)
         scaled = [Line("gradient of the head's input", self.stream), Line("gradient of the head's input, times what arrives", times)]
@@ -405,8 +409,8 @@ class Form:
         return Moment(
             "forward", "attention of the last block",
             (
-                *_gradients(self.zero.forward()), *kept, Line("MLP, not there yet", mlp), Line("of a recomputed block", keeps),
-                Line("attention kernel's temporaries", makes),
+                *_gradients(self.zero.forward()), self._head_params(), *kept, Line("MLP, not there yet", mlp),
+                Line("of a recomputed block", keeps), Line("attention kernel's temporaries", makes),
             ),
         )  # fmt: skip
 
@@ -418,7 +422,7 @@ class Form:
         return Moment(
             "forward", "last block",
             (
-                *_gradients(self.zero.forward()), *lines, Line("of a recomputed block", inside), made,
+                *_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), made,
                 Line("block's output", self.whole_stream),
             ),
         )  # fmt: skip

@@ -90,10 +90,16 @@ class ZeroForm:
 
     @property
     def buffers(self) -> int:
-        """Elements of the buffers in which units are made whole."""
-        if self.stage < 3 or self.ranks == 1:
-            return 0
-        return sum(min(pool.num_buffers, len(pool.units)) * max(map(self.size, pool.units)) for pool in self.pools)
+        """Elements of the buffers in which units are made whole and that stay."""
+        return sum(min(pool.num_buffers, len(pool.units)) * self._buffer(pool) for pool in self.pools if pool.lasting)
+
+    @property
+    def head_buffer(self) -> int:
+        """Elements of the buffer of the head if it is there only for its time: from the last block's forward pass on."""
+        return sum(self._buffer(pool) for pool in self.pools if not pool.lasting)
+
+    def _buffer(self, pool: Pool) -> int:
+        return max(map(self.size, pool.units)) if self.stage == 3 and self.ranks > 1 else 0
 
     @property
     def travel(self) -> int:

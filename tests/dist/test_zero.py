@@ -120,11 +120,11 @@ def _poisoned(fetch: str) -> None:
     weights = sharded.weights
     gather, fetches = weights._gather, []
 
-    def poisoned(unit: FlatUnit, layout: Any, local: Tensor, flat: Tensor | None) -> Any:
+    def poisoned(unit: FlatUnit, layout: Any, local: Tensor, flat: Tensor | None, lasting: bool) -> Any:
         assert flat is not None
         flat.fill_(float("nan"))
         fetches.append(unit.name)
-        return gather(unit, layout, local, flat)
+        return gather(unit, layout, local, flat, lasting)
 
     weights._gather = poisoned  # type: ignore[method-assign]
     weights.start_step(1)

@@ -140,7 +140,7 @@ def test_pools_of_a_model() -> None:
         return pools_of_model(tiny.make_model(tiny.shape(untie_embeddings_and_output_weights=not tied)), ParallelConfig(**settings))
 
     assert of(tied=True) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
-    assert of(tied=False, zero3_keep_units=3) == [Pool((1, 2, 3), 5), Pool((0, 4), 1)]
+    assert of(tied=False, zero3_keep_units=3) == [Pool((1, 2, 3), 5), Pool((0, 4), 1, lasting=False)]
     assert of(tied=False, zero3_gather_once=True) == [Pool((1, 2, 3), 3), Pool((0,), 1), Pool((4,), 1)]
 
 
@@ -150,6 +150,15 @@ def test_embedding_and_head_share_a_buffer_without_another_fetch() -> None:
     assert count_fetches(shared, order, 1) == count_fetches(pools(2), order, 1)
     thrice = count_fetches(shared, order, 3)
     assert (thrice[0], thrice[LAYERS + 1]) == (3, 3)
+
+
+def test_a_buffer_that_does_not_last_is_given_back_when_its_unit_is_neither_used_nor_next() -> None:
+    residency = Residency([Pool((1, 2), 1), Pool((0, 3), 1, lasting=False)])
+    residency.admit(0, [1, 2, 3])
+    assert residency.passing(0, [1]) == [] and residency.passing(1, [0]) == [] and residency.passing(1, [2, 0]) == [0]
+    assert residency.leave(0) == 1 and residency.place == {}
+    residency.admit(1, [2])
+    assert residency.passing(2, [3]) == [], "a block's stays"
 
 
 def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: bool) -> list[tuple[int, bool]]:
