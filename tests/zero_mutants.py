@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TESTS = ["tests/unit/test_residency.py", "tests/unit/test_flat.py", "tests/dist/test_zero.py"]
+TESTS = ["tests/unit/test_residency.py", "tests/unit/test_flat.py", "tests/dist/test_zero.py", "tests/dist/test_memory_form.py"]
 
 FLAT, GRADIENTS, WEIGHTS, RESIDENCY = "optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py"
 OPTIMIZER, GPT, MODEL, EMBEDDING = "optim/optimizer.py", "models/gpt.py", "models/transformer.py", "parallel/embedding.py"
