@@ -157,8 +157,8 @@ class ZeroForm:
         """The head's loss and backward."""
         if self.stage < 2:
             return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
-        if self.tied:
-            return self._held([0], ())
+        if self.tied:  # the head begins the next gradient of the embedding's unit, and takes in the one before only then
+            return self._held([0], (), [0] if self.accumulates else [])
         left = [0] if self.accumulates else []
         return self._held([self._last, *left], (), left)
 
