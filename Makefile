@@ -38,3 +38,4 @@ docs: env
 mutants: env
 	$(PYTHON) tests/mutants.py --write
 	$(PYTHON) tests/mutants.py --suite zero --write
+	$(PYTHON) tests/mutants.py --suite bert --write

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from megatron_sp.training.arguments import parse_config
 
 if __name__ == "__main__":
-    CONFIG = parse_config(description="Pretrain a GPT model.")  # before torch is imported: --help and mistakes are answered at once
+    CONFIG = parse_config(
+        description="Pretrain a GPT model.", family="gpt"
+    )  # before torch is imported: --help and mistakes are answered at once
 
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.models.gpt import GPTModel, OnUnit
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.language_model import OnUnit
 from megatron_sp.models.transformer import ForwardContext, UnitEvents
 from megatron_sp.training.loop import Task, pretrain
 from megatron_sp.training.setup import dtype_of

@@ -34,6 +34,7 @@ EXTRAS = {
         "mypy>=1.13",
         "codespell>=2.3",
         "types-PyYAML",
+        "transformers>=5.3; python_version >= '3.11'",  # whose models ours are compared with
     ],
     "bench": ["transformers>=5.3", "matplotlib>=3.8"],
     # Compiled against the installed torch: pip install --no-build-isolation 'megatron-sp[flash]'. Never needed.

@@ -35,6 +35,7 @@ def flag(
 class ModelConfig:
     """Shape of the model."""
 
+    model_family: Literal["gpt", "bert"] = flag("gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves")
     num_layers: int | None = flag(None, "transformer blocks (required)", low=1)
     hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1)
     num_attention_heads: int | None = flag(None, "query heads (required)", low=1)
@@ -61,6 +62,11 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
     norm_epsilon: float = flag(1e-5, "added to the variance in every norm", aliases=("layernorm-epsilon",))
     apply_layernorm_1p: bool = flag(False, "store norm weights as (weight - 1), so weight decay pulls them to 1")
+    norm_placement: Literal["pre", "post"] = flag(
+        "pre",
+        "pre: norms in front of attention and MLP, and one behind the last block (Megatron); post: behind them, on the residual stream, and"
+        " one behind the embedding (the original BERT, Hugging Face's BertModel); BERT only",
+    )
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     swiglu: bool = flag(False, "gated SiLU MLP")
     squared_relu: bool = flag(False, "squared ReLU MLP")
@@ -77,6 +83,26 @@ class ModelConfig:
         128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1
     )
     vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1)
+    num_tokentypes: int | None = flag(
+        None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0
+    )
+    bert_no_binary_head: bool = flag(False, "BERT: no sentence-order task, no pooler: masked tokens alone are trained")
+
+    @property
+    def is_bert(self) -> bool:
+        return self.model_family == "bert"
+
+    @property
+    def has_order_head(self) -> bool:
+        """BERT's second task: are the two segments in the order of the text?"""
+        return self.is_bert and not self.bert_no_binary_head
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the table of segments; 0: there is none."""
+        if not self.is_bert:
+            return 0
+        return (2 if self.has_order_head else 0) if self.num_tokentypes is None else self.num_tokentypes
 
     @property
     def num_groups(self) -> int:

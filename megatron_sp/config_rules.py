@@ -92,6 +92,24 @@ def _model(config: Config) -> Iterator[str]:
             f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
             f" raise --max-position-embeddings to {model.seq_length} or leave it out"
         )
+    yield from _bert(config)
+
+
+def _bert(config: Config) -> Iterator[str]:
+    model = config.model
+    if not model.is_bert:
+        for name, given in (("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
+                            ("bert-no-binary-head", model.bert_no_binary_head)):  # fmt: skip
+            if given:
+                yield f"--{name} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
+        return
+    if model.untie_embeddings_and_output_weights:
+        yield "--untie-embeddings-and-output-weights is for GPT: BERT predicts masked tokens with the embedding's own table; leave it out"
+    if model.has_order_head and model.num_tokentypes == 1:
+        yield (
+            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two segments: leave it out, or"
+            " add --bert-no-binary-head"
+        )
 
 
 def _heads(config: Config) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import reference
 import tiny
@@ -23,7 +23,8 @@ from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
@@ -55,6 +56,7 @@ class Case:
     kernels: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     mask: float = 0.7
+    bert: bool = False  # masked tokens and sentence order, each sequence with padding behind it unless packed
     packed: bool = False  # several documents in a sequence, which do not see each other
     padding: bool = False  # bidirectional, with padding at the end of each sequence but the last
     ragged: bool = False  # the last third of each sequence, so the last sp rank, has no loss token
@@ -71,6 +73,7 @@ class Case:
         parts = [
             f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
         ]
+        parts += ["bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
         parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
         parts += [word for word in ("packed", "padding") if getattr(self, word)]
@@ -94,6 +97,7 @@ AXES: dict[str, list[Any]] = {
     "seq": [8, 7],
     "dtype": [torch.float64, torch.float32],
     "positions": ["learned_absolute", "rope"],
+    "family": ["gpt", "bert", "bert, post-norm"],
 }  # fmt: skip
 """What the grid of layouts is made of."""
 
@@ -105,12 +109,14 @@ def grid_case(choice: dict[str, Any]) -> Case | None:
         return None
     model = {
         "num_attention_heads": 8, "kv_channels": 4, "ffn_hidden_size": 12, "hidden_dropout": choice["hidden_dropout"],
-        "position_embedding_type": choice["positions"], "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
+        "norm_placement": "post" if "post" in choice["family"] else "pre", "position_embedding_type": choice["positions"],
+        "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
     }  # fmt: skip
     kernels = {} if choice["recompute"] is None else {"recompute_granularity": choice["recompute"]}
     return Case(
         tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
         micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=5,
+        bert="bert" in choice["family"],
     )  # fmt: skip
 
 
@@ -160,10 +166,21 @@ def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
         batch["documents"] = starts.long().cumsum(1)
         at = torch.arange(case.seq).expand(shape)
         batch["positions"] = at - torch.where(starts, at, 0).cummax(1).values
-    if case.padding:
+    if case.padding or (case.bert and not case.packed):
         batch["lengths"] = torch.tensor([max(1, case.seq - 3 * (case.batch - 1 - i)) for i in range(case.batch)])
         batch["loss_mask"] *= torch.arange(case.seq) < batch["lengths"][:, None]
+    if case.bert:
+        batch["types"] = torch.randint(0, 2, shape, generator=g)
+        batch["order"] = torch.randint(0, 2, shape[:1], generator=g)
     return batch
+
+
+def loss_of(model: LanguageModel, batch: tiny.Batch, ctx: ForwardContext, events: Any = None) -> Tensor:
+    """The sum over this rank's share; BERT's second task counts more, so that a wrong factor shows."""
+    if not isinstance(model, BertModel):
+        return cast("Tensor", model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, events)[0])
+    made = model(batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch["order"], ctx, events)
+    return made.masked if made.order is None else made.masked + 1.7 * made.order
 
 
 def documents_of(batch: tiny.Batch) -> list[tiny.Batch]:
@@ -186,14 +203,16 @@ def context(config: ModelConfig, batch: tiny.Batch) -> ForwardContext:
     if "lengths" in batch:
         return ForwardContext(AttentionMask(causal=False, key_lengths=batch["lengths"]), kernel=kernel, dropout=keys)
     documents = document_ends(batch["documents"]) if "documents" in batch else None
-    return ForwardContext(AttentionMask(documents=documents), kernel=kernel, dropout=keys, positions=batch.get("positions"))
+    return ForwardContext(
+        AttentionMask(causal=not config.is_bert, documents=documents), kernel=kernel, dropout=keys, positions=batch.get("positions")
+    )
 
 
-def want_of(case: Case, whole: GPTModel) -> dict[str, Tensor]:
+def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
     config = whole.config
     specs = shard_specs(whole)
-    if case.padding:  # the plain reference is causal
+    if case.padding or case.bert:  # the plain reference is a causal GPT
         batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
         got = _unsharded_step(whole, batches)
         return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
@@ -209,11 +228,11 @@ def want_of(case: Case, whole: GPTModel) -> dict[str, Tensor]:
     return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
 
 
-def _unsharded_step(whole: GPTModel, batches: list[tiny.Batch]) -> dict[str, Tensor]:
+def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str, Tensor]:
     """Loss and gradients of our own model in one piece, whose attention the unit tests compare with a loop for every kind of mask."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        loss, _ = whole(batch["tokens"], batch["labels"], batch["loss_mask"], context(whole.config, batch))
+        loss = loss_of(whole, batch, context(whole.config, batch))
         loss.backward()
         total += loss.detach()
     grads = {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in whole.named_parameters()}
@@ -230,13 +249,13 @@ def _groups(device: torch.device, tp: int, sp: int) -> ParallelGroups:
 class Sharded:
     """The model of this rank with flat buffers, its weights taken from the whole model, which is on the CPU."""
 
-    def __init__(self, case: Case, whole: GPTModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
+    def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
         self.groups = _groups(device, case.tp, case.sp)
         self.layout = Layout.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
         )
-        self.model = GPTModel(config, KernelConfig(**case.kernels), seed=5, dtype=case.dtype, layout=self.layout)
+        self.model = tiny.build(config, KernelConfig(**case.kernels), seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
         for name, p in self.model.named_parameters():
@@ -265,7 +284,7 @@ class Sharded:
             batch = self.batch(i)
             ctx = context(self.model.config, batch)
             self._enter("forward")
-            loss, _ = self.model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, self.events)
+            loss = loss_of(self.model, batch, ctx, self.events)
             if i == case.micro_batches - 1:
                 self.gradients.last_micro_batch()
             self._enter("backward")
@@ -313,7 +332,7 @@ class OneProcess:
     """What one process makes of a case: loss and gradients of the first step, and with ``steps`` the weights after that many updates."""
 
     def __init__(self, case: Case) -> None:
-        self.config = tiny.shape(**{"seq_length": case.seq, **case.model})
+        self.config = tiny.shape(**{"seq_length": case.seq, "model_family": "bert" if case.bert else "gpt", **case.model})
         self.whole = tiny.make_model(self.config, dtype=case.dtype)
         self.want = want_of(case, self.whole)
         self.weights = self._after_steps(case) if case.steps else {}
@@ -328,7 +347,7 @@ class OneProcess:
             for batch in batches:
                 if batch is batches[-1]:
                     gradients.last_micro_batch()
-                model(batch["tokens"], batch["labels"], batch["loss_mask"], context(self.config, batch))[0].backward()
+                loss_of(model, batch, context(self.config, batch)).backward()
             gradients.finish_step()
             optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()))
         return {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -5,7 +5,7 @@ the exchanges and layouts run there until the first failure, once without a muta
 One whose text no longer occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to
 docs/mutants.md.
 
-    python tests/mutants.py [--suite layers|zero] [--only WORD] [--write]
+    python tests/mutants.py [--suite layers|zero|bert] [--only WORD] [--write]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import bert_mutants
 import zero_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,7 @@ class Mutant(NamedTuple):
 
 ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py"
 HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/gradients.py"
-TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/gpt.py"
+TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/language_model.py"
 
 MUTANTS = [
     # waits
@@ -154,6 +155,7 @@ class Suite(NamedTuple):
 
 SUITES = {
     "layers": Suite("the parallel layers", "docs/mutants.md", TESTS, MUTANTS),
+    "bert": Suite("BERT", "docs/mutants_bert.md", bert_mutants.TESTS, [Mutant(*m) for m in bert_mutants.MUTANTS]),
     "zero": Suite("ZeRO", "docs/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
 }
 
@@ -172,7 +174,7 @@ def apply(mutant: Mutant, root: Path) -> None:
 
 
 def copy_repository(to: Path) -> None:
-    for name in ("megatron_sp", "tests"):
+    for name in ("megatron_sp", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("*.toml"):
         shutil.copy(path, to)

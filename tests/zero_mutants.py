@@ -5,7 +5,7 @@ from __future__ import annotations
 TESTS = ["tests/unit/test_residency.py", "tests/unit/test_flat.py", "tests/dist/test_zero.py", "tests/dist/test_memory_form.py"]
 
 FLAT, GRADIENTS, WEIGHTS, RESIDENCY = "optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py"
-OPTIMIZER, GPT, MODEL, EMBEDDING = "optim/optimizer.py", "models/gpt.py", "models/transformer.py", "parallel/embedding.py"
+OPTIMIZER, GPT, MODEL, EMBEDDING = "optim/optimizer.py", "models/language_model.py", "models/transformer.py", "parallel/embedding.py"
 
 # (name, file, old, new)
 MUTANTS: list[tuple[str, str, str, str]] = [
@@ -40,7 +40,8 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # weights
     ("weights: used before they are gathered", WEIGHTS, "        for handle in self._handles.pop(index, ()):\n            handle.wait()\n\n    def refresh(", "\n    def refresh("),
     ("weights: not gathered after the update", WEIGHTS, "self._handles[index] = [all_gather_async(unit.local_params, unit.zero.group, out=unit.params)]", "self._handles[index] = []"),
-    ("weights: stage 3 keeps old weights after the update", WEIGHTS, "        self._residency.forget()\n", ""),
+    ("weights: stage 3 keeps old weights after the update", WEIGHTS,
+     "        for index in list(self._residency.place):\n            self._release(index)\n", ""),
     ("weights: units stay whole after the step", WEIGHTS, "        for index in list(self._residency.place):\n            self._release(index)\n", ""),
     ("weights: views of a buffer that is given back are kept", FLAT, "            if lasting:\n                self._views", "            if True:\n                self._views"),
     ("weights: a buffer that does not last is kept", WEIGHTS, "if not self._pools[buffer].lasting:", "if False:"),
@@ -64,7 +65,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("update: nobody is told", OPTIMIZER, "                updated(index)\n", "                pass\n"),
     # the model tells
     ("model: a block does not say that it is used", GPT, "            events.before_use(layer + 1)\n", "            pass\n"),
-    ("model: the embedding does not say that it is used", GPT, "            events.before_use(0)\n        x = self.embedding", "            pass\n        x = self.embedding"),
+    ("model: the embedding does not say that it is used", GPT, "            events.before_use(0)\n        mine", "            pass\n        mine"),
     ("model: the head does not say that it is used", GPT, "            events.before_use(len(layers) + 1)\n", "            pass\n"),
     ("model: backward does not say what comes next", MODEL, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
     ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, layer + 1, layer)", "x = unit_boundary(x, events, layer + 2, layer)"),

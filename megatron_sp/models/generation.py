@@ -154,7 +154,7 @@ def generate(
     def next_logits(tokens: list[int], cache: KVCache | None) -> Tensor:
         return _next_logits(model, tokens, cache, kernel)[:vocab_size]
 
-    num_layers = len(model.decoder.layers) if use_cache else None
+    num_layers = len(model.stack.layers) if use_cache else None
     return _generate(next_logits, starts, sampling or Sampling(), ending, num_samples, num_layers)
 
 

@@ -1,4 +1,4 @@
-"""GPT: embedding, blocks, final norm and head, as a list of units.
+"""GPT: the blocks of ``language_model.py`` with a head that predicts the next token.
 
 The same class is GPT-2 (learned positions, LayerNorm, GELU, tied head) and Llama (rotary, RMSNorm, SwiGLU, grouped
 queries, untied head); ``ModelConfig`` says which.
@@ -6,176 +6,34 @@ queries, untied head); ``ModelConfig`` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import KernelConfig, ModelConfig
-from megatron_sp.models.init import draw_normal
-from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, UnitEvents, unit_boundary
-from megatron_sp.models.unit_order import recompute_plan, unit_order
-from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.rotary import rotary_tables
-from megatron_sp.parallel.embedding import embedding
-from megatron_sp.parallel.layout import Layout, SequenceCut
+from megatron_sp.models.language_model import LanguageModel, VocabParallelEmbedding
+from megatron_sp.models.transformer import ForwardContext, UnitEvents
 from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
-from megatron_sp.parallel.recompute import recompute
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
-from megatron_sp.utils.numbers import round_up
-
-OnUnit = Callable[["GPTModel", Unit], None]
 
 
-class Table(nn.Module):
-    """A table of vectors, whole on every rank."""
+class GPTModel(LanguageModel):
+    """A decoder-only language model; arguments are those of ``LanguageModel``."""
 
-    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
-        super().__init__()
-        self.sink: GradSink | None = None
-        self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
-        self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
+    output_layer: VocabParallelEmbedding | None
 
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {"weight": self.spec}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, tp=NOT_SPLIT, sink=self.sink)
-
-
-class VocabParallelEmbedding(nn.Module):
-    """A table whose rows are split over tp; rows from ``rows`` on are padding: zero, never trained, never written to disk.
-
-    The rows are padded to a multiple of ``divisible_by`` * tp.
-    """
-
-    def __init__(
-        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout
-    ) -> None:
-        super().__init__()
-        self.sink: GradSink | None = None
-        self.rows, self.tp = rows, layout.tp
-        mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
-        first = min(rows, layout.tp.rank * mine)
-        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
-        weight = torch.zeros(mine, width, dtype=dtype)
-        taken = self.spec.take(draw_normal((rows, width), std, seed, f"{name}.weight"))
-        weight[: len(taken)] = taken
-        self.weight = nn.Parameter(weight)
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {"weight": self.spec}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
-        return embedding(ids, self.weight, tp=self.tp, sink=self.sink)
-
-
-class Embedding(nn.Module):
-    """Word plus position embedding."""
-
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
-        super().__init__()
+    def _build_head(self, seed: int, dtype: torch.dtype) -> None:
+        config, self.output_layer = self.config, None
         assert config.vocab_size and config.hidden_size
-        self.hidden_dropout = config.hidden_dropout
-        std = config.init_method_std
-        self.word_embeddings = VocabParallelEmbedding(
-            "embedding.word_embeddings",
-            config.vocab_size,
-            config.make_vocab_size_divisible_by,
-            config.hidden_size,
-            std,
-            seed,
-            dtype,
-            layout,
-        )
-        self.position_embeddings: Table | None = None
-        if config.position_embedding_type == "learned_absolute":
-            rows = config.max_positions
-            self.position_embeddings = Table("embedding.position_embeddings", rows, config.hidden_size, std, seed, dtype, layout)
-
-    def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Token ids [s, b] of the tp group's positions, and this rank's positions [s/parts] or [s/parts, b] -> [s/parts, b, h]."""
-        x = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            at = self.position_embeddings(positions)
-            x = x + (at if positions.ndim == 2 else at[:, None, :])
-        if ctx.local_dropout is None:
-            return x
-        return hash_dropout(x, self.hidden_dropout, ctx.local_dropout.row_keys(-1, SITE_EMBEDDING))
-
-
-class Decoder(nn.Module):
-    """The blocks, which ``GPTModel`` puts in, and the norm behind them."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
-        super().__init__()
-        assert config.hidden_size
-        self.layers = nn.ModuleList()
-        self.final_layernorm = Norm(config, config.hidden_size, dtype, layout)
-
-
-class GPTModel(nn.Module):
-    """A decoder-only language model.
-
-    Args:
-        config: shape; ``vocab_size`` must be set.
-        kernels: recomputation and chunking.
-        seed: of the initial weights.
-        dtype: of parameters and activations.
-        layout: which part of the model, and of each sequence, this rank works on; without one, all of it.
-        on_unit: called with the model, so far as it is built, and each unit as soon as it is there: whoever takes parameters away from it
-            then (ZeRO) never has the whole model in memory.
-    """
-
-    def __init__(
-        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: Layout | None = None,
-        on_unit: OnUnit | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        assert config.num_layers and config.vocab_size and config.hidden_size
-        self.config, self.kernels, self.layout = config, kernels, layout or Layout()
-        tell = on_unit or (lambda model, unit: None)
-        self.embedding = Embedding(config, seed, dtype, self.layout)
-        tell(self, Unit("embedding", self.embedding))
-        self.decoder = Decoder(config, dtype, self.layout)
-        for layer in range(config.num_layers):
-            self.decoder.layers.append(TransformerBlock(config, layer, f"decoder.layers.{layer}", seed, dtype, self.layout))
-            tell(self, self._block(layer))
-        self.output_layer: VocabParallelEmbedding | None = None
         if config.untie_embeddings_and_output_weights:
             self.output_layer = VocabParallelEmbedding(
                 "output_layer", config.vocab_size, config.make_vocab_size_divisible_by, config.hidden_size, config.init_method_std, seed,
                 dtype, self.layout,
             )  # fmt: skip
-        tell(self, self._head())
 
-    def _block(self, layer: int) -> Unit:
-        return Unit(f"decoder.layers.{layer}", self.decoder.layers[layer], alike=True)
+    def _head_modules(self) -> dict[str, nn.Module]:
+        return {} if self.output_layer is None else {"output_layer": self.output_layer}
 
-    def _head(self) -> Unit:
-        head = nn.ModuleDict({"final_layernorm": self.decoder.final_layernorm})
-        if self.output_layer is not None:
-            head["output_layer"] = self.output_layer
-        return Unit("head", head)
-
-    def units(self) -> list[Unit]:
-        """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
-        return [Unit("embedding", self.embedding), *(self._block(i) for i in range(len(self.decoder.layers))), self._head()]
-
-    def unit_order(self, *, backward: bool) -> list[int]:
-        """Indices of units in the order in which a pass reads their parameters, as it tells its ``UnitEvents``.
-
-        Args:
-            backward: with the backward pass; else the forward pass alone.
-        """
-        return unit_order(self.kernels, len(self.decoder.layers), tied=self.output_layer is None, backward=backward)
+    @property
+    def is_tied(self) -> bool:
+        return self.output_layer is None
 
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
@@ -197,65 +55,13 @@ class GPTModel(nn.Module):
         head = self.output_layer or self.embedding.word_embeddings
         cut = self.layout.cut(tokens.shape[1])
         labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
-        return lm_head_loss(
+        made = lm_head_loss(
             x, head.weight, labels, loss_mask, vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens,
             tp=self.layout.tp, sink=head.sink,
         )  # fmt: skip
-
-    def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None) -> Tensor:
-        """[b, s] token ids -> [s/(sp * parts), b, h], this rank's positions after the final norm."""
-        start = ctx.cache.length if ctx.cache is not None else 0
-        cut = self.layout.cut(tokens.shape[1])
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
-        ctx = self._prepare(ctx, positions, cut)
-        if events is not None:
-            events.before_use(0)
-        x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx)
-        layers = cast("list[TransformerBlock]", list(self.decoder.layers))
-        below: int | None = None  # the unit whose parameters backward reads next, when it is through with what comes now
-        for first, last, again in recompute_plan(self.kernels, len(layers)):
-            again = again and torch.is_grad_enabled()
-            if first == last:
-                continue
-            x = unit_boundary(x, events, first + 1, below)
-            if again:
-                draws_random = layers[first].self_attention.draws_random(ctx)
-                x = recompute(_run_layers, layers, range(first, last), x, ctx, events, draws_random=draws_random)
-            else:
-                x = _run_layers(layers, range(first, last), x, ctx, events)
-            below = None if again else last
-        x = unit_boundary(x, events, len(layers) + 1, below)
-        if events is not None:
-            events.before_use(len(layers) + 1)
-        x = self.decoder.final_layernorm(x)
-        if ctx.cache is not None:
-            ctx.cache.length += tokens.shape[1]
-        return x
+        return made.sum, made.tokens
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., vocab_size], for generation."""
         head = self.output_layer or self.embedding.word_embeddings
         return lm_head_logits(x, head.weight, head.rows)
-
-    def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
-        """Add what is computed once per forward pass and shared by all layers."""
-        dtype = self.embedding.word_embeddings.weight.dtype
-        ctx = replace(ctx, length=cut.length)
-        if ctx.dropout is not None:
-            ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.between]))
-        if self.config.position_embedding_type == "rope" and ctx.rotary is None:
-            rotated = int(self.config.head_dim * self.config.rotary_percent)
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            ctx = replace(ctx, rotary=rotary_tables(positions, rotated, self.config.rotary_base, wide))
-        return replace(ctx, recompute_core=self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled())
-
-
-def _run_layers(layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> Tensor:
-    """The blocks ``which``, whose units are numbered from 1; whoever calls sets the boundary in front of them."""
-    for layer in which:
-        if layer > which.start:
-            x = unit_boundary(x, events, layer + 1, layer)
-        if events is not None:
-            events.before_use(layer + 1)
-        x = layers[layer](x, ctx)
-    return x

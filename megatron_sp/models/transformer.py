@@ -1,4 +1,4 @@
-"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+"""The transformer block: x + attention(norm(x)), then x + mlp(norm(x)); or, post-norm, norm(x + attention(x)), then norm(x + mlp(x)).
 
 Activations are [s, b, h], s a rank's share of the positions. Parameter names are Megatron-core's. The ops underneath write weight
 gradients into ``self.sink`` when one has been attached (``attach_sink``); everything a forward pass needs beside x travels in one
@@ -221,8 +221,8 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, d, dtype, layout, sees="heads")
         self.chunks = layout.plan(self.queries_per_group, self.num_groups)
 
-    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + attention(norm(x))."""
+    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + attention(norm(x)), or without a norm x + attention(x)."""
         if ctx.cache is not None:
             return self._cached(x, ctx, ctx.cache, norm)
         qkv, proj = self.linear_qkv, self.linear_proj
@@ -236,7 +236,7 @@ class SelfAttention(nn.Module):
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
-    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront) -> Tensor:
+    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront | None) -> Tensor:
         """For generation: queries of the new positions, keys and values of all."""
         qkv, x = self.linear_qkv(x, norm)
         share = self.chunks[0].shares[0]
@@ -347,8 +347,8 @@ class MLP(nn.Module):
             bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, layout=layout, activation=activation,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, norm: NormInFront, dropout: ResidualDropout | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + mlp(norm(x))."""
+    def forward(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x)."""
         wide, x = self.linear_fc1(x, norm)
         if dropout is None:
             return self.linear_fc2(wide, residual=x)
@@ -361,7 +361,7 @@ def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Te
 
 
 class TransformerBlock(nn.Module):
-    """One pre-norm block."""
+    """One block: its norms in front of attention and MLP, or (--norm-placement post) behind them, on the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
@@ -369,13 +369,23 @@ class TransformerBlock(nn.Module):
         self.layer = layer
         layout = layout.in_layer(layer)
         self.hidden_dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, config.hidden_size, dtype, layout)
+        self.post = config.norm_placement == "post"
+        if not self.post:
+            self.input_layernorm = Norm(config, config.hidden_size, dtype, layout)
         self.self_attention = SelfAttention(config, layer, f"{name}.self_attention", seed, dtype, layout)
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
+        if self.post:
+            self.post_attention_layernorm = Norm(config, config.hidden_size, dtype, layout)
+        else:
+            self.pre_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
         self.mlp = MLP(config, f"{name}.mlp", seed, dtype, layout)
+        if self.post:
+            self.post_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
+        if self.post:
+            x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT)))
+            return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT)))
         x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
         return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT))
 

@@ -104,11 +104,6 @@ class Residency:
         self.holds[buffer] = None
         return buffer
 
-    def forget(self) -> None:
-        """Nobody is anywhere: the parameters have changed."""
-        self.holds = [None] * self.num_buffers
-        self.place.clear()
-
 
 def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
     """The fetches of a step.

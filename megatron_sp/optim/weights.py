@@ -98,7 +98,6 @@ class WholeWeights:
         self.settle()
         for index in list(self._residency.place):
             self._release(index)
-        self._residency.forget()
 
     def settle(self) -> None:
         """Wait for all gathers."""

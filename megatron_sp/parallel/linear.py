@@ -91,7 +91,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.spec, ctx.tp, ctx.sink = spec, tp, sink
         ctx.set_materialize_grads(False)
         tp.mark("mlp")
-        normed, _ = _normed(x, norm_weight, norm_bias, spec)
+        normed, _ = normed_by(x, norm_weight, norm_bias, spec)
         a = tp.enter_async(normed).wait()
         # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
         y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
@@ -108,7 +108,7 @@ class _ColumnLinear(torch.autograd.Function):
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = ctx.needs_input_grad[:5]
         grad2, grad_weight, grad_bias, reduced = rows_of(grad), None, None, None
         need_back = need_x or need_norm_weight or need_norm_bias
-        normed, stats = _normed(x, norm_weight, norm_bias, ctx.spec) if need_weight or need_back else (x, ())
+        normed, stats = normed_by(x, norm_weight, norm_bias, ctx.spec) if need_weight or need_back else (x, ())
         gathered = tp.enter_async(normed) if need_weight else None
         if need_back:
             grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
@@ -200,7 +200,7 @@ def norm_gradients(
     return grad_x, (first, second)
 
 
-def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def normed_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """x behind the norm, and the norm's statistics."""
     if spec is None:
         return x, ()

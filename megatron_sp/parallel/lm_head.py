@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.grad_sink import GradSink, put_product
+from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
@@ -43,11 +43,12 @@ def lm_head_loss(
     loss_mask: Tensor,
     *,
     vocab_size: int,
+    bias: Tensor | None = None,
     chunk_tokens: int | None = None,
     tp: TensorParallel = NOT_SPLIT,
     sink: GradSink | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of loss_mask * cross_entropy(x @ weight.T, labels).
+) -> HeadLoss:
+    """Sum over tokens of loss_mask * cross_entropy(x @ weight.T + bias, labels).
 
     Args:
         x: [s/parts, b, h].
@@ -56,19 +57,31 @@ def lm_head_loss(
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
         loss_mask: [s, b], a weight for each token.
         vocab_size: valid rows.
+        bias: [rows/tp], or None.
         chunk_tokens: tokens per chunk; None: ``default_chunk_tokens``.
         tp: the group over which the vocabulary is split.
-        sink: receives the gradient of weight.
-    Returns:
-        (the sum, the same on every rank of the group, a scalar in fp32 or wider that carries the gradient; the loss of every token
-        [s, b] before weighting, detached).
+        sink: receives the gradients of weight and bias.
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
     here = _Rows(first_row, valid, vocab_size)
     # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
-    return _LMHeadLoss.apply(x, weight, labels, loss_mask, here, chunk, tp, sink, torch.is_grad_enabled())
+    return HeadLoss(*_LMHeadLoss.apply(x, weight, labels, loss_mask, bias, here, chunk, tp, sink, torch.is_grad_enabled()))
+
+
+class HeadLoss(NamedTuple):
+    """What the head makes of its tokens.
+
+    Attributes:
+        sum: the same on every rank of the group, a scalar in fp32 or wider that carries the gradient.
+        tokens: the loss of every token [s, b] before weighting, detached.
+        hits: bool [s, b], whether no other entry is likelier than the label (where two are alike to the last bit, both are hits).
+    """
+
+    sum: Tensor
+    tokens: Tensor
+    hits: Tensor
 
 
 class _Rows(NamedTuple):
@@ -82,26 +95,28 @@ class _Rows(NamedTuple):
 class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor,
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, bias: Tensor | None,
         rows: _Rows, chunk: int, tp: TensorParallel, sink: GradSink | None, train: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         tp.mark("head")
         x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
-        need_x, need_weight = (train and need for need in ctx.needs_input_grad[:2])
+        hits = torch.empty(x2.shape[0], dtype=torch.bool, device=x.device)
+        need_x, need_weight, need_bias = (train and ctx.needs_input_grad[i] for i in (0, 1, 4))
         grad_x = empty(x2.shape, dtype=x2.dtype, device=x2.device) if need_x else None
         ahead = sink.claim_ahead(weight) if sink is not None and need_weight else None
         grad_weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
         if grad_weight is not None and x2.shape[0] == 0:
             grad_weight.zero_()  # no chunk will write it
+        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if need_bias else None
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _logits(x2[part], weight, rows.valid, wide, logits)
+            logits = _logits(x2[part], weight, bias, rows.valid, wide, logits)
             picked, elsewhere = _local_labels(labels1[part], rows, tp)
-            token_loss[part], sums = _loss_and_exp_(logits, picked, elsewhere, tp)
-            if grad_x is None and grad_weight is None:
+            token_loss[part], hits[part], sums = _loss_and_exp_(logits, picked, elsewhere, tp)
+            if grad_x is None and grad_weight is None and grad_bias is None:
                 continue
             # d loss / d logits = exp / sums - onehot. The division by the row's sum, like the token's weight, is left to the small
             # operands of the two GEMMs; 16-bit operands are divided here, in the pass that rounds them.
@@ -116,20 +131,23 @@ class _LMHeadLoss(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
             if grad_weight is not None:
                 put_product(grad_weight, grad_logits, x2[part] * row_weight, fresh=start == 0)
-        ctx.save_for_backward(grad_weight if ahead is None else None)
+            if grad_bias is not None:
+                grad_bias += torch.mv(grad_logits.t(), row_weight[:, 0])
+        ctx.save_for_backward(grad_weight if ahead is None else None, grad_bias)
+        ctx.bias = bias
         ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
         ctx.grad_x = None
         ctx.tp = tp
         ctx.shape, ctx.sink, ctx.param, ctx.ahead = x.shape, sink, weight, ahead
-        token_loss_sb = token_loss.view(labels.shape)
-        ctx.mark_non_differentiable(token_loss_sb)
+        token_loss_sb, hits_sb = token_loss.view(labels.shape), hits.view(labels.shape)
+        ctx.mark_non_differentiable(token_loss_sb, hits_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
-        return torch.where(mask1 == 0, 0.0, token_loss * mask1).sum(), token_loss_sb
+        return torch.where(mask1 == 0, 0.0, token_loss * mask1).sum(), token_loss_sb, hits_sb
 
     @staticmethod
-    def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.tp.mark("head")
-        (grad_weight,), weight = ctx.saved_tensors, ctx.param
+        (grad_weight, grad_bias), weight = ctx.saved_tensors, ctx.param
         if ctx.reduced is not None:
             ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None
         grad_x = ctx.grad_x
@@ -141,19 +159,24 @@ class _LMHeadLoss(torch.autograd.Function):
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
             ctx.sink.settle(weight)
+        out_bias = None if grad_bias is None else put_grad(ctx.sink, ctx.bias, grad_bias * grad_sum)
+        rest: tuple[None, ...] = (None,) * 5
         if grad_weight is None:
-            return out_x, None, None, None, None, None, None, None, None
+            return out_x, None, None, None, out_bias, *rest
         claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
         if claimed is None:
-            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, None, None, None, None, None
+            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, out_bias, *rest
         view, fresh = claimed
         torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
-        return out_x, None, None, None, None, None, None, None, None
+        return out_x, None, None, None, out_bias, *rest
 
 
-def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
+def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None) -> Tensor:
     """[..., h] -> [..., vocab_size], fp32 or wider: for generation, where few tokens need logits."""
-    return (x @ weight[:vocab_size].t()).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
+    logits = x @ weight[:vocab_size].t()
+    return (logits if bias is None else logits + bias[:vocab_size]).to(
+        torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    )
 
 
 def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
@@ -166,7 +189,7 @@ def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tens
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def _logits(x: Tensor, weight: Tensor, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
     """[t, rows] in ``wide``; padding rows are -inf. ``buffer`` is reused where it fits."""
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
@@ -177,13 +200,17 @@ def _logits(x: Tensor, weight: Tensor, valid_rows: int, wide: torch.dtype, buffe
             torch.mm(x, weight.t(), out=logits)
         else:
             torch.mm(x, weight.t(), out_dtype=wide, out=logits)
+    if bias is not None:
+        logits.add_(bias)
     if valid_rows < weight.shape[0]:
         logits[:, valid_rows:].fill_(float("-inf"))
     return logits
 
 
-def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each row [t]; turns ``logits`` into exp(logits - row maximum) and returns the row sums of that [t, 1]."""
+def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of each row [t], and whether its label has the row's maximum [t]; turns ``logits`` into exp(logits - row maximum) and
+    returns the row sums of that [t, 1].
+    """
     logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
     at_label = logits.gather(1, picked)
     if elsewhere is not None:
@@ -191,4 +218,4 @@ def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp:
     sums = logits.exp_().sum(1, keepdim=True)
     if tp.size > 1:
         sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))
-    return sums.log().sub_(at_label)[:, 0], sums
+    return sums.log().sub_(at_label)[:, 0], at_label[:, 0] >= 0, sums

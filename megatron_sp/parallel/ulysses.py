@@ -30,9 +30,9 @@ from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.comm.recorder import Place
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.norm import NormInFront, norm_forward
+from megatron_sp.ops.norm import NormInFront
 from megatron_sp.parallel.heads import Chunk, Message, Share, runs_of
-from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, project_back, rows_of
+from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, normed_by, project_back, rows_of
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
@@ -112,14 +112,14 @@ class AttentionPlan:
 
 
 def attention_block(
-    x: Tensor, norm: NormInFront, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core, plan: AttentionPlan,
-    *, sink: GradSink | None = None,
+    x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core,
+    plan: AttentionPlan, *, sink: GradSink | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """proj(attention(qkv(norm(x)))), plus x if the plan says so.
 
     Args:
         x: [s/(sp * tp parts), b, h].
-        norm: in front of the QKV projection.
+        norm: in front of the QKV projection, or None.
         qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
         proj: weight [h, n*d] of this tp rank, bias [h] or None.
         core: the attention itself.
@@ -128,21 +128,20 @@ def attention_block(
     Returns:
         (the result, like x; x again, for a residual branch outside: the gradient that arrives there is added in here).
     """
-    return _AttentionBlock.apply(
-        x, norm.weight, norm.bias, *qkv, *proj, norm.spec, core, plan, sink, torch.is_grad_enabled(), *core.parameters
-    )
+    weight, bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
+    return _AttentionBlock.apply(x, weight, bias, *qkv, *proj, spec, core, plan, sink, torch.is_grad_enabled(), *core.parameters)
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, w_qkv: Tensor, b_qkv: Tensor | None, w_proj: Tensor,
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_qkv: Tensor, b_qkv: Tensor | None, w_proj: Tensor,
         b_proj: Tensor | None, spec: Any, core: Core, plan: AttentionPlan, sink: GradSink | None, train: bool, *core_params: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.plan, ctx.sink, ctx.core_params = spec, plan, sink, core_params
         plan.sp.mark(PROJECTION)
-        normed, _ = norm_forward(x, norm_weight, norm_bias, spec)
+        normed, _ = normed_by(x, norm_weight, norm_bias, spec)
         a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
         del normed
         ctx.run = run = _Run(plan, core, a, train and any(ctx.needs_input_grad))
@@ -186,7 +185,7 @@ class _AttentionBlock(torch.autograd.Function):
         arriving, g_proj, g_core = run.backward_to_messages(grad2, w_proj, weight_of_proj)
         del gathered
         plan.sp.mark(PROJECTION)
-        normed, stats = norm_forward(x, norm_weight, norm_bias, ctx.spec)
+        normed, stats = normed_by(x, norm_weight, norm_bias, ctx.spec)
         a = plan.tp.enter_async(normed)
         reduced: Handle | None = None
         grad_a = empty((run.tokens, w_qkv.shape[1]), dtype=grad.dtype, device=grad.device) if need_back else None
@@ -215,6 +214,9 @@ class _AttentionBlock(torch.autograd.Function):
         if reduced is None:
             plan.sp.mark(OTHER)
             return passed if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
+        if ctx.spec is None:
+            plan.sp.mark(OTHER)
+            return add(passed, reduced.wait()), None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
         grad_x, g_norm = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, (need_x, need_norm_w, need_norm_b), passed)
         plan.sp.mark(OTHER)
         return grad_x, *g_norm, g_qkv, g_b_qkv, g_proj, g_b_proj, None, None, None, None, None, *g_core

@@ -57,8 +57,9 @@ class CommandLine:
 
 
 def parse_config(
-    argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None
-) -> Config:
+    argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None,
+    family: str | None = None,
+) -> Config:  # fmt: skip
     """The configuration of this run, for an entry point: prints and exits by itself, like argparse.
 
     Args:
@@ -66,6 +67,7 @@ def parse_config(
         prog: the program's name in messages (default: this process's).
         description: what --help says first.
         world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
+        family: of the models that the program trains, "gpt" or "bert"; None: whatever --model-family says.
     Returns:
         A normalised and validated configuration; ``ignored_flags`` lists what was accepted without a meaning.
     Raises:
@@ -83,7 +85,7 @@ def parse_config(
 
                 print_help(prog, description)
             raise SystemExit(EXIT_OK)
-        config = _configure(line, world_size)
+        config = _configure(line, world_size, family)
         if line.dry_run is not None and not line.print_config:
             from megatron_sp.training.dry_run import dry_run
 
@@ -103,9 +105,9 @@ def parse_config(
     return config
 
 
-def config_from_args(argv: Sequence[str], *, world_size: int | None = None) -> Config:
+def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:
     """As ``parse_config``, for programs: raises ConfigError instead of exiting, and knows neither --help nor --print-config."""
-    return _configure(scan(argv), world_size)
+    return _configure(scan(argv), world_size, family)
 
 
 def config_as_yaml(config: Config) -> str:
@@ -116,10 +118,14 @@ def config_as_yaml(config: Config) -> str:
     return notes + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _configure(line: CommandLine, world_size: int | None) -> Config:
-    settings = (read_config_file(line.config_file) if line.config_file else []) + line.settings
+def _configure(line: CommandLine, world_size: int | None, family: str | None) -> Config:
+    settings = [] if family is None else [Setting("model-family", (family,), "this program")]
+    settings += (read_config_file(line.config_file) if line.config_file else []) + line.settings
     world_size = line.world_size or world_size or _launched_processes()
     config = _apply(settings, line.problems, world_size)
+    if family is not None and config.model.model_family != family:
+        other = config.model.model_family
+        raise_all([f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py"])
     config.normalize().validate(world_size)
     return config
 

@@ -178,8 +178,8 @@ _REFUSED = {
         pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
-    "GPT is the model today; BERT, T5 and fine-tuning tasks are not there yet": """
-        mask-prob short-seq-prob bert-no-binary-head bert-load pretrained-checkpoint task epochs train-data valid-data
+    "GPT and BERT are the models today; T5 and fine-tuning tasks are not there yet": """
+        mask-prob short-seq-prob bert-load pretrained-checkpoint task epochs train-data valid-data
         decoder-num-layers decoder-seq-length retriever-seq-length""",
     "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
         vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
@@ -190,7 +190,7 @@ _REFUSED = {
         window-size window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         softmax-type ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size force-ds-sequence-parallel mtp-num-layers
         mtp-loss-scaling-factor attention-head-type""",
-    "blocks today are pre-norm, all of one shape, with GELU, SwiGLU or squared ReLU": """
+    "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, SwiGLU or squared ReLU": """
         apply-residual-connection-post-layernorm quick-geglu glu-activation embed-layernorm onnx-safe is-hybrid-model
         hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio spec heterogeneous-layers-config-path""",
     "initial weights today are normal (--init-method-std)": """

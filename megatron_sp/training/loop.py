@@ -200,7 +200,8 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
     start, full = passes_before * batch.eval_iters * run.plan.full, run.plan.full
     began = time.monotonic()
-    total = torch.zeros(2 * len(run.task.loss.names), dtype=torch.float64, device=run.groups.device)
+    names = (*run.task.loss.names, *run.task.loss.metrics)
+    total = torch.zeros(2 * len(names), dtype=torch.float64, device=run.groups.device)
     for index in range(batch.eval_iters):
         run.watchdog.beat(f"{kind} batch {index}")
         micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
@@ -211,15 +212,13 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
             return False
     values = all_reduce(total, run.groups.world).tolist()
     run.model.train()
-    num_terms = len(run.task.loss.names)
-    losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms:], strict=True)]
-    perplexity = math.exp(min(losses[0], 700.0))
-    run.console.line(
-        f"{kind} at step {step}: "
-        + ", ".join(f"{n} {v:.4f}" for n, v in zip(run.task.loss.names, losses, strict=True))
-        + f", perplexity {perplexity:.2f}"
-    )
-    run.metrics.write(kind, step=step, loss=losses[0], loss_hex=losses[0].hex(), perplexity=perplexity, seconds=time.monotonic() - began)
+    means = [s / c if c > 0 else 0.0 for s, c in zip(values[: len(names)], values[len(names) :], strict=True)]
+    loss, perplexity = means[0], math.exp(min(means[0], 700.0))
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, means, strict=True))
+    run.console.line(f"{kind} at step {step}: {shown}, perplexity {perplexity:.2f}")
+    others = {name.replace(" ", "_"): value for name, value in zip(names[1:], means[1:], strict=True)}
+    seconds = time.monotonic() - began
+    run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), perplexity=perplexity, seconds=seconds, **others)
     run.reporter.pause_ended()
     return True
 

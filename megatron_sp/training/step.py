@@ -48,11 +48,15 @@ class Loss:
         names: of the terms, for the log; the first one is "the loss" of the run.
         counts: from a micro-batch, what each term's sum is divided by (known before any forward).
         sums: the sums themselves.
+        causal: tokens see those before them; else all of their sequence.
+        metrics: names of what ``sums`` and ``counts`` add behind the terms of the loss when gradients are off: for validation, not trained.
     """
 
     names: tuple[str, ...]
     counts: Callable[[MicroBatch], list[Tensor]]
     sums: LossFunction
+    causal: bool = True
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass
@@ -77,17 +81,18 @@ class StepResult:
     sample_ids: list[int] = field(default_factory=list)
 
 
-def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName) -> ForwardContext:
-    """The forward context of a causal micro-batch; ``drops`` says whether dropout is on.
+def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
+    """The forward context of a micro-batch; ``drops`` says whether dropout is on.
 
-    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask).
+    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
+    sequence, where what follows is padding.
     """
     keys = None
     if drops:
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
         keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
     documents = document_ends(batch["documents"]) if "documents" in batch else None
-    mask = AttentionMask(causal=True, documents=documents)
+    mask = AttentionMask(causal=causal, key_lengths=batch.get("length"), documents=documents)
     return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
 
 
@@ -168,7 +173,7 @@ class TrainStep:
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
-            context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel)
+            context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel, causal=self.loss.causal)
             terms = self.loss.sums(self.model, batch, context, self.events)
             if self.faults.poisons("loss", step):
                 terms = [term * float("nan") for term in terms]
@@ -223,12 +228,12 @@ def _inverse_or_zero(counts: Tensor) -> Tensor:
 def evaluate_batches(
     model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights
 ) -> Tensor:
-    """[sums..., counts...] of the loss terms over micro-batches, fp64, for summing over all ranks; no dropout, no gradients."""
+    """[sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over all ranks; no dropout, no gradients."""
     total: Tensor | None = None
     weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
     events = UnitWork(weights, None)
     for batch in micro_batches:
-        context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel)
+        context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=kernel, causal=loss.causal)
         terms = [t.double() for t in loss.sums(model, batch, context, events)]
         counts = [c.double() * float(groups.is_first_of_replica) for c in loss.counts(batch)]
         both = torch.stack([t * float(groups.tp_rank == 0) for t in terms] + counts)

@@ -134,7 +134,7 @@ class _Step:
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
             drops = self.config.model.hidden_dropout > 0
-            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel)
+            context = micro_batch_context(batch, seed=seed, step=1, drops=drops, kernel=self.kernel, causal=loss_of.causal)
             terms = loss_of.sums(model, batch, context, events)
             loss = torch.stack([term * float(w) for term, w in zip(terms, shares, strict=True)]).sum()
             if index == len(micro_batches) - 1:

@@ -250,7 +250,7 @@ def _head(chunk: int | None, scales: tuple[float, ...], mask: Tensor, seq: bool)
     part = slice(rank * s // size, (rank + 1) * s // size) if seq else slice(0, s)
     rows = slice(rank * vocab // size, (rank + 1) * vocab // size)
     mine, table = (t.detach().clone().requires_grad_() for t in (x.detach()[part], w.detach()[rows]))
-    got, _ = lm_head_loss(mine, table, labels, mask, vocab_size=vocab, chunk_tokens=chunk, tp=tp)
+    got, *_ = lm_head_loss(mine, table, labels, mask, vocab_size=vocab, chunk_tokens=chunk, tp=tp)
     for scale in scales:
         got = got * scale
     got.backward()

@@ -33,6 +33,16 @@ class Odd(nn.Module):
         self.cube = nn.Parameter(torch.arange(12, dtype=dtype).view(3, 2, 2))
 
 
+class Second(Alone):
+    """The second rank of two."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
 def padding(unit: FlatUnit) -> Tensor:
     """Which elements of the buffers belong to nobody."""
     free = torch.ones(unit.params.numel(), dtype=torch.bool)
@@ -197,6 +207,33 @@ def test_units_are_reduced_from_the_callback_on_the_last_micro_batch_only() -> N
     assert reduced == [4, 3, 2, 1]
     gradients.finish_step()
     assert reduced == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_2_and_3_reduce_in_every_micro_batch_from_the_callback(stage: int) -> None:
+    """Under the rest of the backward pass, and not behind it."""
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    units = [FlatUnit(str(i), layer.named_parameters(), zero=Zero(stage)) for i, layer in enumerate(module)]
+    gradients = FlatGradients(units, ALONE)
+    gradients.start_step()
+    for _ in range(2):
+        gradients.unit_done(1)
+        assert gradients._reduced == {1}
+        gradients.finish_micro_batch()
+
+
+def test_stage_3_takes_parameters_away_when_a_unit_is_built() -> None:
+    """Frozen ones too: what is left is this rank's range."""
+    module = Odd()
+    values = {name: p.detach().clone() for name, p in module.named_parameters()}
+    unit = FlatUnit("odd", module.named_parameters(), zero=Zero(3, Second()))  # type: ignore[arg-type]
+    assert all(p.numel() == 0 for p in module.parameters())
+    assert unit.frozen is not None and unit.local_frozen is not None and unit.params is None
+    assert unit.local_params.untyped_storage().nbytes() == 4 * unit.numel // 2 == 4 * unit.local_params.numel()
+    assert unit.local_frozen.numel() == unit.frozen.numel // 2
+    whole = torch.cat([torch.zeros_like(unit.local_params), unit.local_params])
+    slot = unit.slots[-1]
+    assert torch.equal(slot.view(whole), values[slot.name]), "the second rank has the second half"
 
 
 def test_misuse_is_found() -> None:

@@ -38,7 +38,7 @@ def run(b: dict[str, Tensor], scale: float = 1.0, chunk: int | None = None, plai
     if plain:
         loss = naive(i["x"], i["weight"], b["labels"], b["mask"])
     else:
-        loss, _ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=chunk, **kwargs)
+        loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=chunk, **kwargs)
     (loss * scale).backward()
     return {"loss": loss.detach(), "x": i["x"].grad, "weight": i["weight"].grad}
 
@@ -77,7 +77,7 @@ def test_the_sink_gets_the_scaled_gradient_and_micro_batches_add_up() -> None:
     i = leaves(x=b["x"], weight=b["weight"])
     sink = PoisonedSink(i["weight"])
     for scale, total in ((3.7, 3.7), (-1.2, 2.5), (0.0, 2.5)):
-        loss, _ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=7, sink=sink)
+        loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=7, sink=sink)
         (loss * scale).backward()
         assert i["weight"].grad is None
         assert law_error(sink.of(i["weight"]), want * total) <= FP64  # type: ignore[operator]
@@ -85,7 +85,7 @@ def test_the_sink_gets_the_scaled_gradient_and_micro_batches_add_up() -> None:
 
 def test_the_returned_losses_of_tokens_are_unweighted_and_detached() -> None:
     b = batch()
-    _, token_loss = lm_head_loss(b["x"].requires_grad_(), b["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
+    _, token_loss, _ = lm_head_loss(b["x"].requires_grad_(), b["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
     logits = b["x"].detach() @ b["weight"][:VOCAB].t()
     want = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none").view(S, B)
     assert not token_loss.requires_grad
@@ -96,7 +96,7 @@ def test_the_returned_losses_of_tokens_are_unweighted_and_detached() -> None:
 def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
     b = batch()
     i = leaves(frozen, x=b["x"], weight=b["weight"])
-    loss, _ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
+    loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
     want = run(b, plain=True)
     assert law_error(loss, want["loss"]) <= FP64  # type: ignore[arg-type]
     assert loss.requires_grad == (len(frozen) < 2)
@@ -110,7 +110,7 @@ def test_without_autograd_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatc
     b = batch()
     monkeypatch.setattr(lm_head, "put_product", lambda *a, **k: pytest.fail("a weight gradient was computed"))
     with torch.no_grad():
-        loss, _ = lm_head_loss(b["x"].requires_grad_(), b["weight"].requires_grad_(), b["labels"], b["mask"], vocab_size=VOCAB)
+        loss, *_ = lm_head_loss(b["x"].requires_grad_(), b["weight"].requires_grad_(), b["labels"], b["mask"], vocab_size=VOCAB)
     assert not loss.requires_grad
 
 
@@ -161,7 +161,7 @@ def test_strides_do_not_matter() -> None:
 def test_backward_twice_through_a_retained_graph() -> None:
     b = batch()
     i = leaves(x=b["x"], weight=b["weight"])
-    loss, _ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
+    loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=5)
     loss.backward(retain_graph=True)
     (2 * loss).backward()
     want = run(b, 3.0, plain=True)
@@ -207,7 +207,7 @@ def test_the_logits_of_a_sequence_never_exist(dtype: torch.dtype) -> None:
     tokens, vocab, chunk = 64, 96, 8
     x, weight = randn(tokens, 1, H, dtype=dtype).requires_grad_(), randn(vocab, H, dtype=dtype).requires_grad_()
     with LargestTensor() as seen:
-        loss, _ = lm_head_loss(
+        loss, *_ = lm_head_loss(
             x, weight, torch.ones(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), vocab_size=90, chunk_tokens=chunk
         )
         loss.backward()

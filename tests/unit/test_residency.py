@@ -199,6 +199,18 @@ def test_a_thousand_micro_batches_are_no_more_work_than_a_few(monkeypatch: pytes
     assert calls[0] < 20 * len(ORDER)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_next_unit_is_fetched_ahead(overlap: bool) -> None:
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(2), order=ORDER, overlap=overlap)
+    weights.start_step(1)
+    for unit, following in itertools.pairwise(ORDER[: LAYERS + 2]):
+        weights.need(unit)
+        assert (str(following) in weights.whole_units) == overlap
+    weights.forget()
+    assert weights.whole_units == []
+
+
 def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
     longest, admit = [0], Residency.admit
 

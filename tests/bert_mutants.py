@@ -1,0 +1,49 @@
+"""What tests/mutants.py breaks in BERT: its head, its second task, post-norm blocks."""
+
+from __future__ import annotations
+
+TESTS = [
+    "tests/unit/test_bert.py", "tests/integration/test_hugging_face.py", "tests/dist/test_bert_layouts.py", "tests/unit/test_step_bert.py",
+]  # fmt: skip
+
+BERT, GATHER, HEAD, LANGUAGE = "models/bert.py", "parallel/gather.py", "parallel/lm_head.py", "models/language_model.py"
+MODEL, ULYSSES, STEP = "models/transformer.py", "parallel/ulysses.py", "training/step.py"
+
+# (name, file, old, new)
+MUTANTS: list[tuple[str, str, str, str]] = [
+    # order
+    ("order: every sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if False:"),
+    ("order: the last sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if self.layout.sp.rank < self.layout.sp.size - 1:"),
+    ("order: the last position is pooled", BERT, "self.binary_head(self.pooler(x[0]))", "self.binary_head(self.pooler(x[-1]))"),
+    ("order: averaged over sequences", BERT, 'reduction="sum"', 'reduction="mean"'),
+    ("order: hits are misses", BERT, "logits.detach().argmax(1) == order", "logits.detach().argmax(1) != order"),
+    ("pooler: no tanh", BERT, "return torch.tanh(self.dense(x))", "return self.dense(x)"),
+    # positions of the tp group
+    ("gather: each rank takes the first positions of the gradient", GATHER, "ctx.tp.rank * each", "0"),
+    ("gather: the gradient is doubled", GATHER, "each).contiguous(), None", "each).contiguous() * 2, None"),
+    ("head: tp_seq inside", BERT, "tp=replace(self.layout.tp, seq=False), sink", "tp=self.layout.tp, sink"),
+    ("head: its norm is summed over tp", BERT, "alike = replace(layout, tp=replace(layout.tp, seq=False))", "alike = layout"),
+    # masked tokens
+    ("head: labels are not cut", BERT, "[cut.inside] for t in (labels, loss_mask)", "[: cut.inside.stop - cut.inside.start] for t in (labels, loss_mask)"),
+    ("head: activation dropped", BERT, "F.gelu(self.dense(x), approximate=self.approximate)", "self.dense(x)"),
+    ("head: hits without weights", BERT, "(made.hits * loss_mask).sum()", "made.hits.sum()"),
+    ("head: hits of other tokens", HEAD, "at_label[:, 0] >= 0", "at_label[:, 0] < 0"),
+    ("bias: not added", HEAD, "        logits.add_(bias)\n", "        pass\n"),
+    ("bias: gradient not scaled", HEAD, "grad_bias * grad_sum", "grad_bias"),
+    ("bias: gradient without the tokens' weights", HEAD, "torch.mv(grad_logits.t(), row_weight[:, 0])", "grad_logits.sum(0)"),
+    ("bias: the last chunk's gradient alone", HEAD, "grad_bias += torch.mv", "grad_bias = torch.mv"),
+    ("bias: rows of the first rank", BERT, "first = min(config.vocab_size, layout.tp.rank * mine)", "first = 0"),
+    # embedding
+    ("types: not cut for the rank", LANGUAGE, "cut.pad(types.t())[cut.between]", "cut.pad(types.t())[: cut.between.stop - cut.between.start]"),
+    ("types: not added", LANGUAGE, "x = x + self.tokentype_embeddings(types)", "pass"),
+    ("embedding: not normed", LANGUAGE, "x = x if self.layernorm is None else self.layernorm(x)", "pass"),
+    ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),
+    # post-norm blocks
+    ("post-norm: the residual branch gets no gradient", ULYSSES, "return add(passed, reduced.wait()), None", "return reduced.wait(), None"),
+    ("post-norm: no norm behind attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
+    ("post-norm: no norm behind the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
+    ("post-norm: a norm behind the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
+    # the step
+    ("context: causal", STEP, "AttentionMask(causal=causal, key_lengths", "AttentionMask(causal=True, key_lengths"),
+    ("context: padding is seen", STEP, 'key_lengths=batch.get("length")', "key_lengths=None"),
+]  # fmt: skip

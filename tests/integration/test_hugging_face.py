@@ -1,0 +1,214 @@
+"""The same weights give the same loss and the same gradients in Hugging Face's classes: fp64, every parameter."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from errors import FP64, assert_law
+from torch import Tensor, nn
+
+from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.models.transformer import ForwardContext
+from megatron_sp.ops.attention import AttentionMask
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+
+B, S, V, H, F, LAYERS, HEADS, GROUPS = 3, 11, 37, 24, 20, 2, 4, 2
+D = H // HEADS
+SIZES = {
+    "num_layers": LAYERS, "hidden_size": H, "num_attention_heads": HEADS, "ffn_hidden_size": F, "seq_length": S, "vocab_size": V,
+    "max_position_embeddings": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.2,
+    "make_vocab_size_divisible_by": 8,
+}  # fmt: skip
+LENGTHS = torch.tensor([S, 7, 3])
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+    """Separate projections [n*d, ...], [g*d, ...] as rows [g, n/g + 2, d]."""
+    parts = [t.view(groups, -1, D, *t.shape[1:]) for t in (q, k, v)]
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def give_noise(model: nn.Module) -> None:
+    """Biases and norms that are not at zero and one, where mistakes would not show."""
+    g = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.data += 0.3 * torch.randn(p.shape, generator=g, dtype=p.dtype)
+
+
+def copy_into(model: LanguageModel, weights: dict[str, Tensor]) -> None:
+    """Ours from theirs, by our names; the rows of padding stay."""
+    ours = dict(model.named_parameters())
+    assert ours.keys() == weights.keys()
+    for name, p in ours.items():
+        assert p.shape[1:] == weights[name].shape[1:], name
+        p.data[: weights[name].shape[0]] = weights[name].detach()
+
+
+def assert_same(model: LanguageModel, loss: Tensor, theirs: dict[str, Tensor], their_loss: Tensor) -> None:
+    grads = {n: p.grad[: theirs[n].shape[0]] for n, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == theirs.keys()
+    assert_law({"loss": loss.detach(), **grads}, {"loss": their_loss.detach(), **theirs}, FP64)
+
+
+def bert_names(post: bool) -> dict[str, str]:
+    """Our names of what is the same tensor in theirs; linear layers and norms, without .weight and .bias."""
+    layer = (
+        {"self_attention.linear_proj": "attention.output.dense", "mlp.linear_fc1": "intermediate.dense", "mlp.linear_fc2": "output.dense"}
+        | ({"post_attention_layernorm": "attention.output.LayerNorm", "post_mlp_layernorm": "output.LayerNorm"} if post
+           else {"input_layernorm": "attention.ln", "pre_mlp_layernorm": "ln"})
+    )  # fmt: skip
+    names = {f"encoder.layers.{i}.{a}": f"bert.encoder.layer.{i}.{b}" for i in range(LAYERS) for a, b in layer.items()}
+    names |= {"embedding.layernorm": "bert.embeddings.LayerNorm"} if post else {"encoder.final_layernorm": "bert.encoder.ln"}
+    return names | {
+        "lm_head.dense": "cls.predictions.transform.dense", "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
+        "pooler.dense": "bert.pooler.dense", "binary_head": "cls.seq_relationship",
+    }  # fmt: skip
+
+
+def bert_tensors(of: dict[str, Tensor], post: bool) -> dict[str, Tensor]:
+    """Weights, or gradients, of theirs by our names."""
+    embeddings = "bert.embeddings."
+    found = {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in bert_names(post).items() for kind in ("weight", "bias")}
+    found |= {
+        "embedding.word_embeddings.weight": of[f"{embeddings}word_embeddings.weight"],
+        "embedding.position_embeddings.weight": of[f"{embeddings}position_embeddings.weight"],
+        "embedding.tokentype_embeddings.weight": of[f"{embeddings}token_type_embeddings.weight"],
+        "output_layer.bias": of["cls.predictions.bias"],
+    }
+    for i in range(LAYERS):
+        for kind in ("weight", "bias"):
+            q, k, v = (of[f"bert.encoder.layer.{i}.attention.self.{part}.{kind}"] for part in ("query", "key", "value"))
+            found[f"encoder.layers.{i}.self_attention.linear_qkv.{kind}"] = fused(q, k, v, HEADS)
+    return found
+
+
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+@pytest.mark.parametrize("post", [True, False], ids=["BertForPreTraining", "MegatronBertForPreTraining"])
+def test_bert(post: bool, gelu: str) -> None:
+    torch.manual_seed(0)
+    kind = "Bert" if post else "MegatronBert"
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=F, max_position_embeddings=16,
+        hidden_act="gelu" if gelu == "none" else "gelu_pytorch_tanh", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        layer_norm_eps=1e-12, attn_implementation="eager", initializer_range=0.2,
+    )  # fmt: skip
+    theirs = getattr(transformers, f"{kind}ForPreTraining")(config).double()
+    give_noise(theirs)
+    shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, gelu_approximate=gelu)  # type: ignore[arg-type]
+    ours = BertModel(shape, KernelConfig(), seed=1, dtype=torch.float64)
+    params: dict[str, Any] = dict(theirs.named_parameters())
+    copy_into(ours, bert_tensors(params, post))
+    g = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(1, V, (B, S), generator=g) for _ in range(2))  # theirs gives the row of token 0, padding, no gradient
+    types, order = torch.randint(0, 2, (B, S), generator=g), torch.tensor([0, 1, 1])
+    real = torch.arange(S) < LENGTHS[:, None]
+    masked = (torch.rand(B, S, generator=g) < 0.4) & real
+    their_loss = theirs(
+        tokens, attention_mask=real.long(), token_type_ids=types, labels=torch.where(masked, labels, -100), next_sentence_label=order
+    ).loss
+    their_loss.backward()
+    made = ours(tokens, types, labels, masked.double(), order, ForwardContext(AttentionMask(causal=False, key_lengths=LENGTHS)))
+    assert made.order is not None
+    loss = made.masked / masked.sum() + made.order / B
+    loss.backward()
+    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post), their_loss)
+
+
+def gpt2_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {
+        "embedding.word_embeddings.weight": of["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": of["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": of["transformer.ln_f.weight"], "decoder.final_layernorm.bias": of["transformer.ln_f.bias"],
+    }  # fmt: skip
+    for i in range(LAYERS):
+        here, there = f"decoder.layers.{i}.", f"transformer.h.{i}."
+        for kind in ("weight", "bias"):
+            q, k, v = of[f"{there}attn.c_attn.{kind}"].t().chunk(3) if kind == "weight" else of[f"{there}attn.c_attn.{kind}"].chunk(3)
+            found[f"{here}self_attention.linear_qkv.{kind}"] = fused(q, k, v, HEADS)
+            for a, b in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
+                found[f"{here}{a}.{kind}"] = of[f"{there}{b}.{kind}"]
+            for a, b in (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj")):
+                found[f"{here}{a}.{kind}"] = of[f"{there}{b}.{kind}"].t() if kind == "weight" else of[f"{there}{b}.{kind}"]
+    return found
+
+
+def llama_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {
+        "embedding.word_embeddings.weight": of["model.embed_tokens.weight"], "decoder.final_layernorm.weight": of["model.norm.weight"],
+        "output_layer.weight": of["lm_head.weight"],
+    }  # fmt: skip
+    for i in range(LAYERS):
+        here, there = f"decoder.layers.{i}.", f"model.layers.{i}."
+        q, k, v = (of[f"{there}self_attn.{part}_proj.weight"] for part in "qkv")
+        found |= {
+            f"{here}self_attention.linear_qkv.weight": fused(q, k, v, GROUPS),
+            f"{here}self_attention.linear_proj.weight": of[f"{there}self_attn.o_proj.weight"],
+            f"{here}mlp.linear_fc1.weight": torch.cat([of[f"{there}mlp.gate_proj.weight"], of[f"{there}mlp.up_proj.weight"]]),
+            f"{here}mlp.linear_fc2.weight": of[f"{there}mlp.down_proj.weight"],
+            f"{here}input_layernorm.weight": of[f"{there}input_layernorm.weight"],
+            f"{here}pre_mlp_layernorm.weight": of[f"{there}post_attention_layernorm.weight"],
+        }
+    return found
+
+
+def widen_llama(model: Any) -> None:
+    """Their norm, rotary tables and softmax compute in fp32 whatever the weights are: here in fp64."""
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+    def tables(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * 5000.0 ** -(torch.arange(0, D, 2).double() / D)
+        both = torch.cat([angles, angles], dim=-1)
+        return both.cos(), both.sin()
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = partial(norm, module)
+    model.model.rotary_emb.forward = tables
+
+
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": GROUPS,
+    "group_query_attention": True, "untie_embeddings_and_output_weights": True, "rotary_base": 5000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gpt(family: str) -> None:
+    torch.manual_seed(0)
+    if family == "gpt2":
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=V, n_embd=H, n_layer=LAYERS, n_head=HEADS, n_inner=F, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, attn_implementation="eager", initializer_range=0.2,
+        ))  # fmt: skip
+        tensors, extra = gpt2_tensors, {}
+    else:
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS,
+            intermediate_size=F, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+            rms_norm_eps=1e-5, attn_implementation="sdpa", initializer_range=0.2, tie_word_embeddings=False,
+        ))  # fmt: skip
+        widen_llama(theirs)
+        tensors, extra = llama_tensors, LLAMA
+    theirs = theirs.double()
+    give_noise(theirs)
+    ours = GPTModel(ModelConfig(**SIZES, **extra), KernelConfig(), seed=1, dtype=torch.float64)  # type: ignore[arg-type]
+    params: dict[str, Any] = dict(theirs.named_parameters())
+    copy_into(ours, tensors(params))
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(1))
+    logits = theirs(tokens[:, :-1]).logits
+    their_loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    their_loss.backward()
+    total, _ = ours(tokens[:, :-1], tokens[:, 1:], torch.ones(B, S, dtype=torch.float64), ForwardContext(AttentionMask()))
+    loss = total / (B * S)
+    loss.backward()
+    assert_same(ours, loss, tensors({n: p.grad for n, p in params.items()}), their_loss)
