@@ -91,7 +91,7 @@ def test_torchs_random_state_is_repeated_only_when_asked(draws_random: bool) -> 
 def test_no_recomputation_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation of a model that trains with recomputation."""
     model = tiny.make_model(tiny.BASE, **tiny.RECOMPUTE["uniform 2"])
-    monkeypatch.setattr("megatron_sp.models.gpt.recompute", lambda *a, **k: pytest.fail("recompute was called"))
+    monkeypatch.setattr("megatron_sp.models.language_model.recompute", lambda *a, **k: pytest.fail("recompute was called"))
     with torch.no_grad():
         tiny.loss_of(model, tiny.make_batch())
 
