@@ -85,6 +85,9 @@ def train(run: Run) -> int:
         and not (_evaluate(run, "valid", run.valid_loader, progress.step) and _evaluate(run, "test", run.test_loader, progress.step))
     ):
         code = EXIT_PREEMPTED
+    if code == EXIT_OK and finished and run.task.finish is not None:
+        run.watchdog.beat("finish")
+        run.task.finish(run)
     if run.save_failed:
         run.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
         run.console.line(

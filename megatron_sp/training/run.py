@@ -53,6 +53,8 @@ class Task:
         build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and ``unit_order()``; it calls
             ``on_unit`` with itself and each unit as soon as that is there.
         loss: its loss terms.
+        new_parameters: beginnings of names that --finetune need not find in the checkpoint: these start fresh.
+        finish: called with the run when it is through, on every rank.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Task:
     build_datasets: Callable[[Config, Tokenizer, tuple[int, int, int]], Datasets]
     build_model: Callable[..., nn.Module]
     loss: Loss
+    new_parameters: tuple[str, ...] = ()
+    finish: Callable[[Run], None] | None = None
 
 
 class Run:
@@ -244,7 +248,10 @@ class Run:
             if not finetune and not only_validates:
                 self._check_schedule(stored)
                 self._check_data(stored)
-            wanted, unread = self.state.to_load(self.checkpointer.tensor_shapes(source), weights_only=weights_only)
+            shapes = self.checkpointer.tensor_shapes(source)
+            wanted, unread = self.state.to_load(shapes, weights_only=weights_only)
+            if finetune:
+                wanted = {name: t for name, t in wanted.items() if name in shapes or not name.startswith(self.task.new_parameters)}
         self.checkpointer.load(source, wanted, partial=weights_only, unread=unread, cast=True)
         self.state.after_load(weights_only=weights_only)
         self.weights.refresh_all()

@@ -26,6 +26,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 # fields whose change makes the stored weights those of another model
 _STRUCTURE = (
+    "model_family", "norm_placement", "token_types", "has_order_head",
     "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
     "rotary_percent", "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "swiglu", "squared_relu", "gelu_approximate",
     "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "vocab_size",

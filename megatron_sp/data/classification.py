@@ -1,0 +1,245 @@
+"""Labelled texts, one or two to an example: GLUE's files, any TSV with a header, and JSONL.
+
+GLUE's files differ in everything but the tabs: which columns hold the texts, whether there is a header, where the label stands. ``GLUE`` is
+a table of that (gluebenchmark.com, the files as they are downloaded). Labels are strings; a number is the string that stands in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_sp.data.dataset import Sample, hash_of
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Where the parts of an example stand.
+
+    Attributes:
+        first, second, label, group: names of columns (of keys, in JSONL), or their numbers from 0 where there is no header; ``second`` and
+            ``group`` may be None. Examples of one group are right together or not at all (exact match).
+        header: the first line names the columns.
+        labels: all there are, in order; None: those of the training file, sorted.
+    """
+
+    first: str | int = "text"
+    second: str | int | None = None
+    label: str | int = "label"
+    group: str | int | None = None
+    header: bool = True
+    labels: tuple[str, ...] | None = None
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+GLUE: dict[str, TextTable] = {
+    "cola": TextTable(3, None, 1, header=False, labels=("0", "1")),
+    "sst-2": TextTable("sentence", None, "label", labels=("0", "1")),
+    "mrpc": TextTable("#1 String", "#2 String", "Quality", labels=("0", "1")),
+    "qqp": TextTable("question1", "question2", "is_duplicate", labels=("0", "1")),
+    "mnli": TextTable("sentence1", "sentence2", "gold_label", labels=("contradiction", "entailment", "neutral")),
+    "qnli": TextTable("question", "sentence", "label", labels=_ENTAILMENT),
+    "rte": TextTable("sentence1", "sentence2", "label", labels=_ENTAILMENT),
+    "wnli": TextTable("sentence1", "sentence2", "label", labels=("0", "1")),
+}
+"""STS-B is not here: its labels are scores, and nothing of it is classified."""
+
+
+class Example(NamedTuple):
+    """One labelled text, or pair of texts."""
+
+    first: str
+    second: str | None
+    label: str | None
+    group: str | None
+
+
+def read_examples(path: str | Path, table: TextTable, *, needs_label: bool = True) -> list[Example]:
+    """All examples of a .tsv or .jsonl file.
+
+    Raises:
+        DataError: no such file, no example, or a line that is not one; the message has the line's number.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    rows = _json_rows(path, text) if path.suffix in (".jsonl", ".json") else _tsv_rows(path, text, table.header)
+    found = [_example(path, number, get, table, needs_label) for number, get in rows]
+    if not found:
+        raise DataError(f"{path} has no examples")
+    return found
+
+
+Row = tuple[int, Callable[[str | int], str]]
+
+
+def _tsv_rows(path: Path, text: str, header: bool) -> Iterator[Row]:
+    """Tabs divide and nothing quotes, as in GLUE's files."""
+    lines = text.split("\n")
+    names = [name.strip() for name in lines[0].rstrip("\r").split("\t")] if header else []
+    for number, line in enumerate(lines[1 if header else 0 :], 2 if header else 1):
+        cells = line.rstrip("\r").split("\t")
+        if cells == [""]:
+            continue
+
+        def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
+            place = column if isinstance(column, int) else names.index(column) if column in names else None
+            if place is None:
+                raise DataError(f"{path} has no column '{column}': its header has {', '.join(names)}")
+            if place >= len(cells):
+                raise DataError(f"{path} line {number} has {len(cells)} columns, and '{column}' is number {place + 1}")
+            return cells[place]
+
+        yield number, get
+
+
+def _json_rows(path: Path, text: str) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path} line {number} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{path} line {number} is not a JSON object")
+
+        def get(key: str | int, found: dict[str, Any] = found, number: int = number) -> str:
+            value = found.get(str(key))
+            if value is None or isinstance(value, (dict, list)):
+                raise DataError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found)}")
+            return str(value)
+
+        yield number, get
+
+
+def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable, needs_label: bool) -> Example:
+    first = get(table.first)
+    second = None if table.second is None else get(table.second)
+    label = get(table.label) if needs_label else None
+    group = None if table.group is None else get(table.group)
+    if needs_label and table.labels is not None and label not in table.labels:
+        raise DataError(f"{path} line {number}: the label '{label}' is none of {', '.join(table.labels)}")
+    return Example(first, second, label, group)
+
+
+def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
+    """The classes, in the order of their numbers.
+
+    Raises:
+        DataError: there is but one.
+    """
+    labels = table.labels or tuple(sorted({example.label for example in examples if example.label is not None}))
+    if len(labels) < 2:
+        raise DataError(f"the training examples have {len(labels)} label ({', '.join(labels)}): to classify takes two at least")
+    return labels
+
+
+class ClassificationDataset:
+    """Encoded examples: [CLS] first [SEP] second [SEP], padded.
+
+    Args:
+        examples: with labels, unless they are only to be predicted.
+        labels: the classes.
+        tokenizer: with the special tokens of BERT.
+        seq_length: s; the longer of two texts is cut first, from its end.
+        multiple_of: the length is filled up to a multiple of this with examples of weight 0.
+    Raises:
+        ConfigError: a tokenizer without those tokens, or no room for them.
+        DataError: a label that is no class.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], labels: Sequence[str], tokenizer: Tokenizer, seq_length: int, *, multiple_of: int = 1
+    ) -> None:
+        specials: list[int] = [number for name in ("cls", "sep", "pad") if (number := getattr(tokenizer, name, None)) is not None]
+        if len(specials) < 3:
+            raise ConfigError("this tokenizer has no [CLS], [SEP] and [PAD]: take the one that the model was pretrained with")
+        self._cls, self._sep, self._pad = specials
+        if seq_length < 8:
+            raise ConfigError(f"seq_length ({seq_length}) leaves no room for text: raise --seq-length")
+        numbers = {label: i for i, label in enumerate(labels)}
+        unknown = sorted({example.label for example in examples if example.label is not None} - numbers.keys())
+        if unknown:
+            raise DataError(f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}")
+        self.examples, self._tokenizer, self._seq_length = list(examples), tokenizer, seq_length
+        self._labels = [0 if example.label is None else numbers[example.label] for example in examples]
+        self._length = -(-len(self.examples) // multiple_of) * multiple_of
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> Sample:
+        """``tokens``, ``types`` int64 [s], ``length``, ``label`` int64 [], ``weight`` float32 []."""
+        real = i < len(self.examples)
+        number = i if real else 0
+        tokens, types = self._encode(self.examples[number])
+        room = self._seq_length - len(tokens)
+        return {
+            "tokens": np.array(tokens + [self._pad] * room, np.int64), "types": np.array(types + [0] * room, np.int64),
+            "length": np.array(len(tokens), np.int64), "label": np.array(self._labels[number], np.int64),
+            "weight": np.array(float(real), np.float32),
+        }  # fmt: skip
+
+    def _encode(self, example: Example) -> tuple[list[int], list[int]]:
+        first = self._tokenizer.encode(example.first)
+        second = None if example.second is None else self._tokenizer.encode(example.second)
+        if second is None:
+            first = first[: self._seq_length - 2]
+            return [self._cls, *first, self._sep], [0] * (len(first) + 2)
+        room = self._seq_length - 3
+        keep_first = max(min(len(first), room - min(len(second), room // 2)), 0)
+        first, second = first[:keep_first], second[: room - keep_first]
+        return [self._cls, *first, self._sep, *second, self._sep], [0] * (len(first) + 2) + [1] * (len(second) + 1)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the samples."""
+        return hash_of(
+            kind="classification-1", examples=[list(example) for example in self.examples], labels=self._labels,
+            seq_length=self._seq_length, tokenizer=self._tokenizer.fingerprint(), length=self._length,
+        )  # fmt: skip
+
+
+def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.ndarray:
+    """int64 [true, predicted]: how often."""
+    found = np.zeros((num_labels, num_labels), np.int64)
+    np.add.at(found, (true, predicted), 1)
+    return found
+
+
+def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()) -> dict[str, float]:
+    """How good predictions are.
+
+    Args:
+        predicted, true: int [n], numbers of classes.
+        labels: of the classes.
+        groups: of the examples; with them the exact match is a share of groups, else of examples.
+    Returns:
+        accuracy, exact_match; f1: with two classes that of the second (GLUE's), else the mean over classes; matthews: the correlation of
+        Matthews 1975, in Gorodkin's form for any number of classes (2004), 0 where it is not defined.
+    """
+    table = confusion(predicted, true, len(labels)).astype(np.float64)
+    hits, true_counts, predicted_counts, n = np.diag(table), table.sum(1), table.sum(0), table.sum()
+    both = true_counts + predicted_counts
+    f1 = np.divide(2 * hits, both, out=np.zeros_like(hits), where=both > 0)
+    spread = (n * n - (predicted_counts**2).sum()) * (n * n - (true_counts**2).sum())
+    matthews = (hits.sum() * n - predicted_counts @ true_counts) / np.sqrt(spread) if spread > 0 else 0.0
+    right: dict[object, bool] = {}
+    for i, good in enumerate(predicted == true):
+        key = groups[i] if i < len(groups) and groups[i] is not None else i
+        right[key] = right.get(key, True) and bool(good)
+    return {
+        "accuracy": float(hits.sum() / n), "exact_match": sum(right.values()) / len(right),
+        "f1": float(f1[1] if len(labels) == 2 else f1.mean()), "matthews": float(matthews),
+    }  # fmt: skip

@@ -1,0 +1,86 @@
+"""BERT with a head that tells classes of texts apart: dropout and one linear layer on what the pooler makes of the first position."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.models.bert import Dense, Pooler
+from megatron_sp.models.language_model import LanguageModel, OnUnit
+from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, UnitEvents
+from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
+from megatron_sp.parallel.gather import gather_positions
+from megatron_sp.parallel.layout import Layout
+
+NEW_PARAMETERS = ("classification_head.", "pooler.")
+"""Beginnings of names that a checkpoint of pretraining need not have."""
+
+
+class ClassifierLoss(NamedTuple):
+    """Of a micro-batch; on the sp ranks behind the first all is zero, and ``logits`` None.
+
+    Attributes:
+        sum: cross entropy of each sequence times its weight, summed, fp32 or wider.
+        hits: weights of the sequences whose class was found, detached.
+        logits: [b, classes], detached.
+    """
+
+    sum: Tensor
+    hits: Tensor
+    logits: Tensor | None
+
+
+class BertClassifier(LanguageModel):
+    """Arguments are those of ``LanguageModel``, and ``num_classes``."""
+
+    stack_name = "encoder"
+
+    def __init__(
+        self, config: ModelConfig, kernels: KernelConfig, *, num_classes: int, seed: int, dtype: torch.dtype,
+        layout: Layout | None = None, on_unit: OnUnit | None = None,
+    ) -> None:  # fmt: skip
+        self._num_classes = num_classes
+        super().__init__(config, kernels, seed=seed, dtype=dtype, layout=layout, on_unit=on_unit)
+
+    def _build_head(self, seed: int, dtype: torch.dtype) -> None:
+        config = self.config
+        assert config.hidden_size
+        self.pooler = Pooler(config, seed, dtype, self.layout)
+        std = config.init_method_std
+        self.classification_head = Dense("classification_head", config.hidden_size, self._num_classes, std, seed, dtype, self.layout)
+
+    def _head_modules(self) -> dict[str, nn.Module]:
+        return {"pooler": self.pooler, "classification_head": self.classification_head}
+
+    @property
+    def is_tied(self) -> Literal[False]:
+        return False
+
+    def forward(
+        self, tokens: Tensor, types: Tensor, label: Tensor, weight: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
+    ) -> ClassifierLoss:
+        """Loss of a micro-batch.
+
+        Args:
+            tokens, types: int64 [b, s], the same on every rank of the tp and sp groups.
+            label: int64 [b], numbers of classes.
+            weight: [b], of the sequences in the loss.
+            ctx: mask, kernel, dropout.
+            events: told which unit's parameters are used next, and whose gradients are complete.
+        """
+        x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.layout.sp.rank > 0:
+            return ClassifierLoss(x[:0].sum().to(wide), torch.zeros((), dtype=wide, device=x.device), None)
+        pooled = self.pooler(x[0])
+        if ctx.dropout is not None:
+            keys = DropoutKeys(ctx.dropout.token_keys[:1]).row_keys(len(self.stack.layers), SITE_EMBEDDING)[0]
+            pooled = hash_dropout(pooled, self.config.hidden_dropout, keys)
+        logits = self.classification_head(pooled).to(wide)
+        losses = F.cross_entropy(logits, label, reduction="none")
+        hits = (logits.detach().argmax(1) == label).to(wide) * weight
+        return ClassifierLoss((losses * weight).sum(), hits.sum(), logits.detach())

@@ -1,0 +1,98 @@
+#!/usr/bin/env python
+"""Train a pretrained BERT to tell classes of texts apart, one process or many, and say how well it does.
+
+    python tools/finetune_classifier.py --task sst-2 --train-data SST-2/train.tsv --valid-data SST-2/dev.tsv \
+        --pretrained-checkpoint runs/bert --epochs 3 --micro-batch-size 8 --global-batch-size 32 --lr 5e-5 --save runs/sst2
+    bash scripts/launch.sh 2 tools/finetune_classifier.py --task jsonl --text text --label section ... --sequence-parallel-size 2
+
+All flags of pretrain_bert.py work here too: layouts, ZeRO, precision, --auto-resume. Model and tokenizer are the checkpoint's. At the end
+every validation example is classified: accuracy, exact match, F1 and Matthews' correlation go to the log and to metrics.jsonl, the
+predictions to RUN/predictions.tsv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.data.classification import GLUE, TextTable, labels_of, read_examples
+from megatron_sp.training.arguments import parse_config
+from megatron_sp.utils.errors import ReportedError
+
+_COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group": "group"}
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's own flags, and those of pretraining."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help",
+    )  # fmt: skip
+    parser.add_argument("--task", required=True, choices=[*GLUE, "tsv", "jsonl"],
+                        help="one of GLUE's, as its files are; or any .tsv with a header, or .jsonl")  # fmt: skip
+    parser.add_argument("--train-data", required=True, metavar="FILE")
+    parser.add_argument("--valid-data", required=True, metavar="FILE")
+    parser.add_argument("--text", metavar="NAME", help="tsv, jsonl: column of the text (default: text)")
+    parser.add_argument("--second-text", metavar="NAME", help="tsv, jsonl: column of the second text (default: there is none)")
+    parser.add_argument("--label", metavar="NAME", help="tsv, jsonl: column of the label (default: label)")
+    parser.add_argument("--group", metavar="NAME", help="column that says which examples are right together or not at all (exact match)")
+    parser.add_argument("--pretrained-checkpoint", metavar="RUN", help="run, or step folder, to start from (default: random weights)")
+    parser.add_argument("--epochs", type=float, default=3.0, metavar="N", help="passes over the training examples (default: 3)")
+    return parser.parse_known_args(argv)
+
+
+def table_of(options: argparse.Namespace) -> TextTable:
+    """Where the examples' parts stand."""
+    table = GLUE.get(options.task, TextTable())
+    given = {field: getattr(options, flag.replace("-", "_")) for flag, field in _COLUMNS.items()}
+    return replace(table, **{field: value for field, value in given.items() if value is not None})
+
+
+def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:
+    """The command line of the run: what the user has not said comes from the checkpoint or from the data."""
+    flags = ["--train-data-path", options.train_data, "--valid-data-path", options.valid_data, "--dataloader-type", "cyclic"]
+    flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
+    if options.pretrained_checkpoint is not None:
+        flags += ["--load", options.pretrained_checkpoint, "--finetune", "--use-checkpoint-args", *stored_tokenizer(options, rest)]
+    return [*flags, *rest]
+
+
+def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The checkpoint's tokenizer, if the command line names none."""
+    from megatron_sp.checkpoint.checkpointer import Checkpointer
+
+    if any(word.split("=")[0] in ("--tokenizer-type", "--tokenizer-model", "--vocab-file") for word in rest):
+        return []
+    reader = Checkpointer(None)
+    data = reader.read_state(reader.find(options.pretrained_checkpoint)).get("config", {}).get("data", {})
+    found = [(f"--{name.replace('_', '-')}", data.get(name)) for name in ("tokenizer_type", "tokenizer_model", "vocab_file")]
+    return [word for flag, value in found if value is not None for word in (flag, str(value))]
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parse(argv)
+    table = table_of(options)
+    try:
+        train, valid = read_examples(options.train_data, table), read_examples(options.valid_data, table)
+        labels_of(table, train)
+        flags = pretraining_flags(options, rest, len(train))
+    except ReportedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"finetune_classifier.py: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    config = parse_config(flags, description="Fine-tune a classifier.", family="bert")
+    from megatron_sp.training.classification import Classification
+    from megatron_sp.training.loop import pretrain
+
+    task = Classification(table, train, valid)
+    task.fit(config, int(os.environ.get("WORLD_SIZE", "1")))
+    pretrain(config, task.task())
+
+
+if __name__ == "__main__":
+    main()
