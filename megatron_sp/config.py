@@ -260,6 +260,13 @@ class KernelConfig:
     lm_head_chunk_tokens: int | None = flag(
         None, "tokens per chunk of the LM head and its loss (default: about 64 MiB of logits)", unit="tokens", low=1
     )
+    mlp_chunks: int = flag(
+        1,
+        "compute each MLP over N pieces of the positions: its wide activation exists for one piece at a time, for a product of fc1 more in"
+        " backward; for long sequences",
+        unit="pieces",
+        low=1,
+    )
     num_threads: int | None = flag(None, "intra-op CPU threads per process (default: the host's cores divided by its processes)", low=1)
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
 

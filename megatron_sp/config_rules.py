@@ -359,6 +359,14 @@ def _kernels(config: Config) -> Iterator[str]:
         yield f"{given} chooses whole blocks and needs --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
     if granularity == "full" and method == "block" and layers is None:
         yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
+    parallel = config.parallel
+    parts = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    positions = -(-(model.seq_length or 0) // parts)
+    if model.seq_length and kernels.mlp_chunks > positions:
+        yield (
+            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} / {parts}, rounded up, ="
+            f" {positions}): use --mlp-chunks {positions} or less"
+        )
     if layers and model.num_layers and layers > model.num_layers:
         yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"
 

@@ -26,7 +26,8 @@ import zero_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
-    "tests/dist/test_collectives.py", "tests/dist/test_exchange.py", "tests/dist/test_history.py", "tests/dist/test_layouts.py",
+    "tests/dist/test_collectives.py", "tests/dist/test_mlp_pieces.py", "tests/dist/test_exchange.py", "tests/dist/test_history.py", "tests/dist/test_layouts.py",
+
     "tests/unit/test_heads.py", "tests/unit/test_shard_spec.py",
 ]  # fmt: skip
 LIMIT_S = 600
@@ -43,6 +44,7 @@ class Mutant(NamedTuple):
 
 ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py"
 HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/gradients.py"
+PIECES = "parallel/chunked_mlp.py"
 TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/language_model.py"
 
 MUTANTS = [
@@ -71,6 +73,17 @@ MUTANTS = [
     Mutant("attention: gradient used before it is gathered", ULYSSES, "grad2 = rows_of(gathered.wait())", "grad2 = rows_of(gathered._result)"),
     Mutant("attention: gradient used before it is reduced", ULYSSES, "norm_gradients(ctx, reduced.wait(), x", "norm_gradients(ctx, reduced._result, x"),
     Mutant("gradients: the unit's sum is not waited for", GRADIENTS, "self._handles.pop(index).wait()", "self._handles.pop(index)._result"),
+    Mutant("MLP in pieces: input used before it is gathered, forward", PIECES, "a = entered.wait()", "a = entered._result"),
+    Mutant("MLP in pieces: input used before it is gathered, backward", PIECES, "self._products(entered.wait(), ", "self._products(entered._result, "),
+    Mutant("MLP in pieces: gradient used before it is gathered", PIECES, "entered_grad.wait())", "entered_grad._result)"),
+    Mutant("MLP in pieces: result used before it is reduced", PIECES, "left[0], left[1].wait()", "left[0], left[1]._result"),
+    Mutant("MLP in pieces: gradient used before it is reduced", PIECES, "norm_backward(reduced.wait(), ", "norm_backward(reduced._result, "),
+    Mutant("MLP in pieces: every piece overwrites the weight's gradient", PIECES, "        self._fresh = False\n", ""),
+    Mutant("MLP in pieces: the bias is added on every rank", PIECES, "b2 if plan.tp.size == 1 else None", "b2"),
+    Mutant("MLP in pieces: the last piece is not joined", PIECES, "        if under_way is not None:\n            _join(under_way, x, y, late_bias, row_keys, plan.rate)\n        return y",
+           "        return y"),
+    Mutant("MLP in pieces: the first piece's mask for all", PIECES, "kept = keep_mask(row_keys[piece], ", "kept = keep_mask(row_keys[: piece.stop - piece.start], "),
+    Mutant("MLP in pieces: no residual gradient", PIECES, "self.plan.spec, need, passed)", "self.plan.spec, need)"),
     # reductions
     Mutant("tp: leave without a sum", TP, "            return all_reduce_async(x, self.group).recorded(flight)\n", "            return done(x)\n"),
     Mutant("tp: leave sums twice", TP, "return all_reduce_async(x, self.group).recorded(flight)\n", "return all_reduce_async(all_reduce_async(x, self.group).wait(), self.group)\n"),

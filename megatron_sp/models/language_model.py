@@ -245,7 +245,8 @@ class LanguageModel(nn.Module):
             rotated = int(self.config.head_dim * self.config.rotary_percent)
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             ctx = replace(ctx, rotary=rotary_tables(positions, rotated, self.config.rotary_base, wide))
-        return replace(ctx, recompute_core=self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled())
+        again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
+        return replace(ctx, recompute_core=again, mlp_chunks=self.kernels.mlp_chunks)
 
 
 def _run_layers(layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> Tensor:

@@ -22,6 +22,7 @@ from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary
+from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.parallel.linear import column_linear, row_linear
@@ -77,6 +78,7 @@ class ForwardContext:
         dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
         cache: past keys and values, for generation.
         recompute_core: compute the attention core again in backward instead of storing it.
+        mlp_chunks: pieces of the positions over which the MLP is computed.
     """
 
     mask: AttentionMask
@@ -88,6 +90,7 @@ class ForwardContext:
     local_dropout: DropoutKeys | None = None
     cache: KVCache | None = None
     recompute_core: bool = False
+    mlp_chunks: int = 1
 
 
 class ResidualDropout(NamedTuple):
@@ -347,12 +350,21 @@ class MLP(nn.Module):
             bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, layout=layout, activation=activation,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x)."""
+    def forward(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x), over so many pieces of the positions."""
+        if chunks > 1:
+            return self._chunked(x, norm, dropout, chunks)
         wide, x = self.linear_fc1(x, norm)
         if dropout is None:
             return self.linear_fc2(wide, residual=x)
         return dropped_onto(x, self.linear_fc2(wide), dropout)
+
+    def _chunked(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int) -> Tensor:
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        assert fc2.activation is not None
+        plan = MLPPlan(None if norm is None else norm.spec, fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
+        row_keys = None if dropout is None else dropout.row_keys
+        return chunked_mlp(x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, sink=fc1.sink)
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
@@ -385,9 +397,9 @@ class TransformerBlock(nn.Module):
         """[s, b, h] -> [s, b, h]."""
         if self.post:
             x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT)))
-            return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT)))
+            return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks))
         x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
-        return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT))
+        return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks)
 
     def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
         if ctx.local_dropout is None or self.hidden_dropout == 0.0:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.models.unit_order import recompute_plan
 from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.training.memory_mlp import PieceForm, piece_sizes
 from megatron_sp.training.memory_zero import ALIGN_BYTES, Held, ZeroForm
 from megatron_sp.utils.numbers import round_up
 
@@ -156,10 +157,27 @@ class Form:
         self._heads(parallel)
         self._parameters(parallel, dp * self.sp)
         self.dropout = model.hidden_dropout > 0
+        self._pieces(b)
         # a reduce_scatter of the stream that is under way; without NCCL also what arrives from the other ranks
         self.scattering = self.stream + (0 if self.cuda else self.whole_stream) if self.parts > 1 else 0
         # one pass of our CPU ops that go by blocks; a GPU kernel does all at once
         self.norm_block = min(self.stream, _BLOCK_BYTES) if not self.cuda else self.stream
+
+    def _pieces(self, b: int) -> None:
+        """Of the MLP (--mlp-chunks)."""
+        positions = self.between // b
+        self.mlp_pieces = [size * b for size in piece_sizes(positions, self.kernels.mlp_chunks)]  # tokens of this rank
+        largest = max(self.mlp_pieces)
+        name = "swiglu" if self.model.swiglu else "squared_relu" if self.model.squared_relu else "gelu"
+        inside = largest * self.parts * self.e
+        self.piece = PieceForm(
+            largest * self.h * self.e, self.parts, self.tp, inside * self.ffn_in, inside * self.ffn, name, self.dropout, not self.cuda
+        )
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the MLP is computed over pieces, and its wide activation not kept."""
+        return self.kernels.mlp_chunks > 1
 
     def _heads(self, parallel: ParallelConfig) -> None:
         """Elements that the attention of a block holds."""
@@ -273,7 +291,8 @@ class Form:
 
     @property
     def mlp_keeps(self) -> list[Line]:
-        return [Line("residual stream", self.stream), Line("MLP, in front of the activation", self.inside * self.ffn_in * self.e)]
+        wide = 0 if self.chunked else self.inside * self.ffn_in * self.e
+        return [Line("residual stream", self.stream), Line("MLP, in front of the activation", wide)]
 
     @property
     def block_keeps(self) -> list[Line]:
@@ -418,13 +437,12 @@ class Form:
         """Last block: behind the activation, and the block's output."""
         inside = _sum(self.mlp_keeps) if self.recomputed else 0
         lines = [line for line in self._kept_by_all() if line.name != "final norm's input"]
-        made = Line("MLP, behind the activation", self.inside * self.ffn * self.e)
+        made = [Line("MLP, behind the activation", self.inside * self.ffn * self.e), Line("block's output", self.whole_stream)]
+        if self.chunked:
+            made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", self.stream)]
         return Moment(
             "forward", "last block",
-            (
-                *_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), made,
-                Line("block's output", self.whole_stream),
-            ),
+            (*_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), *made),
         )  # fmt: skip
 
     def _in_backward(self) -> list[Line]:
@@ -449,13 +467,19 @@ class Form:
         return Line("gradient of the recomputed blocks' output", self.stream if apart else 0)
 
     def _mlp_backward(self, layer: int) -> Moment:
-        """Second linear layer: the activation computed again, then its gradient."""
+        """Second linear layer: the activation computed again, then its gradient. Over pieces all of the MLP."""
+        if self.chunked:
+            stream = [Line("gradient of the stream", 2 * self.stream), Line("gradient of the head's input", self.stream)]
+            pieces = [Line(*named) for named in self.piece.backward()]
+            return self._block(layer, "MLP", *self.block_keeps, *stream, self._from_outside(layer), *pieces)
         one = self.inside * self.ffn * self.e
         made = 5 * one if self.model.swiglu else 2 * one if self.model.squared_relu else one
         return self._block(layer, "MLP", *self.block_keeps, *self._in_backward(), self._from_outside(layer), Line("MLP, inside", made))
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
         """First linear layer: what fc2 kept is gone."""
+        if self.chunked:
+            return []
         name, kept = "first linear layer", [*self.attention_keeps, Line("residual stream", self.stream)]
         stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"] + [self._from_outside(layer)]
         wide = Line("gradient of the MLP, inside", self.inside * self.ffn_in * self.e)

@@ -81,6 +81,7 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
     yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
     if config.kernels.recompute_granularity != "full":
         yield [("--recompute-granularity full", _recompute_all)]
+    yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
     yield [
         (f"--sequence-parallel-size {size}", setting("parallel", "sequence_parallel_size", size))

@@ -158,15 +158,24 @@ class _Counter:
             return
         form, times = self.form, self.form.num_micro_batches
         size, under = form.whole_stream, "products of the backward pass"
-        # a block has two split parts; backward leaves each under the product of the weight's gradient
-        leaves, enters = 2 * self.forwards + 2 * self.backwards + 2 * times, 2 * self.forwards + 4 * self.backwards + 2 * times
-        left = [size] * (2 * self.backwards)
-        if form.parts > 1:
-            # and gathers the layer's input again under the product before
-            yield self._flow("activations", "all_gather", "tp", [size] * enters, [size] * (2 * self.backwards), under)
-            yield self._flow("activations", "reduce_scatter", "tp", [size] * leaves, left, under)
+        # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
+        # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
+        forwards, backwards = self.forwards, self.backwards
+        enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + 2 * times)
+        entered, left = [size] * backwards, [size] * backwards
+        pieces = [tokens * form.parts * form.h * form.e for tokens in form.mlp_pieces]
+        enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
+        if form.chunked:  # a piece enters under the one before, and leaves under the one behind
+            under += ", and other pieces of the MLP"
+            entered = entered + pieces[1:] * (forwards + 2 * backwards)
+            left = left + pieces[:-1] * forwards + pieces * backwards
         else:
-            yield self._flow("activations", "all_reduce", "tp", [size] * leaves, left, under)
+            entered, left = entered + pieces * backwards, left + pieces * backwards
+        if form.parts > 1:
+            yield self._flow("activations", "all_gather", "tp", enters, entered, under)
+            yield self._flow("activations", "reduce_scatter", "tp", leaves, left, under)
+        else:
+            yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
         chunk, tokens = form.head_chunk, form.inside
         chunks = [min(chunk, tokens - start) * form.wide for start in range(0, tokens, chunk)]
         yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)

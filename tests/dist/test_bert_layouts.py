@@ -38,6 +38,7 @@ CASES = [
     Case(bert=True, tp=2, sp=2, tp_seq=True, zero=3, mode="chunked", seq=9, steps=2, model=POST),
     Case(bert=True, tp=2, sp=2, zero=1, micro_batches=2, seq=9, steps=2, ragged=True),
     Case(bert=True, dp=3, zero=3, mask=0.2, batch=1, steps=2, fetch="all_reduce"),  # ranks without a masked token
+    *(Case(bert=True, tp=2, sp=2, tp_seq=tp_seq, seq=11, model={**POST, **DROP}, kernels={"mlp_chunks": 3}) for tp_seq in (False, True)),
     Case(bert=True, tp=2, sp=2, tp_seq=True, mode="chunked", dtype=torch.float32, model=POST, seq=9),
 ]
 

@@ -31,6 +31,8 @@ BATCH = 3
 WORDS = {"vocab_size": 3000}  # the head is the worst moment
 WIDE = {"ffn_hidden_size": 500}  # the MLP is
 DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
+BROAD = {"ffn_hidden_size": 1500}  # the MLP is, even in pieces
+PIECES = {"mlp_chunks": 4}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = [
     [Layout(), Layout(model=WORDS), Layout(model=WIDE), Layout(kernels={**FULL, "recompute_num_layers": 2})],
@@ -39,6 +41,10 @@ CASES = [
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
+    [Layout(kernels=PIECES, model=BROAD), Layout(kernels=PIECES | FULL), Layout(kernels=PIECES, model=LLAMA | BROAD | {"num_query_groups": 2})],
+    [Layout(tp=2, kernels=PIECES, model=BROAD), Layout(tp=2, tp_seq=True, kernels=PIECES, model=BROAD | DROPOUT)],
+    pytest.param([Layout(kernels=PIECES, bf16=True), Layout(kernels=PIECES, model=DROPOUT | BROAD)], marks=pytest.mark.long),
+    pytest.param([Layout(kernels=PIECES, model={"squared_relu": True} | BROAD)], marks=pytest.mark.long),
     pytest.param([Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)], marks=pytest.mark.long),
     *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 3)),
     pytest.param([Layout(dp=2, zero=zero(2), micro_batches=count, model=DEEP) for count in (1, 3)], marks=pytest.mark.long),

@@ -31,6 +31,7 @@ BATCH = 3
 UNTIED = {"untie_embeddings_and_output_weights": True}
 BY_TWO = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 CHUNKS = {"lm_head_chunk_tokens": 10}
+PIECES = {"mlp_chunks": 4}  # of 21 positions, of 11 with tp_seq
 Counts = dict[str, tuple[int, int]]
 
 CASES = [
@@ -44,6 +45,7 @@ CASES = [
     [Layout(sp=2, mode="chunked", kernels=FULL, zero=zero(2), micro_batches=2), Layout(sp=2, model=LLAMA | {"num_query_groups": 2})],
     [Layout(sp=4), Layout(sp=4, mode="split-qkv")],  # 6 heads: 2, 2, 1, 1
     [Layout(tp=2, kernels=CHUNKS), Layout(tp=2, tp_seq=True, kernels=FULL | CHUNKS), Layout(tp=2, tp_seq=True, micro_batches=2)],
+    [Layout(tp=2, kernels=PIECES), Layout(tp=2, tp_seq=True, kernels=FULL | PIECES, micro_batches=2)],
     [Layout(tp=2, model={"num_query_groups": 1, "qk_layernorm": True}), Layout(tp=2, tp_seq=True, model=LLAMA | {"num_query_groups": 1})],
     [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],

@@ -84,6 +84,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"kernels__recompute_granularity": "selective", "kernels__recompute_num_layers": 1}, "--recompute-num-layers chooses whole blocks"),
     ({"kernels__recompute_granularity": "full", "kernels__recompute_method": "block"}, "needs --recompute-num-layers N"),
     (
+        {"kernels__mlp_chunks": 65, "model__seq_length": 64},
+        "mlp_chunks (65) must be at most the positions of a rank (64 / 1, rounded up, = 64): use --mlp-chunks 64 or less",
+    ),
+    (
         {"kernels__recompute_granularity": "full", "kernels__recompute_num_layers": 3},
         "recompute_num_layers (3) must be at most num_layers (2)",
     ),
