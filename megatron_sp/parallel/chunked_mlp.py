@@ -83,8 +83,8 @@ def chunked_mlp(
 class _ChunkedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
-        row_keys: Tensor | None, plan: MLPPlan, sink: GradSink | None,
+        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
+        b2: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, sink: GradSink | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, row_keys)
         # the sink knows parameters by identity; recomputation hands saved tensors back as copies
