@@ -63,6 +63,8 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_stage": stage, **more}
 
 
+EVERY = 7  # so many tokens are one that BERT has to guess
+BERT = {"model_family": "bert"}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 DROPOUT = {"hidden_dropout": 0.1}
 LLAMA = {
@@ -75,7 +77,8 @@ LAYOUTS = [
     Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=DROPOUT), Layout(sp=2, micro_batches=2), Layout(sp=2, model=LLAMA),
     *(Layout(dp=2, zero=zero(stage)) for stage in (1, 2, 3)), Layout(dp=2, zero=zero(3), kernels=FULL),
     *(Layout(dp=2, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)), Layout(sp=2, zero=zero(3, zero3_gather_once=True)),
-    Layout(dp=4, zero=zero(3)),
+    Layout(dp=4, zero=zero(3)), Layout(model=BERT), Layout(sp=2, model=BERT | {"norm_placement": "post"}),
+    Layout(tp=2, tp_seq=True, model=BERT), Layout(dp=2, zero=zero(3), model=BERT),
 ]  # fmt: skip
 
 
@@ -138,10 +141,12 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
         sp_overlap_mode=layout.mode, **layout.zero,  # type: ignore[arg-type]
     )  # fmt: skip
+    model = ModelConfig(**{**shape, **layout.model})
+    more = {"head_share": 1 / EVERY} if model.is_bert else {}
     return (what or memory_plan)(
-        ModelConfig(**{**shape, **layout.model}), parallel, KernelConfig(**layout.kernels),
+        model, parallel, KernelConfig(**layout.kernels),
         BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
-        data_parallel_size=layout.dp, device=device,
+        data_parallel_size=layout.dp, device=device, **more,
     )  # fmt: skip
 
 
@@ -232,6 +237,7 @@ class Training:
 
         from megatron_sp.comm.groups import ParallelGroups
         from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+        from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.models.transformer import attach_sink, shard_specs
         from megatron_sp.ops.attention import choose_kernel
@@ -250,7 +256,9 @@ class Training:
         groups = ParallelGroups.create(self.device, tp_size=layout.tp, sp_size=layout.sp)
         mode: Any = layout.mode
         parallel = Parallel.of(groups, tp_seq=layout.tp_seq, mode=mode, num_chunks=2, overlap=mode != "none")
-        model = GPTModel(config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel).to(self.device)
+        model = (BertModel if config.is_bert else GPTModel)(
+            config, KernelConfig(**layout.kernels), seed=1, dtype=dtype, layout=parallel
+        ).to(self.device)
         names, specs = {id(p): n for n, p in model.named_parameters()}, shard_specs(model)
         sharding = ParallelConfig(**layout.zero)
         zero = Zero(sharding.zero_stage, groups.dp_sp)
@@ -266,16 +274,25 @@ class Training:
         attach_sink(model, gradients)
 
         def sums(model: Any, batch: Any, context: Any, events: Any) -> Any:
-            terms = [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)[0]]
+            shown = (batch["tokens"], batch["types"]) if config.is_bert else (batch["tokens"],)
+            order = (batch.get("order"),) if config.is_bert else ()
+            made = model(*shown, batch["labels"], batch["loss_mask"], *order, context, events)
+            terms = [term for term in made[: 2 if config.has_order_head else 1]]
             counter.end("forward")
             return terms
+
+        names = ("lm loss", "order loss")[: 1 + config.has_order_head]
+
+        def counts(batch: Any) -> Any:
+            count = batch["loss_mask"].sum()
+            return [count, torch.ones_like(count) * len(batch["tokens"])] if config.has_order_head else [count]
 
         start, leave, finish = gradients.start_step, gradients.finish_micro_batch, gradients.finish_step
         gradients.start_step = lambda: (start(), counter.begin())[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_micro_batch = lambda: (leave(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         self.train_step = TrainStep(
-            model, Loss(("lm loss",), lambda b: [b["loss_mask"].sum()], sums), weights, gradients,
+            model, Loss(names, counts, sums, causal=not config.is_bert), weights, gradients,
             FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
             LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1,
             drops=max(config.attention_dropout, config.hidden_dropout) > 0,
@@ -291,8 +308,12 @@ class Training:
             shape, generator = (self.batch, self.config.seq_length), torch.Generator().manual_seed(100 * number + index)
             tokens, labels = (torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(2))
             ids = torch.arange(self.batch, device=self.device) + index * self.batch
-            batches.append({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(shape, device=self.device), "sample_ids": ids})
-            del tokens, labels
+            mask = torch.ones(shape, device=self.device)
+            batches.append({"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": ids})
+            if self.config.is_bert:
+                mask *= torch.arange(self.config.seq_length, device=self.device) % EVERY == 0
+                batches[-1] |= {"types": tokens % 2, "order": tokens[:, 0] % 2}
+            del tokens, labels, mask
         self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1)
         self.counter.end("update")
 

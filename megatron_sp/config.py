@@ -367,6 +367,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     reset_position_ids: bool = flag(False, "positions start again behind each end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend within their own document only")
+    mask_prob: float = flag(0.15, "BERT: share of the tokens that have to be guessed, in (0, 1)")
 
     @property
     def split_weights(self) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # order
     ("order: every sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if False:"),
     ("order: the last sp rank counts it", BERT, "if self.layout.sp.rank > 0:", "if self.layout.sp.rank < self.layout.sp.size - 1:"),
-    ("order: the last position is pooled", BERT, "self.binary_head(self.pooler(x[0]))", "self.binary_head(self.pooler(x[-1]))"),
+    ("order: the last position is pooled", BERT, "first = x[0].clone()", "first = x[-1].clone()"),
     ("order: averaged over sequences", BERT, 'reduction="sum"', 'reduction="mean"'),
     ("order: hits are misses", BERT, "logits.detach().argmax(1) == order", "logits.detach().argmax(1) != order"),
     ("pooler: no tanh", BERT, "return torch.tanh(self.dense(x))", "return self.dense(x)"),

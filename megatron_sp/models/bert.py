@@ -179,7 +179,8 @@ class BertModel(LanguageModel):
             return nothing, nothing
         if order is None:
             raise ValueError("this model has a head for sentence order and needs the order of each sequence, int64 [b]")
-        logits = _widened(self.binary_head(self.pooler(x[0])))
+        first = x[0].clone()  # a view would keep all positions until backward
+        logits = _widened(self.binary_head(self.pooler(first)))
         return F.cross_entropy(logits, order, reduction="sum"), (logits.detach().argmax(1) == order).sum()
 
     def predictions(self, x: Tensor) -> Tensor:

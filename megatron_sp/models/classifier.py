@@ -76,7 +76,7 @@ class BertClassifier(LanguageModel):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.layout.sp.rank > 0:
             return ClassifierLoss(x[:0].sum().to(wide), torch.zeros((), dtype=wide, device=x.device), None)
-        pooled = self.pooler(x[0])
+        pooled = self.pooler(x[0].clone())  # a view would keep all positions until backward
         if ctx.dropout is not None:
             keys = DropoutKeys(ctx.dropout.token_keys[:1]).row_keys(len(self.stack.layers), SITE_EMBEDDING)[0]
             pooled = hash_dropout(pooled, self.config.hidden_dropout, keys)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_sp.config import Config, ModelConfig
 from megatron_sp.training.console import format_bytes, format_count
 from megatron_sp.training.memory import Form, Line, MemoryPlan
-from megatron_sp.training.remedies import Device, Remedy, find_remedies, plan_of
+from megatron_sp.training.remedies import Device, Remedy, find_remedies, head_share, plan_of
 from megatron_sp.training.traffic import TrafficPlan, traffic_plan
 
 
@@ -117,11 +117,11 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     dp = config.parallel.dp_size(world_size)
     parts = config.model, config.parallel, config.kernels, config.batch, config.precision
-    form = Form(*parts, dp, device)
+    form = Form(*parts, dp, device, head_share(config))
     zero = form.zero
     return RunPlan(
         config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
-        plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device),
+        plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
         find_remedies(config, world_size, device),
     )  # fmt: skip
 
@@ -153,7 +153,12 @@ def count_parameters(model: ModelConfig) -> int:
     block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
     block += rows * (bias or model.add_qkv_bias) + (h + ffn_rows + h) * bias
     embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
-    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    embedding += model.token_types * h
+    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)  # post-norm: the embedding's norm
+    if model.is_bert:
+        head += h * h + h + norms * h + model.vocab_size
+    if model.has_order_head:
+        head += h * h + h + 2 * h + 2
     return model.num_layers * block + embedding + head
 
 

@@ -21,22 +21,26 @@ _NAME_TO_PEAK = (
 )  # fmt: skip
 
 
-def forward_flops_per_token(config: ModelConfig) -> tuple[float, float]:
-    """(without attention scores, attention scores of the full square) for one token of a full sequence."""
+def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
+    """(without attention scores, attention scores of the full square) for one token of a full sequence.
+
+    ``head_share``: of the tokens, those whose entry in the vocabulary is predicted: BERT's masked ones.
+    """
     assert config.num_layers and config.hidden_size and config.num_attention_heads and config.vocab_size and config.seq_length
     heads_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_groups * config.head_dim
     qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
     mlp = config.hidden_size * config.ffn_size * (3 if config.swiglu else 2)
-    dense = config.num_layers * (qkv_and_proj + mlp) + config.hidden_size * config.vocab_size
+    dense = config.num_layers * (qkv_and_proj + mlp) + head_share * config.hidden_size * config.vocab_size
+    dense += head_share * config.hidden_size**2 if config.is_bert else 0
     scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
     return 2.0 * dense, 2.0 * scores
 
 
-def step_flops_per_token(config: ModelConfig) -> tuple[float, float]:
-    """(causal, full) FLOPs of forward and backward for one token."""
-    dense, scores = forward_flops_per_token(config)
-    return 3.0 * (dense + scores / 2), 3.0 * (dense + scores)
+def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
+    """(causal, full) FLOPs of forward and backward for one token; BERT sees all of its sequence, so both are the same."""
+    dense, scores = forward_flops_per_token(config, head_share)
+    return 3.0 * (dense + scores * (1.0 if config.is_bert else 0.5)), 3.0 * (dense + scores)
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_sp.config import Config
 from megatron_sp.training.console import format_bytes
-from megatron_sp.training.remedies import Device, plan_of, shortage
+from megatron_sp.training.remedies import Device, head_share, plan_of, shortage
 from megatron_sp.training.traffic import traffic_plan
 
 STEPS = 10  # after which predictions are compared
@@ -38,7 +38,7 @@ class Foresight:
         self.memory = plan_of(config, world_size, self._kind)
         self.traffic = traffic_plan(
             config.model, config.parallel, config.kernels, config.batch, config.precision,
-            data_parallel_size=config.parallel.dp_size(world_size), device=self._kind,
+            data_parallel_size=config.parallel.dp_size(world_size), device=self._kind, head_share=head_share(config),
         )  # fmt: skip
         self._before = resident_bytes()
 

@@ -179,7 +179,7 @@ _REFUSED = {
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
     "GPT and BERT are the models today; T5 and fine-tuning tasks are not there yet": """
-        mask-prob short-seq-prob bert-load pretrained-checkpoint task epochs train-data valid-data
+        short-seq-prob bert-load pretrained-checkpoint task epochs train-data valid-data
         decoder-num-layers decoder-seq-length retriever-seq-length""",
     "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
         vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",

@@ -16,6 +16,7 @@ module does not load torch: a plan needs no devices. ``tests/dist/test_memory_fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -106,6 +107,7 @@ class MemoryPlan:
 def memory_plan(
     model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
     *, data_parallel_size: int = 1, optimizer: Literal["adam", "sgd"] = "adam", device: Literal["cpu", "cuda"] = "cpu",
+    head_share: float = 1.0,
 ) -> MemoryPlan:  # fmt: skip
     """Memory of the rank that holds most (sp rank 0: the first ranks get the heads that are left over).
 
@@ -114,8 +116,9 @@ def memory_plan(
         data_parallel_size: dp, for the number of micro-batches and of the ranges of ZeRO.
         optimizer: whose state is kept.
         device: decides kernels and temporaries.
+        head_share: of the positions, those that BERT's head sees on a CPU: the masked ones (--mask-prob).
     """
-    return Form(model, parallel, kernels, batch, precision, data_parallel_size, device).plan(optimizer)
+    return Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share).plan(optimizer)
 
 
 def lm_head_chunk_tokens(vocab_rows: int, device: str = "cpu") -> int:
@@ -128,7 +131,7 @@ class Form:
 
     def __init__(
         self, model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
-        dp: int, device: str,
+        dp: int, device: str, head_share: float = 1.0,
     ) -> None:  # fmt: skip
         assert model.num_layers and model.hidden_size and model.num_attention_heads and model.seq_length and model.vocab_size
         self.model, self.kernels, self.cuda = model, kernels, device == "cuda"
@@ -148,12 +151,19 @@ class Form:
         self.inside = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
         self.between = self.inside // self.parts  # and between them
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
+        self.post = model.norm_placement == "post"
+        picks = model.is_bert and not self.cuda
+        masked = math.ceil(round(s * b / self.sp * head_share, 6))
+        self.head_tokens = min(self.inside, masked) if picks else self.inside
         self.head_chunk = kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows, device)
         self.ffn = model.ffn_size // self.tp
         self.ffn_in = self.ffn * (2 if model.swiglu else 1)
         # the stream between the layers, and the same with all positions of the tp group
         self.stream, self.whole_stream = self.between * self.h * self.e, self.inside * self.h * self.e
         self.gathered = self.whole_stream if self.parts > 1 else 0
+        self.norm_stats = self.between * self.wide * (2 if model.normalization == "LayerNorm" else 1)
+        # the gradient of the head's input, as its node keeps it through the backward pass
+        self.head_stream = self.head_tokens * self.h * self.e if model.is_bert else self.stream
         self._heads(parallel)
         self._parameters(parallel, dp * self.sp)
         self.dropout = model.hidden_dropout > 0
@@ -224,8 +234,12 @@ class Form:
         mlp = [self.ffn_in * h, h * self.ffn] + [self.ffn_in, h] * bias
         block = total(*attention, *mlp, *[h] * (2 * norms))
         positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
+        positions += [model.token_types * h] if model.token_types else []
         tied = not model.untie_embeddings_and_output_weights
-        embedding, head = total(self.rows * h, *positions), total(*[h] * norms, *([] if tied else [self.rows * h]))
+        before, behind = ([h] * norms, []) if self.post else ([], [h] * norms)  # norms outside the blocks
+        bert = [h * h, h, *[h] * norms, self.rows] if model.is_bert else []
+        bert += [h * h, h, 2 * h, 2] if model.has_order_head else []
+        embedding, head = total(self.rows * h, *positions, *before), total(*behind, *bert, *([] if tied else [self.rows * h]))
         self.zero = ZeroForm(
             [embedding, *[block] * self.layers, head], parallel, ranks, self.e, self.wide,
             accumulates=self.num_micro_batches > 1, tied=tied, receives=not self.cuda,
@@ -236,10 +250,11 @@ class Form:
         model, h, norms = self.model, self.h, 2 if self.model.normalization == "LayerNorm" else 1
         if self.tp == 1:
             return 0
-        if unit == 0:
-            return model.max_positions * h if model.position_embedding_type == "learned_absolute" and self.parts > 1 else 0
-        if unit > self.layers:
-            return norms * h if self.parts > 1 else 0
+        if unit == 0 and self.parts > 1:
+            rows = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+            return (rows + model.token_types + norms * self.post) * h
+        if unit == 0 or unit > self.layers:
+            return norms * h if self.parts > 1 and not self.post and unit > 0 else 0
         count = (2 * norms + 2 * (not model.disable_bias_linear)) * h if self.parts > 1 else 0
         count += 2 * norms * self.d if model.qk_layernorm else 0
         if model.num_groups % self.tp:  # each has its own place for every group
@@ -295,8 +310,13 @@ class Form:
         return [Line("residual stream", self.stream), Line("MLP, in front of the activation", wide)]
 
     @property
+    def _norm_behind(self) -> Line:
+        """What the norm behind attention or MLP keeps, where there is one."""
+        return Line("inputs of norms", self.stream + self.norm_stats if self.post else 0)
+
+    @property
     def block_keeps(self) -> list[Line]:
-        return [*self.attention_keeps, *self.mlp_keeps]
+        return [*self.attention_keeps, self._norm_behind, *self.mlp_keeps, self._norm_behind]
 
     def kept_below(self, layer: int) -> list[Line]:
         """By all blocks below one, when backward works on that."""
@@ -307,7 +327,7 @@ class Form:
         remade = layer - recomputed[layer] if layer in recomputed else 0  # blocks of the same chunk, made again
         return [
             Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.stream),
-            Line("output of recomputed blocks", self.stream if layer in recomputed else 0),
+            Line("output of recomputed blocks", self.stream if layer in recomputed else 0), self._embedding_norm,
         ]  # fmt: skip
 
     @property
@@ -320,7 +340,7 @@ class Form:
     def plan(self, optimizer: str) -> MemoryPlan:
         zero = self.zero
         kept = zero.num_params // zero.parts * self.wide
-        data = self.num_micro_batches * self.all_tokens * (8 + 8 + 4)
+        data = self.num_micro_batches * self.all_tokens * (8 + 8 + 4 + 8 * self.model.is_bert)
         stays = [
             Line("parameters", zero.kept_params * self.e), Line("buffers for whole parameters", zero.buffers * self.e),
             Line("master weights", kept if self.is_16_bit else 0),
@@ -329,7 +349,12 @@ class Form:
         ]  # fmt: skip
         moments = [self._head(), self._head_end(), self._attention_forward(), self._last_forward(), *self._head_backward()]
         for layer in reversed(range(self.layers)):
-            moments += [self._mlp_backward(layer), *self._fc1_backward(layer), *self._attention_backward(layer)]
+            moments += [
+                *self._norm_behind_backward(layer),
+                self._mlp_backward(layer),
+                *self._fc1_backward(layer),
+                *self._attention_backward(layer),
+            ]
         stream = self._in_backward()
         widened = Line("table's gradient, widened", self._widened())
         moments.append(Moment("backward", "embedding", (*_gradients(zero.at(0)), *stream, widened)))
@@ -340,8 +365,8 @@ class Form:
     def _reductions(self) -> list[Moment]:
         """Backward leaves a unit, or all of them."""
         made, packed = [], [Line("what tp ranks sum, packed", self.shared(unit) * self.wide) for unit in range(self.layers + 2)]
-        stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.stream)]
-        blocks = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.head_stream)]
+        blocks = self._kept_by_blocks()
         for held in self.zero.reducing(self.layers + 1):
             made.append(Moment("backward", "reduction of the head", (*_gradients(held), self._head_params(), *blocks, *stream)))
         for layer in reversed(range(self.layers)):
@@ -362,31 +387,45 @@ class Form:
     def _widened(self) -> int:
         return self.inside * self.h * self.wide if self.is_16_bit else 0
 
-    def _kept_by_all(self) -> list[Line]:
-        """At the end of the forward pass: all blocks, and the final norm's input."""
+    def _kept_by_blocks(self) -> list[Line]:
         recomputed = sum(last - first for first, last in self.recomputed)
-        stats = self.between * self.wide * (2 if self.model.normalization == "LayerNorm" else 1)
         kept = [Line(line.name, (self.layers - recomputed) * line.num_bytes) for line in _merge(self.block_keeps)]
-        return [
-            *kept, Line("inputs of recomputed blocks", len(self.recomputed) * self.stream), Line("final norm's input", self.stream + stats)
-        ]  # fmt: skip
+        return [*kept, Line("inputs of recomputed blocks", len(self.recomputed) * self.stream), self._embedding_norm]
+
+    @property
+    def _embedding_norm(self) -> Line:
+        """Kept from the first operation to the last."""
+        return Line("embedding norm's input", self.stream + self.norm_stats if self.post else 0)
+
+    def _kept_by_all(self) -> list[Line]:
+        """At the end of the forward pass: all blocks, and the norms outside them."""
+        final = Line("final norm's input", 0 if self.post else self.stream + self.norm_stats)
+        return [*self._kept_by_blocks(), final, *self._bert_head()]
+
+    def _bert_head(self) -> list[Line]:
+        """What BERT's head keeps: the inputs of its linear layer, of its activation and of its norm."""
+        return [Line("BERT's head", 3 * self.head_tokens * self.h * self.e)] if self.model.is_bert else []
 
     def _head_lines(self) -> list[Line]:
-        chunk = min(self.inside, self.head_chunk)
+        tokens, bert = self.head_tokens, self.model.is_bert
+        chunk = min(tokens, self.head_chunk)
         logits = chunk * self.rows * self.wide
         # a last chunk that is shorter gets logits of its own while the others' still exist
-        rest = self.inside % chunk * self.rows * self.wide
+        rest = tokens % chunk * self.rows * self.wide
         beside = "head's input of a chunk, weighted, or the last chunk's logits"
         more = chunk * self.rows * (self.wide + self.e) if self.is_16_bit else 0  # divided, and rounded
         product = self.rows * self.h * self.e if self.is_16_bit and not self.cuda else 0  # a GPU adds it up in fp32, at its place
         buffer = self._head_buffer()
-        before = self.stream if self.num_micro_batches > 1 else 0
+        before = self.head_stream if self.num_micro_batches > 1 else 0
+        entering = tokens * self.h * self.e if bert else self.stream
         return [
-            *_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), Line("final norm's output", self.stream),
-            Line("final norm's output, gathered", self.gathered), Line("gradient of the head's input", self.whole_stream),
+            *_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), Line("head's input", entering),
+            Line("head's input, gathered", 0 if bert else self.gathered), Line("gradient of the head's input", tokens * self.h * self.e),
             Line("one chunk of logits", logits), Line("its gradient", more), Line("gradient of the table, one chunk", product),
             Line("gradient of the table", buffer), Line(beside, max(chunk * self.h * self.e, rest)),
-            Line("the last micro-batch's gradient of the head's input", before), Line("labels, masks", self.inside * 16 + chunk * 20),
+            Line("the last micro-batch's gradient of the head's input", before),
+            Line("labels, masks", self.inside * 16 + chunk * 20),
+            Line("labels of the masked tokens", tokens * 21 if bert else 0),
         ]  # fmt: skip
 
     def _head_params(self) -> Line:
@@ -403,21 +442,33 @@ class Form:
         """The reduction of the gradient of x starts while the last chunk of logits still exists."""
         gone = ("head's input of a chunk, weighted, or the last chunk's logits", "gradient of the table, one chunk")
         kept = [line for line in self._head_lines() if line.name not in gone]
-        return Moment("forward", "end of the LM head", (*kept, Line("gradient of the head's input, scattered", self.scattering)))
+        return Moment(
+            "forward",
+            "end of the LM head",
+            (*kept, Line("gradient of the head's input, scattered", 0 if self.model.is_bert else self.scattering)),
+        )
 
     def _head_backward(self) -> list[Moment]:
         """Before the reduction is waited for, and behind it, when the gradient is multiplied."""
         table = Line("gradient of the table", self._head_buffer())
         base = [*_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), table]
+        if self.model.is_bert:
+            return [self._bert_head_backward(base)]
         waiting = Line("gradient of the head's input", self.whole_stream + self.scattering)
         times = self.stream * self.wide // self.e + (self.stream if self.is_16_bit else 0)
         scaled = [Line("gradient of the head's input", self.stream), Line("gradient of the head's input, times what arrives", times)]
         return [Moment("backward", "LM head begins", (*base, waiting)), Moment("backward", "LM head", (*base, *scaled))]
 
+    def _bert_head_backward(self, base: list[Line]) -> Moment:
+        """From the picked positions back to all of them; those of the order's head come apart."""
+        both = 2 if self.model.has_order_head else 1
+        spread = Line("gradient of the head's input, at all positions", both * self.whole_stream)
+        return Moment("backward", "LM head", (*base, Line("gradient of the head's input", 2 * self.head_stream), spread))
+
     def _attention_forward(self) -> Moment:
         """Attention of the last block."""
         mlp = 0 if self.recomputed else -_sum(self.mlp_keeps)
-        kept = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        kept = self._kept_by_blocks()
         keeps = _sum(self.attention_keeps) if self.recomputed else 0
         makes = self.attention_blocks
         if self.uses_reference:
@@ -436,7 +487,7 @@ class Form:
     def _last_forward(self) -> Moment:
         """Last block: behind the activation, and the block's output."""
         inside = _sum(self.mlp_keeps) if self.recomputed else 0
-        lines = [line for line in self._kept_by_all() if line.name != "final norm's input"]
+        lines = self._kept_by_blocks()
         made = [Line("MLP, behind the activation", self.inside * self.ffn * self.e), Line("block's output", self.whole_stream)]
         if self.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", self.stream)]
@@ -450,7 +501,7 @@ class Form:
         count = 2 if self.dropout else 1
         return [
             Line("gradient of the stream", count * self.stream), Line("gradient of the stream, gathered", self.gathered),
-            Line("gradient of the head's input", self.stream),
+            Line("gradient of the head's input", self.head_stream),
         ]  # fmt: skip
 
     def _block(self, layer: int, name: str, *lines: Line) -> Moment:
@@ -468,29 +519,38 @@ class Form:
 
     def _mlp_backward(self, layer: int) -> Moment:
         """Second linear layer: the activation computed again, then its gradient. Over pieces all of the MLP."""
+        keeps = [*self.attention_keeps, self._norm_behind, *self.mlp_keeps]
         if self.chunked:
-            stream = [Line("gradient of the stream", 2 * self.stream), Line("gradient of the head's input", self.stream)]
+            stream = [Line("gradient of the stream", 2 * self.stream), Line("gradient of the head's input", self.head_stream)]
             pieces = [Line(*named) for named in self.piece.backward()]
-            return self._block(layer, "MLP", *self.block_keeps, *stream, self._from_outside(layer), *pieces)
+            return self._block(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
         one = self.inside * self.ffn * self.e
         made = 5 * one if self.model.swiglu else 2 * one if self.model.squared_relu else one
-        return self._block(layer, "MLP", *self.block_keeps, *self._in_backward(), self._from_outside(layer), Line("MLP, inside", made))
+        return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), Line("MLP, inside", made))
+
+    def _norm_behind_backward(self, layer: int) -> list[Moment]:
+        """Of the MLP: the first that a post-norm block does."""
+        if not self.post:
+            return []
+        stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"]
+        return [self._block(layer, "norm behind the MLP", *self.block_keeps, *stream, *self._norm_backward())]
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
         """First linear layer: what fc2 kept is gone."""
         if self.chunked:
             return []
-        name, kept = "first linear layer", [*self.attention_keeps, Line("residual stream", self.stream)]
+        name, kept = "first linear layer", [*self.attention_keeps, self._norm_behind, Line("residual stream", self.stream)]
         stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"] + [self._from_outside(layer)]
         wide = Line("gradient of the MLP, inside", self.inside * self.ffn_in * self.e)
         product = [
-            Line("norm's output", self.stream), Line("norm's output, gathered", self.gathered),
+            Line("norm's output", 0 if self.post else self.stream), Line("norm's output, gathered", self.gathered),
             Line("gradient of the norm's output", self.whole_stream + self.scattering),
         ]  # fmt: skip
         norm = [Line("gradient of the norm's output", self.stream), *self._norm_backward()]
         return [self._block(layer, name, *kept, *stream, wide, *more) for more in (product, norm)]
 
     def _norm_backward(self) -> list[Line]:
+        """Of a norm in front or behind; a layer without one adds two gradients, which takes less."""
         return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", 2 * self.norm_block)]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
@@ -519,7 +579,8 @@ class Form:
         product = [
             *kept, *self._in_backward(), self._from_outside(layer, attention=True),
             Line("gradient of q, k, v, as it arrives", sum(self.sent)),
-            Line("gradient of q, k, v, by token", by_token), Line("norm's output, for all", self.whole_stream),
+            Line("gradient of q, k, v, by token", by_token),
+            Line("norm's output, for all", self.gathered if self.post else self.whole_stream),
             Line("gradient of the norm's output", self.whole_stream),
         ]  # fmt: skip
         norm_output = Line("norm's output", self.stream if self.parts > 1 else 0)

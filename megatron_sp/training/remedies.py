@@ -23,11 +23,17 @@ class Remedy(NamedTuple):
     peak: int
 
 
+def head_share(config: Config) -> float:
+    """Of the positions, those that the head sees: of BERT's the masked ones."""
+    return config.data.mask_prob if config.model.is_bert else 1.0
+
+
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     """The memory of one rank of a run; its vocabulary size is known."""
     return memory_plan(
         config.model, config.parallel, config.kernels, config.batch, config.precision,
         data_parallel_size=config.parallel.dp_size(world_size), optimizer=config.optimizer.optimizer, device=device,
+        head_share=head_share(config),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from megatron_sp.training.console import Console, format_bytes, format_duration
 from megatron_sp.training.flops import peak_tflops, step_flops_per_token
 from megatron_sp.training.foresight import STEPS, Foresight
 from megatron_sp.training.metrics import MetricsLog
+from megatron_sp.training.remedies import head_share
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult, sample_digest
@@ -42,7 +43,7 @@ class StepReporter:
     ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._foresight, self._lengths = train_iters, foresight, list[float]()
-        self._flops_causal, self._flops_full = step_flops_per_token(config.model)
+        self._flops_causal, self._flops_full = step_flops_per_token(config.model, head_share(config))
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
         self._seconds = 0.0

@@ -77,7 +77,7 @@ class TrafficPlan:
 
 def traffic_plan(
     model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
-    *, data_parallel_size: int = 1, device: Literal["cpu", "cuda"] = "cpu", num_terms: int = 1,
+    *, data_parallel_size: int = 1, device: Literal["cpu", "cuda"] = "cpu", head_share: float = 1.0,
 ) -> TrafficPlan:  # fmt: skip
     """The collectives of a training step.
 
@@ -85,10 +85,10 @@ def traffic_plan(
         model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
         data_parallel_size: dp.
         device: decides the chunks of the LM head.
-        num_terms: of the loss.
+        head_share: of the positions, those that BERT's head sees on a CPU.
     """
-    form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device)
-    counter = _Counter(form, parallel, kernels, data_parallel_size, num_terms)
+    form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share)
+    counter = _Counter(form, parallel, kernels, data_parallel_size, 2 if model.has_order_head else 1)
     flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.ulysses(), *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
@@ -160,8 +160,9 @@ class _Counter:
         size, under = form.whole_stream, "products of the backward pass"
         # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
         # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
-        forwards, backwards = self.forwards, self.backwards
-        enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + 2 * times)
+        forwards, backwards, bert = self.forwards, self.backwards, form.model.is_bert
+        ends = 1 if bert else 2  # embedding and head; BERT's head leaves in another way
+        enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
         entered, left = [size] * backwards, [size] * backwards
         pieces = [tokens * form.parts * form.h * form.e for tokens in form.mlp_pieces]
         enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
@@ -176,7 +177,8 @@ class _Counter:
             yield self._flow("activations", "reduce_scatter", "tp", leaves, left, under)
         else:
             yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
-        chunk, tokens = form.head_chunk, form.inside
+        chunk, tokens = form.head_chunk, form.head_tokens
+        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * form.h * form.e] * times if bert else [])
         chunks = [min(chunk, tokens - start) * form.wide for start in range(0, tokens, chunk)]
         yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
 import memory  # noqa: E402
 import storages  # noqa: E402
-from memory import FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
+from memory import BERT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
 
 SHAPE = {
     "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "ffn_hidden_size": 20, "seq_length": 21, "vocab_size": 50,
@@ -48,6 +48,8 @@ CASES = [
     [Layout(tp=2, kernels=PIECES), Layout(tp=2, tp_seq=True, kernels=FULL | PIECES, micro_batches=2)],
     [Layout(tp=2, model={"num_query_groups": 1, "qk_layernorm": True}), Layout(tp=2, tp_seq=True, model=LLAMA | {"num_query_groups": 1})],
     [Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage), micro_batches=2) for stage in (1, 2, 3)],
+    [Layout(tp=2, model=BERT), Layout(tp=2, tp_seq=True, model=BERT | {"norm_placement": "post"}, micro_batches=2, kernels=CHUNKS)],
+    [Layout(dp=2, zero=zero(3), model=BERT, micro_batches=2), Layout(sp=2, model=BERT | {"bert_no_binary_head": True})],
     [Layout(sp=2, tp=2, mode="split-qkv", zero=zero(stage), model=LLAMA | {"num_query_groups": 2}) for stage in (0, 3)],
 ]  # fmt: skip
 
