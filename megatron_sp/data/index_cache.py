@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray]
 Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
+ANY_LENGTH = -1
+"""In an expected shape: how long this dimension is, is known only once the arrays are built."""
 _CRC_BYTES = 1 << 24
 _STALE_SECONDS = 3600.0
 _warned: set[str] = set()
@@ -44,7 +46,7 @@ def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build
     Args:
         folder: where the files lie; None keeps everything in memory.
         key: becomes part of the file names.
-        expected: shape and dtype that each array must have.
+        expected: shape (``ANY_LENGTH`` where it is open) and dtype that each array must have.
         build: makes the arrays; called at most once.
     """
     if folder is None:
@@ -92,11 +94,15 @@ def _load_one(path: Path, checksum: object, shape: tuple[int, ...], dtype: np.dt
         raise
     except Exception as error:  # a damaged header: whatever the parser and the tokenizer of this Python raise
         raise ValueError(f"{path.name} has no readable header: {error or type(error).__name__}") from error
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+    if not _fits(array.shape, shape) or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} is {array.dtype} {array.shape}, expected {dtype} {shape}")
     if _crc(array) != checksum:
         raise ValueError(f"{path.name} has changed since it was written (CRC-32 differs)")
     return array
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return len(found) == len(expected) and all(b in (a, ANY_LENGTH) for a, b in zip(found, expected, strict=True))
 
 
 def _store(folder: Path, key: str, arrays: Arrays) -> None:

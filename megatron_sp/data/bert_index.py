@@ -1,0 +1,167 @@
+"""Which sentences make up the i-th BERT sample: Megatron-LM's sentence-level sample map, the same rows in the same order.
+
+Every document is cut into samples of whole sentences. A sample is closed once it has ``target`` tokens and enough sentences, provided that
+more than one sentence is left for the next; what is left at the end of the document is the last sample. The target is the room in a
+sequence, except for about one draw in R = round(1 / short_seq_prob), which gives a short one. Documents with too few sentences, or
+with a sentence above 512 tokens beside others, are passed over. Epochs follow one another whole, until there are enough samples; then all
+rows are shuffled.
+
+    row of sample i: (first sentence, last sentence + 1, target length)
+
+Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is thrown away. The shuffle is
+Fisher-Yates from the top with std::mt19937_64(seed + 1). A draw decides where the next sample starts, so samples are walked in Python,
+one step each, with a binary search for where the sample ends; everything else is vectorised.
+Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, whose two passes (count, then fill) are one here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_sp.data.mersenne import mt19937_64, mt19937_blocks
+
+LONG_SENTENCE = 512
+"""A sentence above this, in tokens, rules out its document, unless it is all of it."""
+_DRAWS = 1 << 14
+_SHUFFLE_BLOCK = 16.0
+
+
+class SampleRule(NamedTuple):
+    """What decides the samples of given documents.
+
+    Attributes:
+        max_length: tokens of a sample at full length, at least 2.
+        short_seq_prob: share of shorter ones, in [0, 1].
+        seed: of the targets and of the shuffle.
+        min_sentences: in every sample but the last of a document, and in every document.
+    """
+
+    max_length: int
+    short_seq_prob: float
+    seed: int
+    min_sentences: int
+
+
+def build_bert_index(
+    bounds: np.ndarray, lengths: np.ndarray, rule: SampleRule, max_samples: int | None = None, max_epochs: int | None = None
+) -> np.ndarray:
+    """The rows of the sample map.
+
+    Args:
+        bounds: int64 [d + 1], first sentence of each document and one past the last of the last.
+        lengths: int32 [sentences of the whole data set], tokens of each.
+        max_samples: epochs are added until there are so many or more; None: no limit.
+        max_epochs: at most so many; None: no limit. One of the two is needed.
+    Returns:
+        [n, 3], uint32 while sentence numbers fit, else uint64; empty if no document gives a sample.
+    Raises:
+        ValueError: neither limit, or a rule out of range.
+    """
+    if max_samples is None and max_epochs is None:
+        raise ValueError("build_bert_index needs max_samples or max_epochs: the epochs would never end")
+    if rule.max_length < 2 or rule.min_sentences < 1 or not 0 <= rule.short_seq_prob <= 1:
+        raise ValueError(f"{rule}: max_length must be at least 2, min_sentences at least 1, short_seq_prob in [0, 1]")
+    documents = eligible_documents(bounds, lengths, rule.min_sentences)
+    dtype = np.uint32 if lengths.size <= 2**32 - 1 else np.uint64
+    parts: list[np.ndarray] = []
+    if documents.first.size:
+        tokens = array("q", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tobytes())
+        draws = _targets(rule)
+        count = epoch = 0
+        while (max_samples is None or count < max_samples) and (max_epochs is None or epoch < max_epochs):
+            rows = parts[0] if parts and not rule.short_seq_prob else _walk(documents, tokens, rule, draws).astype(dtype)
+            parts.append(rows)
+            count, epoch = count + len(rows), epoch + 1
+    rows = np.concatenate(parts) if parts else np.zeros((0, 3), dtype)
+    return rows[shuffled_order(len(rows), rule.seed + 1)]
+
+
+class Documents(NamedTuple):
+    """First sentence and last + 1 of each document, both int64 [docs]."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+
+def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> Documents:
+    """The documents that give samples."""
+    first, last = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(lengths > LONG_SENTENCE)])
+    too_long = (last - first > 1) & (before[last] > before[first])
+    good = (last - first >= min_sentences) & ~too_long
+    return Documents(first[good], last[good])
+
+
+def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Iterator[int]) -> np.ndarray:
+    """int64 [n, 3]: the samples of all documents, in order.
+
+    Args:
+        tokens: [sentences + 1], tokens before each sentence; an ``array``, for numpy's is slow to index and a list takes five times the memory.
+        draws: as of ``_targets``.
+    """
+    min_sentences = rule.min_sentences
+    starts, ends, targets = array("q"), array("q"), array("q")
+    for at, last in zip(array("q", documents.first.tobytes()), array("q", documents.last.tobytes()), strict=True):
+        while at < last:
+            target = next(draws)
+            starts.append(at)
+            targets.append(target)
+            end = bisect_left(tokens, tokens[at] + target, at, last)
+            if end < at + min_sentences:
+                end = at + min_sentences
+            at = last if end > last - 2 else end  # one sentence alone is never left over
+            ends.append(at)
+        next(draws)
+    return np.stack([np.frombuffer(column, np.int64) for column in (starts, ends, targets)], axis=1)
+
+
+def _targets(rule: SampleRule) -> Iterator[int]:
+    """The target length of each draw, endless."""
+    if rule.short_seq_prob == 0:
+        return itertools.repeat(rule.max_length)
+    ratio = math.floor(1 / rule.short_seq_prob + 0.5)  # C's round, half away from zero
+    blocks = (
+        np.where(draw % ratio == 0, 2 + draw % (rule.max_length - 1), rule.max_length).tolist()
+        for draw in (block.astype(np.int64) for block in mt19937_blocks(rule.seed, _DRAWS))
+    )
+    return itertools.chain.from_iterable(blocks)
+
+
+def shuffled_order(n: int, seed: int) -> np.ndarray:
+    """int64 [n]: 0 to n-1 after Fisher-Yates from the top, with j = draw % (i + 1) and the draws of std::mt19937_64(seed).
+
+    Steps are taken in blocks. Within a block, swaps that share no place with another one may happen in any order and are made at once; the
+    few others (about (block size)^2 / n) are made one by one.
+    """
+    order = np.arange(n)
+    top = n - 1
+    draws = mt19937_64(seed, max(n - 1, 0))
+    while top > 0:
+        size = min(top, max(64, int(_SHUFFLE_BLOCK * math.sqrt(top))))
+        i = np.arange(top, top - size, -1)
+        j = (draws[n - 1 - top : n - 1 - top + size] % (i + 1).astype(np.uint64)).astype(np.int64)
+        _swap(order, i, j)
+        top -= size
+    return order
+
+
+def _swap(order: np.ndarray, i: np.ndarray, j: np.ndarray) -> None:
+    """Exchange order[i[k]] and order[j[k]] for k = 0, 1, ...; ``i`` counts down by one, and j <= i."""
+    by_place = np.argsort(j, kind="stable")
+    repeated = np.zeros(j.size, bool)
+    same = j[by_place[1:]] == j[by_place[:-1]]
+    repeated[by_place[1:][same]] = repeated[by_place[:-1][same]] = True
+    within = j >= i[-1]  # its place is the i of another swap (or its own)
+    entangled = repeated | within
+    entangled[i[0] - j[within]] = True
+    at_once = ~entangled
+    order[i[at_once]], order[j[at_once]] = order[j[at_once]], order[i[at_once]]
+    for a, b in zip(i[entangled].tolist(), j[entangled].tolist(), strict=True):
+        order[a], order[b] = order[b], order[a]
