@@ -22,7 +22,7 @@ def long_description() -> str:
 
 
 EXTRAS = {
-    "hf": ["transformers>=5.3", "tokenizers>=0.22"],  # exchange of weights and tokenizers with Hugging Face; remote code is never run
+    "hf": ["transformers>=5.3"],  # exchange of weights with Hugging Face; remote code is never run
     "log": ["tensorboard>=2.16", "wandb>=0.17"],
     "plot": ["matplotlib>=3.8"],
     "dev": [
@@ -55,6 +55,7 @@ setup(
         "numpy>=1.26",
         "einops>=0.8",
         "sentencepiece>=0.2.1",  # CVE-2026-1260
+        "tokenizers>=0.22",  # BERT's WordPiece
         "safetensors>=0.5",
         "tyro>=0.9.14",
         "rich>=13.7",

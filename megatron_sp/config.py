@@ -86,7 +86,7 @@ class ModelConfig:
     num_tokentypes: int | None = flag(
         None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0
     )
-    bert_no_binary_head: bool = flag(False, "BERT: no sentence-order task, no pooler: masked tokens alone are trained")
+    bert_no_binary_head: bool = flag(False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained")
 
     @property
     def is_bert(self) -> bool:
@@ -347,6 +347,17 @@ class PrecisionConfig:
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
 
+WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
+"""Kinds of tokenizer that read --vocab-file."""
+
+
+def default_type(tokenizer_model: str | None, vocab_file: str | None, vocab_size: int | None) -> Any:
+    """The --tokenizer-type that other flags stand for."""
+    if tokenizer_model:
+        return "SentencePieceTokenizer"
+    return "BertWordPieceLowerCase" if vocab_file else "NullTokenizer" if vocab_size else None
+
+
 @dataclass
 class DataConfig:
     """Data sets and tokenizer."""
@@ -358,16 +369,25 @@ class DataConfig:
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone")
     data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)")
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
-    tokenizer_type: Literal["SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer"] | None = flag(
-        None, "kind of tokenizer (default: SentencePiece with --tokenizer-model, else Null with --vocab-size)"
+    tokenizer_type: (
+        Literal["SentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "ByteTokenizer", "NullTokenizer"] | None
+    ) = flag(
+        None,
+        "kind of tokenizer (default: SentencePiece with --tokenizer-model, BertWordPieceLowerCase with --vocab-file, else Null with"
+        " --vocab-size)",
     )
     tokenizer_model: str | None = flag(None, "SentencePiece model file")
+    vocab_file: str | None = flag(None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line")
     num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     reset_position_ids: bool = flag(False, "positions start again behind each end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend within their own document only")
     mask_prob: float = flag(0.15, "BERT: share of the tokens that have to be guessed, in (0, 1)")
+    short_seq_prob: float = flag(0.1, "BERT: share of samples that are shorter than there is room, in [0, 1]", low=0)
+    bert_pack_sequences: bool = flag(
+        False, "BERT: several samples in one row, as many as fit, each attending to itself alone (needs --bert-no-binary-head)"
+    )
 
     @property
     def split_weights(self) -> tuple[float, float, float]:

@@ -24,6 +24,8 @@ _MAX_THREADS = 1024  # per process; far more than any host's cores, and the oper
 
 def normalize(config: Config) -> None:
     """Apply the flags that are shorthands, and what a flag implies; what contradicts is left for ``violations``."""
+    from megatron_sp.config import default_type
+
     model, kernels, data = config.model, config.kernels, config.data
     if model.num_query_groups is not None:
         model.group_query_attention = True
@@ -40,7 +42,7 @@ def normalize(config: Config) -> None:
         if kernels.recompute_method == "uniform" and kernels.recompute_num_layers is None:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
-        data.tokenizer_type = "SentencePieceTokenizer" if data.tokenizer_model else "NullTokenizer" if model.vocab_size else None
+        data.tokenizer_type = default_type(data.tokenizer_model, data.vocab_file, model.vocab_size)
 
 
 def violations(config: Config, world_size: int) -> list[str]:
@@ -500,6 +502,8 @@ def _precision(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    from megatron_sp.config import WORDPIECE
+
     data, vocab_size = config.data, config.model.vocab_size
     own_paths = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_data_path")]
     sources = [flag for flag, given in (
@@ -521,6 +525,32 @@ def _data(config: Config) -> Iterator[str]:
         yield f"--tokenizer-model is a SentencePiece file, but --tokenizer-type {data.tokenizer_type} was given: drop one"
     if data.tokenizer_type == "NullTokenizer" and not vocab_size:
         yield "--tokenizer-type NullTokenizer needs --vocab-size N"
+    if data.tokenizer_type in WORDPIECE and not data.vocab_file:
+        yield f"--tokenizer-type {data.tokenizer_type} needs --vocab-file FILE, BERT's vocab.txt"
+    if data.vocab_file and data.tokenizer_type not in (None, *WORDPIECE):
+        yield f"--vocab-file is a WordPiece vocabulary, but --tokenizer-type {data.tokenizer_type} was given: drop one"
+    yield from _bert_data(config)
+
+
+def _bert_data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not config.model.is_bert:
+        for name in ("mask_prob", "short_seq_prob", "bert_pack_sequences"):
+            if getattr(data, name) != getattr(type(data), name):
+                yield f"--{name.replace('_', '-')} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
+        return
+    if not 0 < data.mask_prob < 1:
+        yield f"mask_prob ({data.mask_prob}) must be in (0, 1)"
+    if data.short_seq_prob > 1:
+        yield f"short_seq_prob ({data.short_seq_prob}) must be in [0, 1]"
+    if data.bert_pack_sequences and config.model.has_order_head:
+        yield (
+            "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments of each: add"
+            " --bert-no-binary-head, or leave it out"
+        )
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name):
+            yield f"--{name.replace('_', '-')} is about documents in GPT's stream of tokens, and a BERT sample lies within one: leave it out"
 
 
 def _split(config: Config) -> Iterator[str]:

@@ -21,11 +21,12 @@ from megatron_sp.ops import availability
 
 GIB = 1024**3
 REQUIRED = {
-    "numpy": "1.26", "einops": "0.8", "sentencepiece": "0.2.1", "safetensors": "0.5", "tyro": "0.9.14", "rich": "13.7", "pyyaml": "6.0",
+    "numpy": "1.26", "einops": "0.8", "sentencepiece": "0.2.1", "tokenizers": "0.22", "safetensors": "0.5", "tyro": "0.9.14",
+    "rich": "13.7", "pyyaml": "6.0",
 }  # fmt: skip
 """Distributions that setup.py requires besides torch, with the oldest version."""
 OLDEST_TORCH, TESTED_TORCH = (2, 10), ((2, 11), (2, 13))
-EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers", "tokenizers")}
+EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",)}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer: ``python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.model``."""
+"""Train a tokenizer: ``python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.model``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
 
-from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece
-from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
+from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Train a lossless SentencePiece BPE model with byte fallback on JSONL.")
+    parser = argparse.ArgumentParser(
+        description="Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on JSONL.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSONL files")
     add("--json-key", default="text", metavar="KEY", help="text of a line (default: text)")
-    add("--output", required=True, metavar="FILE", help="the .model file to write")
-    add("--vocab-size", type=int, default=8000, metavar="N", help="ids, 256 bytes and <eod> among them (default: 8000)")
+    add("--type", choices=("sentencepiece", "wordpiece"), default="sentencepiece", help="wordpiece: BERT's, a vocab.txt for --vocab-file")
+    add("--bert", action="store_true", help="SentencePiece with BERT's tokens [PAD], [CLS], [SEP], [MASK] (WordPiece always has them)")
+    add("--cased", action="store_true", help="WordPiece for BertWordPieceCase instead of BertWordPieceLowerCase")
+    add("--output", required=True, metavar="FILE", help="the .model or vocab.txt file to write")
+    add("--vocab-size", type=int, default=8000, metavar="N", help="ids, bytes and special tokens among them (default: 8000)")
     add("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"text to train on, about (default: {SAMPLE_BYTES})")
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:
         texts = (text for path in args.input for text in texts_of_jsonl(path, args.json_key))
-        report = train_sentencepiece(texts, args.output, args.vocab_size, args.sample_bytes)
+        if args.type == "wordpiece":
+            report = train_wordpiece(texts, args.output, args.vocab_size, args.sample_bytes, lowercase=not args.cased)
+        elif args.cased:
+            raise ConfigError("--cased is for --type wordpiece: SentencePiece models here always keep case")
+        else:
+            report = train_sentencepiece(texts, args.output, args.vocab_size, args.sample_bytes, args.bert)
     except ReportedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

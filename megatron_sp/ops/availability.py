@@ -42,7 +42,6 @@ _OPTIONAL = {
     "wandb": _Optional("wandb", "wandb"),
     "matplotlib": _Optional("matplotlib", "matplotlib"),
     "transformers": _Optional("transformers", "transformers"),
-    "tokenizers": _Optional("tokenizers", "tokenizers"),
 }
 _APEX_FILES = ("optimizers/fused_adam.py", "normalization/fused_layer_norm.py")
 FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that name (remove it: pip uninstall apex)"

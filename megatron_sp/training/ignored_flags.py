@@ -54,8 +54,7 @@ VALUE_SPELLINGS: dict[str, dict[str, str]] = {
 
 MEGATRON_CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer-type": (
-        "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "Llama2Tokenizer", "HuggingFaceTokenizer", "TikTokenizer",
-        "PretrainedFromHF", "HFTokenizer",
+        "GPT2BPETokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "TikTokenizer", "PretrainedFromHF", "HFTokenizer",
     ),
     "position-embedding-type": ("yarn", "relative", "mrope", "alibi"),
     "optimizer": ("muon", "dist_muon", "lion", "onebitadam"),
@@ -179,10 +178,11 @@ _REFUSED = {
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
     "GPT and BERT are the models today; T5 and fine-tuning tasks are not there yet": """
-        short-seq-prob bert-load pretrained-checkpoint task epochs train-data valid-data
+        bert-load pretrained-checkpoint task epochs train-data valid-data
         decoder-num-layers decoder-seq-length retriever-seq-length""",
-    "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
-        vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
+    "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), BertWordPieceLowerCase or BertWordPieceCase"
+    " (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
+        merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
     "rotary positions today are plain (--rotary-base, --rotary-percent)": """
         use-rope-scaling rope-scaling-factor rotary-interleaved rotary-scaling-factor rotary-seq-len-interpolation-factor no-rope-freq
         mrope-section use-alibi-position-embeddings relative-attention-num-buckets relative-attention-max-distance""",

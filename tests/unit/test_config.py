@@ -140,6 +140,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "exclude each other: who decides on resume?",
     ),
     ({"precision__bf16": True, "precision__fp16": True}, "--bf16 and --fp16 exclude each other"),
+    ({"model__model_family": "bert", "data__mask_prob": 0.0}, "mask_prob (0.0) must be in (0, 1)"),
+    ({"model__model_family": "bert", "data__mask_prob": 1.0}, "mask_prob (1.0) must be in (0, 1)"),
+    ({"model__model_family": "bert", "data__short_seq_prob": 1.5}, "short_seq_prob (1.5) must be in [0, 1]"),
+    ({"model__model_family": "bert", "data__bert_pack_sequences": True}, "two segments of each: add --bert-no-binary-head, or leave it out"),
+    ({"model__model_family": "bert", "data__eod_mask_loss": True}, "--eod-mask-loss is about documents in GPT's stream of tokens"),
+    ({"model__model_family": "bert", "data__reset_attention_mask": True}, "--reset-attention-mask is about documents in GPT's stream"),
+    ({"data__mask_prob": 0.2}, "--mask-prob is for BERT (pretrain_bert.py), and this is a GPT"),
+    ({"data__bert_pack_sequences": True}, "--bert-pack-sequences is for BERT (pretrain_bert.py)"),
+    ({"data__tokenizer_type": "BertWordPieceCase"}, "--tokenizer-type BertWordPieceCase needs --vocab-file FILE"),
+    (
+        {"data__tokenizer_type": "ByteTokenizer", "data__vocab_file": "v"},
+        "--vocab-file is a WordPiece vocabulary, but --tokenizer-type Byte",
+    ),
     ({"precision__bf16": True, "precision__loss_scale": 2.0}, "--loss-scale is for --fp16 only (bfloat16 needs no scaling)"),
     ({"precision__fp16": True, "precision__loss_scale": 0.0}, "loss_scale (0.0) must be above 0"),
     ({"precision__initial_loss_scale": 0.5}, "initial_loss_scale (0.5) must be at least min_loss_scale (1)"),
@@ -403,6 +416,7 @@ def test_shorthands() -> None:
     assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
     assert config().data.tokenizer_type == "NullTokenizer"
     assert config(data__tokenizer_model="m").data.tokenizer_type == "SentencePieceTokenizer"
+    assert config(data__vocab_file="v").data.tokenizer_type == "BertWordPieceLowerCase"
     assert config(model__vocab_size=None).data.tokenizer_type is None
 
 

@@ -4,5 +4,6 @@ from megatron_sp.data.tokenizers.build import build_tokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 
-__all__ = ["ByteTokenizer", "NullTokenizer", "SentencePieceTokenizer", "Tokenizer", "build_tokenizer"]
+__all__ = ["BertWordPieceTokenizer", "ByteTokenizer", "NullTokenizer", "SentencePieceTokenizer", "Tokenizer", "build_tokenizer"]

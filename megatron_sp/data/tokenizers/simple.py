@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_sp.data.tokenizers.tokenizer import well_formed
 from megatron_sp.utils.errors import ConfigError, DataError
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and one id more that ends a document."""
+    """UTF-8 bytes as ids 0 to 255, and one id more that ends a document. None of BERT's special tokens."""
 
     vocab_size = 257
     eod = 256
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(well_formed(text).encode("utf-8"))
@@ -27,6 +33,10 @@ class ByteTokenizer:
         _check_ids(ids, self.vocab_size)
         return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
 
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        """Every byte by itself: without a vocabulary there are no words."""
+        return np.ones(ids.size, bool)
+
     def fingerprint(self) -> str:
         return hashlib.sha256(b"ByteTokenizer 257").hexdigest()
 
@@ -36,6 +46,7 @@ class NullTokenizer:
 
     ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Megatron-LM's tokenizer of
     this name adds one more for the end of a document, so data written by it with ``--vocab-size N`` need ``--vocab-size N+1`` here.
+    For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if they leave any.
 
     Raises:
         ConfigError: a vocabulary below 2 ids.
@@ -46,6 +57,8 @@ class NullTokenizer:
             raise ConfigError(f"vocab_size ({vocab_size}) must be at least 2 with NullTokenizer: one token and the end of a document")
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
+        special: list[int | None] = [*range(vocab_size - 5, vocab_size - 1)] if vocab_size > 5 else [None] * 4
+        self.pad, self.cls, self.sep, self.mask = special
 
     def encode(self, text: str) -> list[int]:
         """The integers of the text.
@@ -64,6 +77,10 @@ class NullTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        """Every integer is a word."""
+        return np.ones(ids.size, bool)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"NullTokenizer {self.vocab_size}".encode()).hexdigest()

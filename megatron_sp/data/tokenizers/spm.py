@@ -6,14 +6,19 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_sp.data.tokenizers.tokenizer import well_formed
 from megatron_sp.utils.errors import ConfigError, DataError
 
 _EOD_PIECES = ("<eod>", "<|endoftext|>")
+_SPACE = "\u2581"  # SentencePiece's letter for a space; it stands at the beginning of a word
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model. A document ends with the piece ``<eod>`` if the model has one, else with its end-of-sentence id.
+
+    BERT's tokens are the pieces ``[CLS]``, ``[SEP]``, ``[MASK]`` and ``[PAD]``, or ``<cls>``, ``<sep>``, ``<mask>`` and ``<pad>``.
 
     Args:
         model: path of the ``.model`` file.
@@ -37,6 +42,8 @@ class SentencePieceTokenizer:
             raise DataError(f"{model}: not a SentencePiece model: give the .model file, not the .vocab")
         self.vocab_size: int = self._processor.GetPieceSize()
         self.eod = self._find_eod(model)
+        self.cls, self.sep, self.mask, self.pad = (self._find(f"[{n.upper()}]", f"<{n}>") for n in ("cls", "sep", "mask", "pad"))
+        self._begins, self._before_word = self._word_tables()
         self._fingerprint = hashlib.sha256(b"SentencePieceTokenizer " + contents).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -56,14 +63,38 @@ class SentencePieceTokenizer:
         text: str = self._processor.DecodeIds(plain)
         return text
 
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        """A piece starts a word if it begins with a space, or if the piece before it is white space or a special token."""
+        starts: np.ndarray = self._begins[ids]
+        starts[:1] = True
+        starts[1:] |= self._before_word[ids[:-1]]
+        return starts
+
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def _find_eod(self, model: str | Path) -> int:
-        for piece in _EOD_PIECES:
+    def _find(self, *pieces: str) -> int | None:
+        """The id of the first of these pieces that the model has."""
+        for piece in pieces:
             i = self._processor.PieceToId(piece)
             if self._processor.IdToPiece(i) == piece:  # an unknown piece gives the id of <unk>
                 return int(i)
+        return None
+
+    def _word_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool [vocab_size] each: pieces that begin a word themselves, and pieces behind which one begins."""
+        processor, size = self._processor, self.vocab_size
+        text = [processor.IdToPiece(i).replace(_SPACE, " ") for i in range(size)]
+        special = np.array([processor.IsControl(i) or processor.IsUnknown(i) for i in range(size)])
+        special |= np.isin(np.arange(size), [i for i in (self.cls, self.sep, self.mask, self.pad) if i is not None])
+        begins = np.array([piece[:1].isspace() for piece in text])
+        ends = np.array([piece[-1:].isspace() for piece in text])
+        return begins | special, ends | special
+
+    def _find_eod(self, model: str | Path) -> int:
+        found = self._find(*_EOD_PIECES)
+        if found is not None:
+            return found
         if self._processor.eos_id() < 0:
             raise DataError(f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document")
         return int(self._processor.eos_id())

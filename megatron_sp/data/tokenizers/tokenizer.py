@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_sp.utils.errors import ConfigError
 
 
 class Tokenizer(Protocol):
@@ -17,6 +21,30 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int:
         """The id that ends a document."""
+        ...
+
+    @property
+    def cls(self) -> int | None:
+        """The id before a BERT sample; this and the next three are None where the vocabulary has no such token."""
+        ...
+
+    @property
+    def sep(self) -> int | None:
+        """The id behind each of its segments."""
+        ...
+
+    @property
+    def mask(self) -> int | None:
+        """The id in the place of a token that has to be guessed."""
+        ...
+
+    @property
+    def pad(self) -> int | None:
+        """The id that fills up a row."""
+        ...
+
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        """bool [n]: whether each of the ids (int64 [n], all inside the vocabulary) begins a word; the others continue the one before."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -39,3 +67,24 @@ def well_formed(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class SpecialTokens(NamedTuple):
+    """The ids that BERT needs."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """Raises ConfigError if the vocabulary lacks one of them; names it."""
+    found = {name: getattr(tokenizer, name) for name in SpecialTokens._fields}
+    lacking = [f"[{name.upper()}]" for name, token in found.items() if token is None]
+    if lacking:
+        raise ConfigError(
+            f"BERT needs the tokens [CLS], [SEP], [MASK] and [PAD], and {type(tokenizer).__name__} has no {', '.join(lacking)}: take"
+            " BertWordPieceLowerCase with a --vocab-file that has them, or train a tokenizer with tools/train_tokenizer.py --bert"
+        )
+    return SpecialTokens(**found)

@@ -1,9 +1,11 @@
-"""Train a SentencePiece model that gives back exactly the text it was given, code and its white space included.
+"""Train a tokenizer: a SentencePiece model that gives back exactly the text it was given, or BERT's WordPiece.
 
-No normalisation, no space put in front, no space taken away; a newline is a piece of its own, runs of spaces can be pieces, and what has
-no piece is spelled in bytes. BPE, because it trains in seconds where the unigram model takes a minute and compresses no worse (3.35
-against 3.31 bytes per token on Python's own sources). Lines are picked evenly over the documents and in their order, with one
-thread, so the same text gives the same model, byte for byte.
+SentencePiece: no normalisation, no space put in front, no space taken away; a newline is a piece of its own, runs of spaces can be
+pieces, and what has no piece is spelled in bytes. BPE, because it trains in seconds where the unigram model takes a minute and compresses
+no worse (3.35 against 3.31 bytes per token on Python's own sources). Lines are picked evenly over the documents and in their order, with
+one thread, so the same text gives the same model, byte for byte. With BERT's tokens, which no text can spell, a space is put in front, so
+that a word has the same pieces at the beginning of a sentence as within it.
+WordPiece: the tokenizers library, on the same lines; the result is a ``vocab.txt`` as BERT's.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import contextlib
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
-from megatron_sp.data.tokenizers.tokenizer import well_formed
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, well_formed
+from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, import_tokenizers, wordpiece_model
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 from megatron_sp.utils.files import fsync_dir, write_synced
 
@@ -26,6 +30,9 @@ SAMPLE_BYTES = 8_000_000
 
 _MAX_LINE_BYTES = 8192
 _MIN_VOCAB_SIZE = 300  # 256 bytes, <unk>, <eod>, the newline, and some letters
+_MIN_WORDPIECES = 30  # five special tokens and some letters
+_MAX_ALPHABET = 1000  # rarer characters are [UNK], as in BERT's own vocabulary
+_BERT_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class TrainReport(NamedTuple):
@@ -36,7 +43,9 @@ class TrainReport(NamedTuple):
     bytes_per_token: float
 
 
-def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> TrainReport:
+def train_sentencepiece(
+    texts: Iterable[str], model: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, bert: bool = False
+) -> TrainReport:
     """Train on ``texts`` and write ``model``, whole or not at all.
 
     Args:
@@ -44,6 +53,7 @@ def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int
         model: path of the ``.model`` file.
         vocab_size: ids, the 256 bytes and the end of a document (``<eod>``) among them.
         sample_bytes: about how much of the text to train on.
+        bert: with [PAD], [CLS], [SEP] and [MASK].
     Raises:
         ConfigError: a vocabulary that cannot be, or no sentencepiece.
         DataError: too little text for so many pieces.
@@ -55,16 +65,14 @@ def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int
         import sentencepiece
     except ImportError as error:
         raise ConfigError("the sentencepiece package is needed to train a tokenizer: pip install 'sentencepiece>=0.2.1'") from error
-    lines = _sample([well_formed(text) for text in texts], sample_bytes)
-    if not lines:
-        raise DataError("there is no text to train a tokenizer on")
+    lines = _lines(texts, sample_bytes)
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=buffer, model_type="bpe", vocab_size=vocab_size,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity", add_dummy_prefix=bert, remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"], byte_fallback=True, character_coverage=0.9999, split_digits=True,
-            unk_id=0, eos_id=1, eos_piece="<eod>", bos_id=-1, pad_id=-1,
+            unk_id=0, eos_id=1, eos_piece="<eod>", bos_id=-1, pad_id=-1, control_symbols=list(_BERT_PIECES) if bert else [],
             shuffle_input_sentence=False, num_threads=1, max_sentence_length=_MAX_LINE_BYTES, minloglevel=2,
         )  # fmt: skip
     except Exception as error:  # its errors are RuntimeError, OSError or its own, by version
@@ -74,6 +82,52 @@ def train_sentencepiece(texts: Iterable[str], model: str | Path, vocab_size: int
         ) from error
     _write(Path(model), buffer.getvalue())
     return _report(SentencePieceTokenizer(model), lines)
+
+
+def train_wordpiece(
+    texts: Iterable[str], vocab_file: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, lowercase: bool = True
+) -> TrainReport:
+    """Train on ``texts`` and write ``vocab_file``, whole or not at all; the special tokens are its first lines.
+
+    Args:
+        vocab_size: ids, at most: little text gives fewer.
+        lowercase: for BertWordPieceLowerCase, else for BertWordPieceCase.
+    Raises:
+        ConfigError: a vocabulary that cannot be, or no tokenizers.
+        DataError: no text. DiskError: the file cannot be written.
+    """
+    if vocab_size < _MIN_WORDPIECES:
+        raise ConfigError(f"vocab_size ({vocab_size}) must be at least {_MIN_WORDPIECES}: five special tokens and some letters")
+    import_tokenizers()
+    from tokenizers import trainers
+
+    lines = _lines(texts, sample_bytes)
+    tokenizer = wordpiece_model({token: i for i, token in enumerate(SPECIAL)}, lowercase)
+    alphabet, continuing = _alphabet(tokenizer, lines, min(_MAX_ALPHABET, vocab_size // 3))
+    # Given as special, these get their ids in this order; the trainer itself would number them by chance, and break ties by number.
+    first = [*SPECIAL, *(CONTINUES + letter for letter in continuing)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),
+        continuing_subword_prefix=CONTINUES, show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(iter(lines), trainer)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    _write(Path(vocab_file), "".join(f"{piece}\n" for piece in sorted(ids, key=ids.__getitem__)).encode())
+    return _report(BertWordPieceTokenizer(vocab_file, lowercase), lines)
+
+
+def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], list[str]]:
+    """The ``most`` most frequent letters in order, and those of them that continue words."""
+    words: Counter[str] = Counter()
+    for line in lines:
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)))
+    count: Counter[str] = Counter()
+    for word, times in words.items():
+        for letter in word:
+            count[letter] += times
+    alphabet = sorted(sorted(count, key=lambda letter: (-count[letter], letter))[:most])
+    inner = {letter for word in words for letter in word[1:]}
+    return alphabet, [letter for letter in alphabet if letter in inner]
 
 
 def texts_of_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
@@ -103,6 +157,13 @@ def _text_of(line: str, key: str, where: str) -> str:
     return str(record[key])
 
 
+def _lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
+    lines = _sample([well_formed(text) for text in texts], sample_bytes)
+    if not lines:
+        raise DataError("there is no text to train a tokenizer on")
+    return lines
+
+
 def _sample(texts: list[str], sample_bytes: int) -> list[str]:
     """Lines of all texts; evenly spaced ones when they are more than ``sample_bytes``."""
     lines = [line for text in texts for line in text.split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4]
@@ -111,7 +172,7 @@ def _sample(texts: list[str], sample_bytes: int) -> list[str]:
     return [lines[k * len(lines) // count] for k in range(count)]
 
 
-def _report(tokenizer: SentencePieceTokenizer, lines: list[str]) -> TrainReport:
+def _report(tokenizer: Tokenizer, lines: list[str]) -> TrainReport:
     probe = "\n".join(lines[:: max(1, len(lines) // 5000)])
     size = sum(len(line.encode()) for line in lines)
     return TrainReport(tokenizer.vocab_size, size, len(probe.encode()) / len(tokenizer.encode(probe)))

@@ -1,0 +1,112 @@
+"""BERT's WordPiece with a ``vocab.txt``, cased or not; the tokenizers library does the work and is imported when the first is made.
+
+The same ids as Hugging Face's BertTokenizer without special tokens around the text: text is cleaned, Chinese characters stand alone,
+lower case also takes accents away, words are split at white space and punctuation, and each is spelled with the longest pieces from its
+left, those that continue a word written with "##". What cannot be spelled is [UNK]. A special token written out in the text is that
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_sp.data.tokenizers.tokenizer import well_formed
+from megatron_sp.utils.errors import ConfigError, DataError
+
+CONTINUES = "##"
+UNKNOWN = "[UNK]"
+SPECIAL = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+_MAX_WORD_CHARACTERS = 100  # a longer word is [UNK], as in BERT's own tokenizer
+
+
+class BertWordPieceTokenizer:
+    """A WordPiece vocabulary. A document ends with [SEP], or with [UNK] if there is none.
+
+    Args:
+        vocab_file: ``vocab.txt``, one piece per line; the line number from 0 is the id.
+        lowercase: fold case and accents, as BertWordPieceLowerCase.
+    Raises:
+        DataError: no such file, or one that is no vocabulary (names the line).
+        ConfigError: the tokenizers package is absent.
+    """
+
+    def __init__(self, vocab_file: str | Path, lowercase: bool) -> None:
+        contents, vocab = _read(Path(vocab_file))
+        self.vocab_size = len(vocab)
+        self.cls, self.sep, self.mask, self.pad = (vocab.get(token) for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
+        self.eod: int = vocab[UNKNOWN] if self.sep is None else self.sep
+        self._tokenizer = wordpiece_model(vocab, lowercase)
+        self._starts = np.array([not piece.startswith(CONTINUES) for piece in vocab])
+        self._fingerprint = hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Words with spaces between them; case, accents and white space that the vocabulary does not know are lost.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        plain = [int(i) for i in ids]
+        bad = [i for i in plain if not 0 <= i < self.vocab_size]
+        if bad:
+            raise DataError(f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries")
+        text: str = self._tokenizer.decode(plain, skip_special_tokens=False)
+        return text
+
+    def starts_word(self, ids: np.ndarray) -> np.ndarray:
+        result: np.ndarray = self._starts[ids]
+        return result
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def import_tokenizers() -> None:
+    """Raises ConfigError, with the remedy, if the package is absent."""
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"the tokenizers package is needed for WordPiece ({error}): pip install 'tokenizers>=0.22'") from error
+
+
+def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
+    """The library's tokenizer with BERT's steps and this vocabulary."""
+    import_tokenizers()
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    model = models.WordPiece(vocab, unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD_CHARACTERS, continuing_subword_prefix=CONTINUES)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    tokenizer.add_special_tokens([token for token in SPECIAL if token in vocab])
+    return tokenizer
+
+
+def _read(path: Path) -> tuple[bytes, dict[str, int]]:
+    """The file as it is, and its pieces with their ids in the order of these."""
+    try:
+        contents = path.read_bytes()
+        lines = contents.decode("utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}: --vocab-file needs BERT's vocab.txt") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 ({error}): --vocab-file needs BERT's vocab.txt, one piece per line") from error
+    vocab: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        piece = line.removesuffix("\r")
+        if not piece or piece in vocab:
+            what = f"'{piece}' is on line {vocab[piece] + 1} already" if piece else "is empty"
+            raise DataError(f"{path}:{number}: {what}: --vocab-file needs BERT's vocab.txt, one piece per line, each once")
+        vocab[piece] = len(vocab)
+    if UNKNOWN not in vocab:
+        raise DataError(f"{path}: has no line {UNKNOWN}, which stands for what no piece can spell: --vocab-file needs BERT's vocab.txt")
+    return contents, vocab
