@@ -68,18 +68,23 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _verify_data(args: argparse.Namespace) -> int:
+    from megatron_sp.data.bert_index import sentence_summary
     from megatron_sp.data.indexed_dataset import IndexedDataset
 
     code = 0
     for prefix in args.prefix:
         try:
-            report = IndexedDataset(prefix).verify(args.vocab_size)
+            indexed = IndexedDataset(prefix)
+            report = indexed.verify(args.vocab_size)
         except ReportedError as error:
             print(f"{prefix}: {error}", file=sys.stderr)
             code = error.exit_code
             continue
         ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
         print(f"{prefix}: sound: {report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}")
+        sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)
+        if sentences:
+            print(f"{prefix}: {sentences}")
     return code
 
 

@@ -8,9 +8,9 @@ rows are shuffled.
 
     row of sample i: (first sentence, last sentence + 1, target length)
 
-Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is thrown away. The shuffle is
-Fisher-Yates from the top with std::mt19937_64(seed + 1). A draw decides where the next sample starts, so samples are walked in Python,
-one step each, with a binary search for where the sample ends; everything else is vectorised.
+Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is thrown away. The
+shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 1). A draw decides where the next sample starts, so samples are walked in
+Python, one step each, with a binary search for where the sample ends; everything else is vectorised.
 Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, whose two passes (count, then fill) are one here.
 """
 
@@ -99,11 +99,28 @@ def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: i
     return Documents(first[good], last[good])
 
 
+def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
+    """What a data set of sentences offers to BERT, in words; nothing for one of documents.
+
+    Args:
+        bounds, lengths: as of ``build_bert_index``.
+    """
+    sizes = np.diff(bounds)
+    if not sizes.size or int(sizes.max()) < 2:
+        return ""
+    full = int((sizes > 0).sum())
+    two, one = (eligible_documents(bounds, lengths, least).first.size for least in (2, 1))
+    return (
+        f"sentences: {lengths.size / full:.1f} per document, at most {int(lengths.max()):,} tokens; BERT takes samples from {two:,}"
+        f" documents, without the binary head from {one:,}; {full - one:,} have a sentence above {LONG_SENTENCE} tokens"
+    )
+
+
 def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Iterator[int]) -> np.ndarray:
     """int64 [n, 3]: the samples of all documents, in order.
 
     Args:
-        tokens: [sentences + 1], tokens before each sentence; an ``array``, for numpy's is slow to index and a list takes five times the memory.
+        tokens: [sentences + 1], tokens before each sentence; an ``array``: numpy's is slow to index, a list takes five times the memory.
         draws: as of ``_targets``.
     """
     min_sentences = rule.min_sentences

@@ -6,6 +6,7 @@ any number of workers. A worker that dies is an error, not a hang. Output appear
 JSONL: one object per line; each of --json-keys becomes a data set of its own. A blank line, or an empty text, is an empty document: it
 counts in the document index and has no tokens, and --append-eod adds nothing to it.
 Plain text: documents are the stretches between blank lines, or lines, or whole files (--text-unit).
+A document is one sequence, or with --split-sentences one for each of its sentences (``sentences``), as BERT needs it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 from megatron_sp.config import DataConfig
 from megatron_sp.data.idx_format import token_dtype
+from megatron_sp.data.sentences import split_sentences
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
@@ -56,16 +58,18 @@ class PreprocessOptions:
     input_format: InputFormat = "auto"
     text_unit: TextUnit = "paragraph"
     skip_bad_lines: bool = False
+    split_sentences: bool = False
 
 
 @dataclass
 class PreprocessReport:
-    """What was done; ``num_tokens`` is per key."""
+    """What was done; ``num_tokens`` and ``num_sequences`` are per key."""
 
     num_documents: int = 0
     num_skipped: int = 0
     num_input_bytes: int = 0
     num_tokens: dict[str, int] = field(default_factory=dict)
+    num_sequences: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -81,10 +85,11 @@ class Chunk(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A chunk's tokens: for each key all ids in one array, and the length of each document."""
+    """A chunk's tokens: for each key all ids in one array, the length of each sequence, and how many of them each document has."""
 
     tokens: dict[str, np.ndarray]
     lengths: dict[str, np.ndarray]
+    num_sequences: dict[str, np.ndarray]
     num_skipped: int
     bytes_read: int
 
@@ -97,7 +102,7 @@ class Progress:
 
 
 def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> PreprocessReport:
-    """Tokenize the inputs into ``{output_prefix}_{key}_document.{bin,idx}``.
+    """Tokenize the inputs into ``{output_prefix}_{key}_document.{bin,idx}`` (``_sentence`` with --split-sentences).
 
     Raises:
         ConfigError: flags that cannot work.
@@ -107,19 +112,20 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     progress = progress or Progress()
     tokenizer = _check(options)
     began = time.monotonic()
-    report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0))
+    report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0), num_sequences=dict.fromkeys(options.json_keys, 0))
     bytes_total = sum(os.path.getsize(path) for path in options.inputs)
     bytes_read = 0
     with contextlib.ExitStack() as stack:
         writers = {}
         for key in options.json_keys:
-            report.outputs[key] = f"{options.output_prefix}_{key}_document"
+            report.outputs[key] = f"{options.output_prefix}_{key}_{'sentence' if options.split_sentences else 'document'}"
             writers[key] = stack.enter_context(IndexedDatasetWriter(report.outputs[key], vocab_size=tokenizer.vocab_size))
         for encoded in _encode_all(options, tokenizer):
             for key, writer in writers.items():
-                writer.add_documents(encoded.tokens[key], encoded.lengths[key])
+                writer.add_documents(encoded.tokens[key], encoded.lengths[key], encoded.num_sequences[key])
                 report.num_tokens[key] += encoded.tokens[key].size
-            report.num_documents += encoded.lengths[options.json_keys[0]].size
+                report.num_sequences[key] += encoded.lengths[key].size
+            report.num_documents += encoded.num_sequences[options.json_keys[0]].size
             report.num_skipped += encoded.num_skipped
             bytes_read += encoded.bytes_read
             report.num_input_bytes, report.seconds = bytes_read, time.monotonic() - began
@@ -219,6 +225,7 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         """Raises DataError for a bad document, unless those are to be skipped."""
         ids: dict[str, list[np.ndarray]] = {key: [] for key in self.options.json_keys}
+        counts: dict[str, list[int]] = {key: [] for key in self.options.json_keys}
         skipped = 0
         for line, raw in zip(chunk.lines, chunk.documents, strict=True):
             try:
@@ -229,11 +236,13 @@ class Encoder:
                     raise DataError(f"{chunk.path}:{line}: {error}; --skip-bad-lines leaves such lines out") from None
                 skipped += 1
                 continue
-            for key, array in zip(ids, encoded, strict=True):
-                ids[key].append(array)
+            for key, sequences in zip(ids, encoded, strict=True):
+                ids[key] += sequences
+                counts[key].append(len(sequences))
         lengths = {key: np.array([a.size for a in arrays], np.int64) for key, arrays in ids.items()}
         tokens = {key: np.concatenate(arrays) if arrays else np.zeros(0, self.dtype) for key, arrays in ids.items()}
-        return Encoded(tokens, lengths, skipped, chunk.bytes_read)
+        num_sequences = {key: np.array(count, np.int64) for key, count in counts.items()}
+        return Encoded(tokens, lengths, num_sequences, skipped, chunk.bytes_read)
 
     def _texts(self, chunk: Chunk, raw: bytes) -> list[str]:
         text = raw.decode("utf-8")
@@ -249,11 +258,13 @@ class Encoder:
             raise DataError(f"expected a JSON object with {', '.join(self.options.json_keys)}, found {type(record).__name__}")
         return [_text_of(record, key) for key in self.options.json_keys]
 
-    def _encode(self, text: str) -> np.ndarray:
-        ids = self.tokenizer.encode(text)
-        if ids and self.options.append_eod:
-            ids.append(self.tokenizer.eod)
-        return np.array(ids, self.dtype)
+    def _encode(self, text: str) -> list[np.ndarray]:
+        """The sequences of a document: itself or its sentences, those without tokens left out."""
+        parts = split_sentences(text) if self.options.split_sentences else [text]
+        sequences = [ids for part in parts if (ids := self.tokenizer.encode(part))]
+        if sequences and self.options.append_eod:
+            sequences[-1].append(self.tokenizer.eod)
+        return [np.array(ids, self.dtype) for ids in sequences]
 
 
 def _text_of(record: dict[str, Any], key: str) -> str:

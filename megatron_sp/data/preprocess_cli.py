@@ -8,19 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config import WORDPIECE, DataConfig
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 
 _LINE_SECONDS = 10.0
-_TOKENIZERS = ("SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer")
+_TOKENIZERS = ("SentencePieceTokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All flags, with Megatron's names."""
     parser = argparse.ArgumentParser(
         prog="preprocess_data.py",
-        description="Tokenize JSONL or plain text (.gz too) into PREFIX_KEY_document.bin and .idx, the data set format of Megatron.",
+        description="Tokenize JSONL or plain text (.gz too) into PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with"
+        " --split-sentences), the data set format of Megatron.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -32,10 +33,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--text-unit", choices=("paragraph", "line", "file"), default="paragraph",
         help="what a document is in plain text; paragraphs have blank lines between them (default: paragraph)")  # fmt: skip
-    add("--tokenizer-type", choices=_TOKENIZERS, default=None, help="default: SentencePieceTokenizer with --tokenizer-model")
+    add("--tokenizer-type", choices=_TOKENIZERS, default=None,
+        help="default: SentencePieceTokenizer with --tokenizer-model, BertWordPieceLowerCase with --vocab-file")  # fmt: skip
     add("--tokenizer-model", metavar="FILE", default=None, help="SentencePiece .model file")
+    add("--vocab-file", metavar="FILE", default=None, help="vocab.txt of BertWordPieceLowerCase and BertWordPieceCase")
     add("--vocab-size", type=int, default=None, metavar="N", help="ids of NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
+    add("--split-sentences", action="store_true", help="one sequence for each sentence (do this for BERT), not one for each document")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; the output is the same for any number (default: 1)")
     add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them, instead of stopping")
     return parser
@@ -44,11 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     args = build_parser().parse_args(argv)
-    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model)
+    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file)
     options = PreprocessOptions(
         inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size, json_keys=tuple(args.json_keys),
         append_eod=args.append_eod, workers=args.workers, input_format=args.input_format, text_unit=args.text_unit,
-        skip_bad_lines=args.skip_bad_lines,
+        skip_bad_lines=args.skip_bad_lines, split_sentences=args.split_sentences,
     )  # fmt: skip
     try:
         with _shown() as progress:
@@ -59,15 +63,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing is written", file=sys.stderr)
         return 130
-    print(summary(report))
+    print(summary(report, args.split_sentences))
     return EXIT_OK
 
 
-def summary(report: PreprocessReport) -> str:
+def summary(report: PreprocessReport, sentences: bool = False) -> str:
     """What was done, one line per output."""
     rate = report.num_input_bytes / 1e6 / max(report.seconds, 1e-9)
     lines = [
-        f"{output}.bin: {report.num_documents} documents, {report.num_tokens[key]} tokens"
+        f"{output}.bin: {report.num_documents} documents,"
+        + (f" {report.num_sequences[key]} sentences," if sentences else "") + f" {report.num_tokens[key]} tokens"
         for key, output in report.outputs.items()
     ]  # fmt: skip
     if report.num_skipped:

@@ -73,17 +73,21 @@ class IndexedDatasetWriter:
         self._extend(np.asarray(lengths, np.int64))
         self._documents.append(len(self._lengths))
 
-    def add_documents(self, tokens: np.ndarray, document_lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each; a length of 0 is an empty document, without a sequence.
+    def add_documents(self, tokens: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
+        """Append many documents.
 
         Args:
-            tokens: [t] ids of all documents, in order. document_lengths: [d], summing to t.
+            tokens: [t] ids of all sequences, in order. sequence_lengths: [n], summing to t. num_sequences: [d] of each document, summing to
+                n; a document of 0 is empty.
         """
-        if int(document_lengths.sum()) != tokens.size:
-            raise ValueError(f"document lengths add up to {int(document_lengths.sum())}, there are {tokens.size} tokens")
+        if int(sequence_lengths.sum()) != tokens.size or int(num_sequences.sum()) != sequence_lengths.size:
+            raise ValueError(
+                f"sequence lengths add up to {int(sequence_lengths.sum())}, there are {tokens.size} tokens; documents have"
+                f" {int(num_sequences.sum())} sequences, there are {sequence_lengths.size}"
+            )
         self._write(tokens)
-        ends = len(self._lengths) + np.cumsum(document_lengths > 0)
-        self._extend(document_lengths[document_lengths > 0])
+        ends = len(self._lengths) + np.cumsum(num_sequences)
+        self._extend(sequence_lengths)
         self._documents.frombytes(ends.astype(np.int64).tobytes())
 
     def merge(self, other: str | Path | IndexedDataset) -> None:

@@ -65,6 +65,19 @@ def test_verify_a_sound_data_set_by_prefix_or_file(tmp_path: Path, capsys: pytes
     assert lines[1].startswith(f"{prefix}.bin: sound")
 
 
+def test_verify_says_what_a_data_set_of_sentences_offers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedDatasetWriter(tmp_path / "s", vocab_size=100) as writer:
+        for lengths in ([3, 4], [5], [], [600, 1], [1, 1, 1]):
+            writer.add_document([7] * sum(lengths), lengths)
+    assert cli.main(["data", "verify", str(tmp_path / "s")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{tmp_path}/s: sound: 5 documents, 8 sequences, 616 tokens")
+    assert lines[1:] == [
+        f"{tmp_path}/s: sentences: 2.0 per document, at most 600 tokens; BERT takes samples from 2 documents, without the binary head from"
+        " 3; 1 have a sentence above 512 tokens"
+    ]
+
+
 def test_verify_goes_on_after_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = make_data(tmp_path / "good"), make_data(tmp_path / "bad")
     with open(f"{bad}.bin", "r+b") as file:

@@ -84,7 +84,8 @@ def test_round_trip(documents: list[list[int]], how: str) -> None:
                     writer.add_document(document)
             else:
                 flat = np.array([t for d in documents for t in d], np.int64)
-                writer.add_documents(flat, np.array([len(d) for d in documents], np.int64))
+                lengths = np.array([len(d) for d in documents], np.int64)
+                writer.add_documents(flat, lengths[lengths > 0], (lengths > 0).astype(np.int64))
         data = IndexedDataset(folder + "/x")
         assert len(data) == sum(bool(d) for d in documents)  # an empty document has no sequence
         bounds = data.document_index

@@ -60,6 +60,45 @@ def test_empty_documents_have_no_sequence_and_no_eod(tmp_path: Path) -> None:
     assert len(data) == 2 and data.document_index.tolist() == [0, 1, 1, 1, 1, 2] and report.num_documents == 5
 
 
+def sequences(prefix: Path) -> list[list[str]]:
+    data = IndexedDataset(prefix)
+    return [
+        [bytes(i if i < 256 else ord("|") for i in data.get(k).tolist()).decode() for k in range(a, b)]
+        for a, b in itertools.pairwise(data.document_index.tolist())
+    ]
+
+
+def test_sentences_become_sequences(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["One. Two! 3.5 is three?", "", "A heading\n\nText", "  \n\n ", "Last."])
+    report = run(tmp_path, path, split_sentences=True, append_eod=True)
+    assert sequences(tmp_path / "out_text_sentence") == [
+        ["One.", "Two!", "3.5 is three?|"], [], ["A heading", "Text|"], [], ["Last.|"],
+    ]  # fmt: skip
+    assert (report.num_documents, report.num_sequences) == (5, {"text": 6}) and not list(tmp_path.glob("*_document*"))
+    run(tmp_path, path, split_sentences=True)
+    assert sequences(tmp_path / "out_text_sentence")[0] == ["One.", "Two!", "3.5 is three?"]
+
+
+def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("[UNK]\n[SEP]\none\ntwo\n.\n")
+    path = jsonl(tmp_path / "a.jsonl", ["One.\n\n\u200d\n\nTwo.", "\u200d"])
+    report = run(tmp_path, path, split_sentences=True, append_eod=True, data=DataConfig(vocab_file=str(tmp_path / "v.txt")))
+    data = IndexedDataset(tmp_path / "out_text_sentence")
+    assert [data.get(k).tolist() for k in range(len(data))] == [[2, 4], [3, 4, 1]] and data.document_index.tolist() == [0, 2, 2]
+    assert report.num_tokens == {"text": 5}
+
+
+def test_sentences_have_the_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 2000)
+    path = jsonl(tmp_path / "a.jsonl", [f"No {i}. " + f"It is {i}. " * (i % 7) for i in range(200)])
+    outputs = []
+    for workers in (1, 2):
+        run(tmp_path, path, workers=workers, split_sentences=True)
+        outputs.append([(tmp_path / f"out_text_sentence{s}").read_bytes() for s in (".bin", ".idx")])
+    assert outputs[0] == outputs[1]
+    assert [len(d) for d in sequences(tmp_path / "out_text_sentence")] == [i % 7 + 1 for i in range(200)]
+
+
 def test_keys_become_data_sets_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "T", "body": "B", "n": 3}\n{"title": "", "body": "C"}\n')
@@ -218,6 +257,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*flags, "--append-eod"]) == 0
     out = capsys.readouterr().out
     assert "o_text_document.bin: 2 documents, 12 tokens" in out and "MB/s" in out
+    assert main([*flags, "--split-sentences"]) == 0
+    assert "o_text_sentence.bin: 2 documents, 2 sentences, 10 tokens" in capsys.readouterr().out
     assert main([*flags, "--json-keys", "nope"]) == 4
     assert "error: " in capsys.readouterr().err
     assert main([*flags, "--json-keys", "nope", "--skip-bad-lines"]) == 4  # everything is bad
