@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from megatron_sp.config import DataConfig
+from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, build_blending_indices, normalized, parse_blend, samples_per_set
-from megatron_sp.data.dataset import Dataset, hash_of
+from megatron_sp.data.dataset import Dataset, FileDataset, hash_of
 from megatron_sp.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.packing import PackedDataset
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
@@ -64,18 +68,56 @@ def build_datasets(
         DataError: files absent or damaged, a split too short for a sample.
         ConfigError: no data, or flags that cannot be read.
     """
-    made: list[Dataset | None]
-    if data.mock_data:
-        made = [
-            MockGPTDataset(
-                seq_length=seq_length, num_samples=n, seed=seed, tokenizer=tokenizer, eod_mask_loss=data.eod_mask_loss, name=name
-            ) if n else None
-            for name, n in zip(SPLITS, num_samples, strict=True)
-        ]  # fmt: skip
-    else:
-        builder = _Builder(data, seq_length, seed, tokenizer, vocab_size)
-        made = [builder.build(k, n) if n else None for k, n in enumerate(num_samples)]
+
+    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:
+        return GPTDataset(
+            indexed, bounds, seq_length=seq_length, num_samples=num, seed=seed, tokenizer=tokenizer, vocab_size=vocab_size,
+            eod_mask_loss=data.eod_mask_loss, name=name, cache_folder=folder,
+        )  # fmt: skip
+
+    def mock(name: str, num: int) -> Dataset:
+        return MockGPTDataset(
+            seq_length=seq_length, num_samples=num, seed=seed, tokenizer=tokenizer, eod_mask_loss=data.eod_mask_loss, name=name
+        )
+
+    made = _build(data, num_samples, mock, len, from_file)
     return Datasets(*(None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made))
+
+
+def build_bert_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    num_samples: tuple[int, int, int],
+    vocab_size: int | None = None,
+) -> Datasets:
+    """As ``build_datasets``, for BERT: data of one sequence per sentence, split by documents.
+
+    Args:
+        seq_length: s, tokens of a row, the special ones among them.
+    Raises:
+        DataError: files absent or damaged, no document that gives a sample.
+        ConfigError: no data, flags that cannot be read or that BERT has no use for, a tokenizer without BERT's tokens.
+    """
+    for flag, given in (("eod-mask-loss", data.eod_mask_loss), ("reset-position-ids", data.reset_position_ids),
+                        ("reset-attention-mask", data.reset_attention_mask)):  # fmt: skip
+        if given:
+            raise ConfigError(f"--{flag} is about documents in GPT's stream of tokens, and a BERT sample lies within one: leave it out")
+    options = BERTOptions(
+        seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=not data.bert_no_binary_head, pack=data.bert_pack_sequences
+    )
+
+    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:
+        return BERTDataset(
+            indexed, bounds, options, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
+        )
+
+    def mock(name: str, num: int) -> Dataset:
+        return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
+
+    return Datasets(*_build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file))
 
 
 def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:
@@ -90,11 +132,32 @@ def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset
     return PackedDataset(dataset, tokenizer.eod, positions=data.reset_position_ids, documents=data.reset_attention_mask)
 
 
+class _FromFile(Protocol):
+    """Makes the data set of one split of one file; ``num`` None is one epoch."""
+
+    def __call__(self, indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset: ...
+
+
+def _build(
+    data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], Dataset], units: Callable[[IndexedDataset], int],
+    from_file: _FromFile,
+) -> list[Dataset | None]:  # fmt: skip
+    """The three splits of the flags.
+
+    Args:
+        mock: makes synthetic data of a split. units: what --split divides, in a file. from_file: makes the data set of a share of it.
+    """
+    if data.mock_data:
+        return [mock(name, n) if n else None for name, n in zip(SPLITS, num_samples, strict=True)]
+    builder = _Builder(data, units, from_file)
+    return [builder.build(k, n) if n else None for k, n in enumerate(num_samples)]
+
+
 class _Builder:
     """Builds the splits of one configuration; a file used by several splits is opened once."""
 
-    def __init__(self, data: DataConfig, seq_length: int, seed: int, tokenizer: Tokenizer, vocab_size: int | None) -> None:
-        self.data, self.seq_length, self.seed, self.tokenizer, self.vocab_size = data, seq_length, seed, tokenizer, vocab_size
+    def __init__(self, data: DataConfig, units: Callable[[IndexedDataset], int], from_file: _FromFile) -> None:
+        self.data, self.units, self.from_file = data, units, from_file
         self._open: dict[str, IndexedDataset] = {}
         self.own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
         if not data.data_path and not any(self.own_paths):
@@ -114,16 +177,14 @@ class _Builder:
         one_epoch = self.data.dataloader_type == "cyclic" and name == "train"  # the sampler reshuffles each epoch itself
         return self._single(blend.prefixes[0], split, None if one_epoch else num_samples)
 
-    def _single(self, prefix: str, split: int, num_samples: int | None) -> GPTDataset:
+    def _single(self, prefix: str, split: int, num_samples: int | None) -> FileDataset:
         if prefix not in self._open:
             self._open[prefix] = IndexedDataset(prefix)
         indexed = self._open[prefix]
-        bounds = split_bounds(self.data.split, len(indexed))[split] if self.data.data_path else (0, len(indexed))
+        units = self.units(indexed)
+        bounds = split_bounds(self.data.split, units)[split] if self.data.data_path else (0, units)
         folder = self.data.data_cache_path or os.path.join(os.path.dirname(indexed.prefix), _CACHE_FOLDER)
-        return GPTDataset(
-            indexed, bounds, seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size, eod_mask_loss=self.data.eod_mask_loss, name=SPLITS[split], cache_folder=folder,
-        )  # fmt: skip
+        return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder)
 
     def _blend(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
         """With weights, each set gives its share; without, each counts by its size and is repeated only if all together are too few."""

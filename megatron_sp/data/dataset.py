@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_sp.data.indexed_dataset import IndexedDataset
+
 Sample = dict[str, np.ndarray]
 
 
@@ -17,12 +19,19 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample:
-        """``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]."""
+        """``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]; BERT's have more (``bert_rows``)."""
         ...
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples and their order."""
         ...
+
+
+class FileDataset(Dataset, Protocol):
+    """Samples of one ``.bin``/``.idx`` pair."""
+
+    @property
+    def indexed(self) -> IndexedDataset: ...
 
 
 def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:

@@ -7,11 +7,12 @@ the number of epochs, never on ranks. This file reads the tokens and checks them
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.data.dataset import Sample, hash_of, make_sample
+from megatron_sp.data.dataset import FileDataset, Sample, hash_of, make_sample
 from megatron_sp.data.gpt_index import (
     GPTIndex,
     build_gpt_index,
@@ -126,7 +127,7 @@ class BlendedDataset:
         DataError: a set is asked for more samples than it has.
     """
 
-    def __init__(self, datasets: list[GPTDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
+    def __init__(self, datasets: Sequence[FileDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
         self.datasets, self.sets, self.samples = datasets, sets, samples
         self._fingerprint = hash_of(kind="blend-1", weights=weights.tolist(), sets=[d.fingerprint() for d in datasets])
         for d, count in enumerate(np.bincount(sets, minlength=len(datasets)).tolist()):

@@ -1,0 +1,251 @@
+"""BERT samples: two stretches of sentences of one document, in their order or swapped, with words to guess.
+
+Which sentences sample i is made of is worked out in ``bert_index``, by documents, the seed and the sequence length. The rest is drawn
+from ``RandomState((seed + i) mod 2**32)``, in Megatron-LM's order: where A ends and B begins, whether they are swapped, which end loses a
+token while there are too many, which words are masked (``bert_masking``). So sample i is the same on every rank and in every epoch of a
+cyclic order. Without the binary head there is one stretch, [CLS] A [SEP].
+Source: Megatron-LM's core/datasets/bert_dataset.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_sp.data.bert_index import LONG_SENTENCE, SampleRule, build_bert_index, eligible_documents
+from megatron_sp.data.bert_masking import MaskRule, mask_tokens
+from megatron_sp.data.bert_rows import Piece, lay_out, pack
+from megatron_sp.data.dataset import Sample, hash_of
+from megatron_sp.data.index_cache import ANY_LENGTH, Arrays, Expected, cached_arrays
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
+from megatron_sp.utils.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
+_LITTLE = 0.5  # warn when fewer of the tokens than this are ever seen
+
+
+@dataclass(frozen=True)
+class BERTOptions:
+    """What decides the samples, besides the data and the tokenizer.
+
+    Attributes:
+        seq_length: s, tokens of a row.
+        seed: of the order and of all that is drawn.
+        mask_prob: share of the tokens to guess.
+        short_seq_prob: share of samples that are shorter than there is room.
+        binary_head: two stretches, which may be swapped; else one.
+        pack: several samples in a row.
+    Raises:
+        ConfigError: no room for a sample, or packing with two stretches.
+    """
+
+    seq_length: int
+    seed: int
+    mask_prob: float = 0.15
+    short_seq_prob: float = 0.1
+    binary_head: bool = True
+    pack: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ConfigError(
+                f"seq_length ({self.seq_length}) must be at least {_NUM_SPECIAL + 2} for BERT: [CLS], two times [SEP], and two of text"
+            )
+        if self.pack and self.binary_head:
+            raise ConfigError(
+                "--bert-pack-sequences has no place for the order of two segments: add --bert-no-binary-head, or leave it out"
+            )
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of text in a sample, at most."""
+        return self.seq_length - _NUM_SPECIAL
+
+    @property
+    def rule(self) -> SampleRule:
+        return SampleRule(self.max_length, self.short_seq_prob, self.seed, 2 if self.binary_head else 1)
+
+
+class BERTDataset:
+    """The rows of one split of one data set of sentences.
+
+    Args:
+        indexed: the tokens, one sequence per sentence.
+        bounds: first document of the split and the one after its last.
+        options: see there.
+        num_samples: at least so many rows, repeating the split as often as it takes; None: one epoch.
+        tokenizer: its special tokens, its words and its fingerprint.
+        vocab_size: ids from here on are errors (default: the tokenizer's; never more than that).
+        name: of the split, for messages.
+        cache_folder: for the index arrays; None keeps them in memory.
+    Raises:
+        DataError: no document of the split gives a sample.
+        ConfigError: the tokenizer lacks [CLS], [SEP], [MASK] or [PAD].
+    """
+
+    def __init__(
+        self, indexed: IndexedDataset, bounds: tuple[int, int], options: BERTOptions, *, num_samples: int | None, tokenizer: Tokenizer,
+        vocab_size: int | None = None, name: str = "train", cache_folder: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        self.indexed, self.options, self.tokenizer = indexed, options, tokenizer
+        self._bounds, self._name = bounds, name
+        self._vocab_size = min(vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
+        special = special_tokens(tokenizer)
+        self._special = special
+        self._mask_rule = MaskRule(options.mask_prob, special.cls, special.sep, special.mask, tokenizer.vocab_size)
+        rule = options.rule
+        facts = {"kind": "BERT-1", "data": indexed.digest(), "bounds": list(bounds), "rule": rule._asdict()}
+        wanted = hash_of(**facts, num_samples=num_samples, pack=options.pack)
+        dtype = np.dtype(np.uint32 if len(indexed) <= 2**32 - 1 else np.uint64)
+        expected: Expected = {"sample": ((ANY_LENGTH, 3), dtype)}
+        if options.pack:
+            expected["row"] = ((ANY_LENGTH,), np.dtype(np.int64))
+        arrays = cached_arrays(
+            cache_folder, f"{os.path.basename(indexed.prefix)}-{name}-{wanted[:24]}", expected, lambda: self._build(num_samples)
+        )
+        self.index = arrays["sample"]
+        self.rows = arrays.get("row")
+        self._fingerprint = hash_of(
+            **facts, options=asdict(options), samples=len(self.index), tokenizer=tokenizer.fingerprint(), special=special._asdict()
+        )
+
+    def __len__(self) -> int:
+        return len(self.index) if self.rows is None else len(self.rows) - 1
+
+    def __getitem__(self, i: int) -> Sample:
+        """Row ``i``; see ``bert_rows.lay_out``.
+
+        Raises:
+            IndexError: no such row.
+            DataError: a token outside the vocabulary, or the ``.bin`` has become shorter.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        samples = [i] if self.rows is None else range(int(self.rows[i]), int(self.rows[i + 1]))
+        pieces = [self._piece(k) for k in samples]
+        return lay_out(pieces, self.options.seq_length, self._special.pad, packed=self.rows is not None)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _piece(self, i: int) -> Piece:
+        first, last, target = self.index[i].tolist()
+        sentences = self._read(first, last)
+        random = np.random.RandomState((self.options.seed + i) % 2**32)
+        return make_piece(sentences, target, self.options.binary_head, self.tokenizer, self._mask_rule, random)
+
+    def _read(self, first: int, last: int) -> list[np.ndarray]:
+        """int64 tokens of each sentence."""
+        tokens = self.indexed.get_range(first, last)
+        lengths = self.indexed.sequence_lengths[first:last]
+        sentences = np.split(tokens.astype(np.int64), np.cumsum(lengths[:-1]))
+        for number, sentence in enumerate(sentences, start=first):
+            self.indexed.check_tokens(sentence, number, 0, self._vocab_size)
+        return sentences
+
+    # ---- the index, built once ----
+
+    def _build(self, num_samples: int | None) -> Arrays:
+        first, last = self._bounds
+        bounds, lengths = self.indexed.document_index[first : last + 1], self.indexed.sequence_lengths
+        self._check_documents(bounds, lengths)
+        asked = num_samples
+        while True:
+            sample = build_bert_index(bounds, lengths, self.options.rule, asked, 1 if asked is None else None)
+            if asked == num_samples:
+                self._warn_of_waste(sample)
+            if not self.options.pack:
+                return {"sample": sample}
+            row = pack(self._piece_lengths(sample), self.options.seq_length)
+            if num_samples is None or asked is None or len(row) - 1 >= num_samples:
+                return {"sample": sample, "row": row}
+            asked = max(len(sample) + 1, math.ceil(len(sample) * num_samples / (len(row) - 1)))
+
+    def _piece_lengths(self, sample: np.ndarray) -> np.ndarray:
+        """int64 [n]: tokens of each sample of one stretch, [CLS] and [SEP] among them."""
+        return np.minimum(self._text_lengths(sample), sample[:, 2].astype(np.int64)) + 2
+
+    def _text_lengths(self, sample: np.ndarray) -> np.ndarray:
+        """int64 [n]: tokens of the sentences of each sample, before any is cut off."""
+        before = np.concatenate([[0], np.cumsum(self.indexed.sequence_lengths, dtype=np.int64)])
+        result: np.ndarray = before[sample[:, 1]] - before[sample[:, 0]]
+        return result
+
+    def _check_documents(self, bounds: np.ndarray, lengths: np.ndarray) -> None:
+        least = self.options.rule.min_sentences
+        found = eligible_documents(bounds, lengths, least).first.size
+        total = len(bounds) - 1
+        if found:
+            return
+        sizes = np.diff(bounds)
+        prefix, name = self.indexed.prefix, self._name
+        if total == 0:
+            raise DataError(
+                f"{prefix}: the {name} split is empty (0 of {self.indexed.document_index.size - 1} documents): give it a larger share with"
+                " --split (or 0 to go without it), or use more data"
+            )
+        if int(sizes.max()) == 1 and least > 1:
+            raise DataError(
+                f"{prefix}: every document is one sequence, BERT's two segments are made of sentences: make the data with"
+                " tools/preprocess_data.py --split-sentences, or train without the order of segments (--bert-no-binary-head)"
+            )
+        few, long = int((sizes < least).sum()), int((sizes >= least).sum())
+        raise DataError(
+            f"{prefix}: none of the {total} documents of the {name} split gives a sample: {few} have fewer than {least} sentence(s), {long}"
+            f" have one above {LONG_SENTENCE} tokens; make the data with tools/preprocess_data.py --split-sentences, from longer documents"
+        )
+
+    def _warn_of_waste(self, sample: np.ndarray) -> None:
+        text = self._text_lengths(sample)
+        seen = np.minimum(text, sample[:, 2].astype(np.int64)).sum()
+        if seen < _LITTLE * text.sum():
+            logger.warning(
+                "%s: the samples of the %s split take in %.0f %% of the text of their sentences, the rest is cut off: was it made without"
+                " --split-sentences, or is --seq-length (%d) meant to be so short?",
+                self.indexed.prefix, self._name, 100 * seen / text.sum(), self.options.seq_length,
+            )  # fmt: skip
+
+
+def make_piece(
+    sentences: list[np.ndarray], target_length: int, binary_head: bool, tokenizer: Tokenizer, rule: MaskRule, random: np.random.RandomState
+) -> Piece:
+    """One sample from its sentences.
+
+    Args:
+        sentences: int64 ids of each; at least two with the binary head.
+        target_length: tokens of text that are kept, at most.
+        random: freshly seeded.
+    """
+    pivot, swapped = len(sentences), False
+    if binary_head:
+        pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
+        swapped = bool(random.random_sample() < 0.5)
+    nothing = np.zeros(0, np.int64)
+    a, b = np.concatenate([nothing, *sentences[:pivot]]), np.concatenate([nothing, *sentences[pivot:]])
+    a, b = _truncated(*((b, a) if swapped else (a, b)), target_length, random)
+    tokens = np.concatenate([[rule.cls], a, [rule.sep], b, [rule.sep] if b.size else nothing])
+    types = np.zeros(tokens.size, np.int64)
+    types[a.size + 2 :] = 1
+    seen, masked = mask_tokens(tokens, tokenizer.starts_word(tokens), target_length, rule, random)
+    return Piece(seen, types, masked, tokens[masked], swapped)
+
+
+def _truncated(a: np.ndarray, b: np.ndarray, target_length: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """Take one token at a time from the longer one, by a coin from its front or its back, until both fit."""
+    excess = a.size + b.size - target_length
+    if excess <= 0:
+        return a, b
+    size, front, back = [a.size, b.size], [0, 0], [0, 0]
+    for coin in (random.random_sample(excess) < 0.5).tolist():
+        longer = 0 if size[0] > size[1] else 1
+        size[longer] -= 1
+        (front if coin else back)[longer] += 1
+    return a[front[0] : a.size - back[0]], b[front[1] : b.size - back[1]]

@@ -1,0 +1,79 @@
+"""From samples of different lengths to rows of ``seq_length``: padded, or several samples packed into one row.
+
+Packing takes the samples in their order and begins a new row where the next one does not fit any more, so which samples a row holds
+depends on their lengths alone. A sample attends to itself alone and has positions of its own: ``documents`` and ``positions`` say so to
+the model, as they do for GPT (``packing``). What is left of a row is padding, a document of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_sp.data.dataset import Sample
+
+
+class Piece(NamedTuple):
+    """One sample as long as it is, n tokens.
+
+    Attributes:
+        tokens: int64 [n], as the model sees them.
+        types: int64 [n], 0 for [CLS] A [SEP], 1 for B [SEP].
+        masked: int64 [m], positions that have to be guessed.
+        labels: int64 [m], what belongs there.
+        swapped: A and B have changed places.
+    """
+
+    tokens: np.ndarray
+    types: np.ndarray
+    masked: np.ndarray
+    labels: np.ndarray
+    swapped: bool
+
+
+def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sample:
+    """One row.
+
+    Args:
+        pieces: one, or with ``packed`` as many as fit.
+        pad: id of what is behind them.
+    Returns:
+        ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is to be guessed), ``loss_mask`` float32 [s] (1 where
+        something is), ``length`` int64 [] (tokens before the padding), ``order`` int64 [] (1: A and B are swapped); with ``packed`` also
+        ``documents`` int64 [s] and ``positions`` int64 [s].
+    """
+    tokens, types = np.full(seq_length, pad, np.int64), np.zeros(seq_length, np.int64)
+    labels, loss_mask = np.zeros(seq_length, np.int64), np.zeros(seq_length, np.float32)
+    documents, positions = np.full(seq_length, len(pieces), np.int64), np.empty(seq_length, np.int64)
+    at = 0
+    for number, piece in enumerate(pieces):
+        end = at + piece.tokens.size
+        tokens[at:end], types[at:end], documents[at:end] = piece.tokens, piece.types, number
+        labels[at + piece.masked], loss_mask[at + piece.masked] = piece.labels, 1.0
+        positions[at:end] = np.arange(end - at)
+        at = end
+    positions[at:] = np.arange(seq_length - at)
+    row: Sample = {
+        "tokens": tokens, "types": types, "labels": labels, "loss_mask": loss_mask, "length": np.array(at, np.int64),
+        "order": np.array(pieces[0].swapped, np.int64),
+    }  # fmt: skip
+    return row | {"documents": documents, "positions": positions} if packed else row
+
+
+def pack(lengths: np.ndarray, seq_length: int) -> np.ndarray:
+    """Which samples a row holds: row k those from entry k to entry k+1.
+
+    Args:
+        lengths: [n] tokens of each sample, none above ``seq_length``.
+    Returns:
+        int64 [rows + 1], from 0 to n.
+    """
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    next_row = array("q", (np.searchsorted(before, before[:-1] + seq_length, side="right") - 1).tobytes())
+    rows, at = array("q", [0]), 0
+    while at < len(next_row):
+        at = next_row[at]
+        rows.append(at)
+    return np.frombuffer(rows, np.int64)
