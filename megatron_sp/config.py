@@ -86,7 +86,9 @@ class ModelConfig:
     num_tokentypes: int | None = flag(
         None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0
     )
-    bert_no_binary_head: bool = flag(False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained")
+    bert_no_binary_head: bool = flag(
+        False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained"
+    )
 
     @property
     def is_bert(self) -> bool:

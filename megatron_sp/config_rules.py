@@ -550,7 +550,7 @@ def _bert_data(config: Config) -> Iterator[str]:
         )
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         if getattr(data, name):
-            yield f"--{name.replace('_', '-')} is about documents in GPT's stream of tokens, and a BERT sample lies within one: leave it out"
+            yield f"--{name.replace('_', '-')} is about documents in GPT's stream of tokens; BERT's samples lie within one: leave it out"
 
 
 def _split(config: Config) -> Iterator[str]:

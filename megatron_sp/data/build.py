@@ -91,12 +91,14 @@ def build_bert_datasets(
     seed: int,
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
+    binary_head: bool = True,
     vocab_size: int | None = None,
 ) -> Datasets:
     """As ``build_datasets``, for BERT: data of one sequence per sentence, split by documents.
 
     Args:
         seq_length: s, tokens of a row, the special ones among them.
+        binary_head: two stretches in a sample, which may be swapped; else one.
     Raises:
         DataError: files absent or damaged, no document that gives a sample.
         ConfigError: no data, flags that cannot be read or that BERT has no use for, a tokenizer without BERT's tokens.
@@ -105,9 +107,7 @@ def build_bert_datasets(
                         ("reset-attention-mask", data.reset_attention_mask)):  # fmt: skip
         if given:
             raise ConfigError(f"--{flag} is about documents in GPT's stream of tokens, and a BERT sample lies within one: leave it out")
-    options = BERTOptions(
-        seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=not data.bert_no_binary_head, pack=data.bert_pack_sequences
-    )
+    options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:
         return BERTDataset(

@@ -59,8 +59,9 @@ def corpus(folder: Path, name: str = "a", num_documents: int = 60, seed: int = 1
 
 
 def build(n: tuple[int, int, int] = (100, 5, 5), s: int = 24, seed: int = 1234, **data: object) -> Datasets:
+    binary_head = not data.pop("bert_no_binary_head", False)
     config = DataConfig(**({"split": "8,1,1"} | data))  # type: ignore[arg-type]
-    return build_bert_datasets(config, seq_length=s, seed=seed, tokenizer=Words(), num_samples=n)
+    return build_bert_datasets(config, seq_length=s, seed=seed, tokenizer=Words(), num_samples=n, binary_head=binary_head)
 
 
 def same(a: Sample, b: Sample) -> bool:

@@ -143,7 +143,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__model_family": "bert", "data__mask_prob": 0.0}, "mask_prob (0.0) must be in (0, 1)"),
     ({"model__model_family": "bert", "data__mask_prob": 1.0}, "mask_prob (1.0) must be in (0, 1)"),
     ({"model__model_family": "bert", "data__short_seq_prob": 1.5}, "short_seq_prob (1.5) must be in [0, 1]"),
-    ({"model__model_family": "bert", "data__bert_pack_sequences": True}, "two segments of each: add --bert-no-binary-head, or leave it out"),
+    (
+        {"model__model_family": "bert", "data__bert_pack_sequences": True},
+        "two segments of each: add --bert-no-binary-head, or leave it out",
+    ),
     ({"model__model_family": "bert", "data__eod_mask_loss": True}, "--eod-mask-loss is about documents in GPT's stream of tokens"),
     ({"model__model_family": "bert", "data__reset_attention_mask": True}, "--reset-attention-mask is about documents in GPT's stream"),
     ({"data__mask_prob": 0.2}, "--mask-prob is for BERT (pretrain_bert.py), and this is a GPT"),
