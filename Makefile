@@ -34,6 +34,7 @@ test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
 
 docs: env
 	$(PYTHON) tools/make_flag_docs.py
+	$(PYTHON) tools/make_zoo_docs.py
 
 mutants: env
 	$(PYTHON) tests/mutants.py --write

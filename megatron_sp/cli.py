@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_doctor, _add_data):
+    for add in (_add_doctor, _add_data, _add_presets):
         add(commands)
     return parser
 
@@ -61,10 +61,24 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     verify.set_defaults(run=_verify_data)
 
 
+def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "list the published models whose shape --preset NAME takes, with their parameters and sources"
+    presets = commands.add_parser("presets", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
+    presets.set_defaults(run=_presets)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from megatron_sp import doctor
 
     return doctor.run(as_json=args.json)
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from megatron_sp.training import preset_table
+
+    print(preset_table.as_json() if args.json else preset_table.table())
+    return 0
 
 
 def _verify_data(args: argparse.Namespace) -> int:

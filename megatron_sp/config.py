@@ -463,6 +463,10 @@ class Config:
 
     ignored_flags: tuple[str, ...] = field(default=(), compare=False)
     """Flags of the command line that have no meaning here, with the reason; the training loop lists them once."""
+    preset: str | None = field(default=None, compare=False)
+    """Name of the preset that the model's defaults came from."""
+    preset_fields: frozenset[str] = field(default=frozenset(), compare=False)
+    """Fields of ``model`` that have the preset's values, because nothing else was said of them."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
@@ -519,7 +523,7 @@ class Config:
         raise_all(config_rules.violations(self, world_size))
 
 
-GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "ignored_flags"}  # type: ignore[misc]
+GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)}  # type: ignore[misc]
 """The groups of flags: name of the field in ``Config`` and its dataclass."""
 
 

@@ -20,7 +20,8 @@ _HEAD = """# Flags
 Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a test compares.
 
 - Underscores may stand for hyphens; names are never completed. A mistyped name ends the program with exit code 2 and the nearest names.
-- Later wins: defaults, then `--config FILE`, then the command line from left to right; a flag given twice takes the last value.
+- Later wins: defaults, then those of `--preset NAME` ([zoo.md](zoo.md)), then `--config FILE`, then the command line from left to right; a
+  flag given twice takes the last value.
 - Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
 - `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
 - `--dry-run` prints what a run would take on every rank, parameters, memory, collectives and bytes, and exits; `--dry-run json` the same

@@ -3,8 +3,8 @@
 The fields of ``config.py`` are the flags. Both dialects of Megatron are read: other spellings are rewritten, flags without
 meaning here are collected in ``Config.ignored_flags``, flags that would change the result and are not there are refused
 (``ignored_flags.py``). A name is never completed from its beginning and never guessed: a mistyped flag ends the program
-with exit code 2 and the nearest names. Later wins: defaults, then the file, then the command line from left to right;
-DeepSpeed's JSON (``deepspeed_config.py``) must agree with them.
+with exit code 2 and the nearest names. Later wins: defaults, those of --preset (``presets.py``), then the file, then the command line
+from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them.
 
 Nothing here imports torch or numpy; a wrong flag is answered in a tenth of a second, before any rank talks to another.
 """
@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megatron_sp.config import GROUPS, Config, raise_all
+from megatron_sp.presets import PROGRAMS, preset_named
 from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.config_file import Setting, canonical, read_config_file
 from megatron_sp.training.deepspeed_config import Given, settle
@@ -29,7 +30,7 @@ from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
-_SPECIAL = ("config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
+_SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
 _DRY_RUN = ("text", "json")
 _ANY = -1  # number of values: as many as follow
 
@@ -115,6 +116,8 @@ def config_as_yaml(config: Config) -> str:
     import yaml
 
     notes = "".join(f"# ignored: {note}\n" for note in config.ignored_flags)
+    if config.preset is not None:
+        notes = f"# preset: {config.preset}\n{notes}"
     return notes + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -272,7 +275,7 @@ def _arity(name: str) -> int:
 def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
     """The configuration that ``settings`` describe; a ConfigError lists everything that cannot be read."""
     config = Config()
-    problems = list(problems)
+    problems = [*problems, *_start_from_preset(config, settings)]
     weak: list[Setting] = []
     tokens: dict[str, int] = {}
     ignored: dict[str, str] = {}
@@ -299,6 +302,8 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
                 tokens[name] = FieldKind("int").parse(words)
             elif name in _DEEPSPEED:
                 deepspeed_file = FieldKind("str").parse(words)
+            elif name == "preset":
+                pass  # it came first
             elif name == "profile-steps":
                 for piece in _profile_steps(setting):
                     assign(piece)
@@ -317,10 +322,41 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
         problems += settle(found, config, given, world_size)
     problems += _count_tokens(config, tokens) if not problems else []
     raise_all(problems)
+    _settle_preset(config, given)
     config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
     if deepspeed_file is not None and (note := found.note()):
         config.ignored_flags += (note,)
     return config
+
+
+def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
+    """Give the model the values of the last --preset; returns what is wrong with it."""
+    given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
+    if "preset" not in given:
+        return []
+    chosen, families = given["preset"], given.get("model-family", given["preset"]).words
+    try:
+        name = FieldKind("str").parse(chosen.words).lower()
+        preset = preset_named(name, next((family for family in PROGRAMS if family in families), None))
+    except ValueError as error:  # a ConfigError is one
+        return [f"{chosen.where}: {error}"]
+    for flag, value in (preset.flags | {"model_family": preset.family}).items():
+        setattr(config.model, flag, value)
+    config.preset, config.preset_fields = name, frozenset(preset.flags)
+    return []
+
+
+def _settle_preset(config: Config, given: Given) -> None:
+    """Note what is still the preset's; of that, a tokenizer replaces the vocabulary, and a longer sequence the length of the table."""
+    model, data = config.model, config.data
+    own = {name for name in config.preset_fields if ("model", name) not in given}
+    if "vocab_size" in own and (data.tokenizer_model or data.tokenizer_type not in (None, "NullTokenizer")):
+        model.vocab_size = None
+        own.remove("vocab_size")
+    if "max_position_embeddings" in own and (model.seq_length or 0) > (model.max_position_embeddings or 0):
+        model.max_position_embeddings = None  # as long as the sequence
+        own.remove("max_position_embeddings")
+    config.preset_fields = frozenset(own)
 
 
 def _value(setting: Setting, target: Target) -> Any:

@@ -18,6 +18,7 @@ _FOOTER = (
 )
 
 
+_PRESET = "shape of a published model, such as gpt2-124m or llama3-8b, as defaults of the flags (`megatron-sp presets` lists them)"
 _DRY_RUN = "print parameters, memory and traffic of every rank, as a table or as JSON, and exit; needs no GPU and starts no process"
 
 
@@ -35,6 +36,7 @@ def print_help(prog: str, description: str) -> None:
 def _types() -> Any:
     """A dataclass of dataclasses as tyro wants them; only their names, help and metavars are used."""
     general = [
+        ("preset", Annotated[Any, _argument(_PRESET), _word("NAME")], None),
         ("config", Annotated[Any, _argument("YAML file of flags, flat or grouped; the command line comes after it"), _word("FILE")], None),
         (
             "deepspeed_config",

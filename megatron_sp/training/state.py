@@ -189,9 +189,13 @@ def _value(model: Any, name: str) -> Any:
 
 
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> None:
-    """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours."""
+    """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours.
+
+    A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it.
+    """
     old, _ = Config.from_dict(stored.get("config"))
     keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}
     for name in vars(config.model):
-        if name not in keep or (name == "seq_length" and config.model.seq_length is None):
+        unnamed = config.model.seq_length is None or "seq_length" in config.preset_fields
+        if name not in keep or (name == "seq_length" and unnamed):
             setattr(config.model, name, getattr(old.model, name))

@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_sp"
 LEVELS = {
-    "__init__": 0, "config": 0, "config_rules": 0, "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2, "checkpoint": 2,
-    "models": 3, "schedule": 4, "training": 5, "cli": 5, "doctor": 5,
+    "__init__": 0, "config": 0, "config_rules": 0, "presets": 0, "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2,
+    "checkpoint": 2, "models": 3, "schedule": 4, "training": 5, "cli": 5, "doctor": 5,
 }  # fmt: skip
 TORCH_FREE = (
     "config",
     "config_rules",
+    "presets",
     "cli",
     "utils/errors",
     "utils/field_kinds",
@@ -27,6 +28,7 @@ TORCH_FREE = (
     "training/remedies",
     "training/dry_run",
     "training/console",
+    "training/preset_table",
     "models/unit_order",
     "optim/residency",
 )

@@ -1,0 +1,145 @@
+"""Published models by name: the shape flags behind ``--preset``, and how many parameters come out.
+
+A preset says what the model is: its shape, positions, norm, activation, dropout, vocabulary and usual sequence length. It says nothing
+of batches, learning rates or layouts. It is a set of defaults: whatever a --config file or the command line gives wins. Two of its values
+give way by themselves: the vocabulary to a tokenizer that is given, and the length of a learned position table to a longer --seq-length.
+
+Where a paper is silent the comment in the table says what was taken instead. Llama's stretched rotary frequencies (3.1 and later) are not
+there: these presets have the plain ones of pretraining at 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_sp.utils.errors import ConfigError
+
+Family = Literal["gpt", "bert"]
+PROGRAMS: dict[str, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+"""The program that trains a family."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model.
+
+    Attributes:
+        family: whose program trains it.
+        flags: fields of ``ModelConfig`` and their values.
+        num_params: of the whole model, without rows that pad the vocabulary; for BERT with pooler, binary head and masked-word head.
+        source: where shape and number were published.
+    """
+
+    family: Family
+    flags: dict[str, Any]
+    num_params: int
+    source: str
+
+
+def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq_length, "vocab_size": vocab_size,
+    }  # fmt: skip
+
+
+def _classic(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int, dropout: float) -> dict[str, Any]:
+    """GPT-2's block, which GPT-3 and Megatron's BERT share: LayerNorm in front, biases, GELU by tanh, learned positions, a tied head."""
+    return {
+        **_shape(layers, hidden, heads, seq_length, vocab_size), "max_position_embeddings": seq_length,
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "norm_epsilon": 1e-5, "gelu_approximate": "tanh",
+        "attention_dropout": dropout, "hidden_dropout": dropout,
+    }  # fmt: skip
+
+
+def _gpt2(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
+    flags = _classic(layers, hidden, heads, 1024, 50257, dropout=0.1)
+    return Preset("gpt", flags, num_params, "Radford et al. 2019, released weights")
+
+
+def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
+    """Dense attention in all layers (the paper alternates with a banded sparse one). The paper names no dropout: none."""
+    flags = _classic(layers, hidden, heads, 2048, 50257, dropout=0.0)
+    return Preset("gpt", flags, num_params, "Brown et al. 2020, arXiv:2005.14165, table 2.1")
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int, source: str,
+    *, seq_length: int, vocab_size: int, theta: float, tied: bool = False,
+) -> Preset:  # fmt: skip
+    flags = {
+        **_shape(layers, hidden, heads, seq_length, vocab_size), "num_query_groups": None if groups == heads else groups,
+        "ffn_hidden_size": ffn,
+        "position_embedding_type": "rope", "rotary_base": theta, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+        "disable_bias_linear": True, "untie_embeddings_and_output_weights": not tied, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    return Preset("gpt", flags, num_params, source)
+
+
+def _llama2(layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int) -> Preset:
+    source = "Touvron et al. 2023, arXiv:2307.09288, released weights"
+    return _llama(layers, hidden, heads, groups, ffn, num_params, source, seq_length=4096, vocab_size=32000, theta=10000.0)
+
+
+def _llama3(layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int, source: str, tied: bool = False) -> Preset:
+    return _llama(layers, hidden, heads, groups, ffn, num_params, source, seq_length=8192, vocab_size=128256, theta=500000.0, tied=tied)
+
+
+_LLAMA3 = "Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights"
+
+
+def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
+    """As Megatron trains it: the norm in front of each branch and one behind the last block, instead of one behind each branch."""
+    return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
+
+
+_MEGATRON_BERT = "arXiv:1909.08053"
+
+PRESETS: dict[str, Preset] = {
+    "gpt2-124m": _gpt2(12, 768, 12, 124_439_808),
+    "gpt2-355m": _gpt2(24, 1024, 16, 354_823_168),
+    "gpt2-774m": _gpt2(36, 1280, 20, 774_030_080),
+    "gpt2-1.5b": _gpt2(48, 1600, 25, 1_557_611_200),
+    "gpt-125m": _gpt3(12, 768, 12, 125_226_240),
+    "gpt-350m": _gpt3(24, 1024, 16, 355_871_744),
+    "gpt-760m": _gpt3(24, 1536, 16, 760_300_032),
+    # the paper's 24 heads of 128 are not 2048 wide: 16 heads of 128
+    "gpt-1.3b": _gpt3(24, 2048, 16, 1_315_723_264),
+    "gpt-2.7b": _gpt3(32, 2560, 32, 2_651_553_280),
+    "gpt-6.7b": _gpt3(32, 4096, 32, 6_658_404_352),
+    # the paper says 5140, which is not 40 heads of 128: 5120
+    "gpt-13b": _gpt3(40, 5120, 40, 12_853_386_240),
+    "gpt-175b": _gpt3(96, 12288, 96, 174_604_259_328),
+    "llama2-7b": _llama2(32, 4096, 32, 32, 11008, 6_738_415_616),
+    "llama2-13b": _llama2(40, 5120, 40, 40, 13824, 13_015_864_320),
+    "llama2-70b": _llama2(80, 8192, 64, 8, 28672, 68_976_648_192),
+    "llama-1b": _llama3(16, 2048, 32, 8, 8192, 1_235_814_400, "Llama 3.2 1B, model card and released weights", tied=True),
+    "llama3-8b": _llama3(32, 4096, 32, 8, 14336, 8_030_261_248, _LLAMA3),
+    "llama3-70b": _llama3(80, 8192, 64, 8, 28672, 70_553_706_496, _LLAMA3),
+    "bert-base": _bert(12, 768, 12, 110_106_428, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
+    "bert-large": _bert(24, 1024, 16, 336_226_108, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
+    "bert-1.3b": _bert(24, 2048, 32, 1_280_595_772, f"Shoeybi et al. 2019, {_MEGATRON_BERT}, BERT of 1.3 billion"),
+}
+"""The presets, by the name that ``--preset`` takes."""
+
+
+def preset_named(name: str, family: str | None = None) -> Preset:
+    """The preset of this name (upper and lower case are the same).
+
+    Args:
+        family: what the program that asks can train; None: anything.
+    Raises:
+        ConfigError: there is none, with the nearest names; or it is of the other family, with the program that trains it.
+    """
+    preset = PRESETS.get(name.lower())
+    if preset is None:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
+        choice = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"'{name[:40]}' is no preset: {choice}`megatron-sp presets` lists them")
+    if family is not None and preset.family != family:
+        raise ConfigError(
+            f"{name.lower()} is a {preset.family.upper()} model, and this program trains {family.upper()}: start it with"
+            f" {PROGRAMS[preset.family]}, or take a preset of {family.upper()} (`megatron-sp presets` lists them)"
+        )
+    return preset

@@ -1,0 +1,23 @@
+"""Write the table of presets into docs/zoo.md: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.training.preset_table import markdown
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
+BEGIN, END = "<!-- presets: made by tools/make_zoo_docs.py -->", "<!-- presets: end -->"
+
+
+def page(text: str) -> str:
+    """The page with the table of today between its two marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
