@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# GPT with 6.6 billion parameters on sequences of 16,384 tokens, on 8 GPUs: bash scripts/pretrain_gpt_7b_16k.sh [FLAGS of pretrain_gpt.py]
+# GPT with 6.7 billion parameters on sequences of 16,384 tokens, on the 8 GPUs of a host: bash scripts/pretrain_gpt_7b_16k.sh [FLAGS of pretrain_gpt.py]
 #
-# SMOKE=1 tries the same flags with a tiny model on 2 CPU processes in some ten seconds. DATA_PATH, TOKENIZER_MODEL, SAVE, TRAIN_ITERS,
-# TP, SP: see scripts/pretrain_gpt_8gpus.sh; NNODES, NODE_RANK, MASTER_ADDR for several such hosts: docs/several_hosts.md.
-title="GPT 6.6B, sequences of 16K: 32 layers, hidden 4096, 32 heads; 16 sequences (0.26 M tokens) a step, bf16"
-# With tp=1 every GPU holds all weights, gradients and optimizer state (GPUs of 141 GB); TP=2 SP=4 fits GPUs of 80 GB. 2,048 tokens on a
-# GPU: a layer keeps about 35 * 2048 * 4096 bytes, so nothing is recomputed; --recompute-granularity full behind the command saves most of it.
-gib_static=112
-gib_active=12
-shape=(--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384 --max-position-embeddings 16384 --rotary-base 500000
-    --train-iters "${TRAIN_ITERS:-500000}" --lr 1.5e-4 --min-lr 1.5e-5 --lr-warmup-iters 2000)
-# shellcheck source=scripts/pretrain_gpt_8gpus.sh
-source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_8gpus.sh"
+# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/zoo.md.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+# ZeRO 1 keeps parameters and gradients whole on each GPU: 6 bytes for each; ZERO=3 or TP=2 is for GPUs with less memory
+export NPROC_PER_NODE="${NPROC_PER_NODE:-8}" TP="${TP:-1}" SP="${SP:-host}" ZERO="${ZERO:-1}" OVERLAP="${OVERLAP:-auto}"
+export RECOMPUTE="${RECOMPUTE:-none}" TRAIN_ITERS="${TRAIN_ITERS:-500000}" # 131 billion tokens
+
+flags=(
+    --preset gpt-6.7b --seq-length 16384 --position-embedding-type rope --rotary-base 500000 --disable-bias-linear --bf16
+    --micro-batch-size 1 --global-batch-size 16
+    --lr 1.2e-4 --min-lr 1.2e-5 --lr-decay-style cosine --lr-warmup-iters 2000
+    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+    --save-interval 500 --eval-interval 500 --eval-iters 4 --log-interval 10 --keep-last 2)
+
+exec bash "$root/scripts/recipe.sh" "$0" pretrain_gpt.py "${flags[@]}" -- "$@"

@@ -143,8 +143,8 @@ def test_sigterm_to_one_host_stops_and_saves_both(tmp_path: Path, two_hosts: lis
     assert status(run)["status"] == "preempted" and len(saved_steps(run)) == 1
 
 
-def test_the_slurm_template(tmp_path: Path) -> None:
-    """sbatch's part is played by variables, srun's and scontrol's by two small programs; what they start is real."""
+def slurm(tmp_path: Path) -> dict[str, object]:
+    """Variables of a job on two hosts: sbatch's part; srun's and scontrol's are played by two small programs. What they start is real."""
     (tmp_path / "bin").mkdir()
     fakes = {
         "srun": '[ -z "$FAKE_CODE" ] || exit "$FAKE_CODE"; export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2\n'
@@ -158,11 +158,15 @@ def test_the_slurm_template(tmp_path: Path) -> None:
     text = (ROOT / "scripts/slurm.sbatch").read_text()
     (srun,) = re.findall(r"^srun (.*?)bash -c", text, flags=re.MULTILINE)
     assert "--ntasks-per-node=1" in text and "--kill-on-bad-exit" in srun
-    flags = (*TINY, *MOCK, *SP2, "--train-iters", 3, "--exit-interval", 2, "--save", tmp_path / "run")
-    variables: dict[str, object] = {
+    return {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "LOGS": tmp_path, "SKIP": len(srun.split()) + 1, "NPROC_PER_NODE": 1,
         "SLURM_JOB_ID": os.getpid(), "SLURM_NNODES": 2, "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_SUBMIT_DIR": ROOT,
     }  # fmt: skip
+
+
+def test_the_slurm_template(tmp_path: Path) -> None:
+    variables = slurm(tmp_path)
+    flags = (*TINY, *MOCK, *SP2, "--train-iters", 3, "--exit-interval", 2, "--save", tmp_path / "run")
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "pretrain_gpt.py", *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables))
     said = done.stdout + done.stderr + "".join(f.read_text() for f in tmp_path.glob("*.txt"))
@@ -170,6 +174,16 @@ def test_the_slurm_template(tmp_path: Path) -> None:
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2] and not (tmp_path / "scontrol.txt").exists()
     preempted = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables, FAKE_CODE=75))
     assert preempted.returncode == 75 and (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n", preempted.stderr
+
+
+def test_a_script_of_the_zoo_under_slurm(tmp_path: Path) -> None:
+    """Each host gets the script, with what it must know of the others."""
+    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "scripts/pretrain_llama_8b_128k.sh", "--global-batch-size", "16"]
+    variables = {**slurm(tmp_path), "NPROC_PER_NODE": 8, "DRY_RUN": 1}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
+    said = [(tmp_path / f"node{i}.txt").read_text() for i in range(2)]
+    assert done.returncode == 0, done.stdout + done.stderr + "".join(said)
+    assert all("16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: chunked), dp 2, ZeRO stage 3" in text for text in said), said
 
 
 @pytest.mark.parametrize("variables, message", [

@@ -29,6 +29,9 @@ TORCH_FREE = (
     "training/dry_run",
     "training/console",
     "training/preset_table",
+    "training/recipe",
+    "training/recipe_run",
+    "training/recipe_variables",
     "models/unit_order",
     "optim/residency",
 )

@@ -1,0 +1,88 @@
+"""The variables of the scripts in scripts/pretrain_*.sh, read and checked one by one; ``recipe.py`` makes flags of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The variables of a script, read and checked one by one.
+
+    Attributes:
+        sp: 0 stands for all processes of a host that tp leaves.
+    """
+
+    nproc: int
+    nnodes: int
+    tp: int
+    sp: int
+    zero: int
+    overlap: str
+    recompute: str
+    train_iters: int | None
+    data_path: str
+    tokenizer_model: str
+    vocab_file: str
+    save: str
+    smoke: bool
+    dry_run: bool
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Variables:
+        """From the environment.
+
+        Raises:
+            ConfigError: a value that cannot be, or two that contradict each other.
+        """
+        sp = environ.get("SP", "1")
+        found = cls(
+            _whole(environ, "NPROC_PER_NODE", "1"), _whole(environ, "NNODES", "1"), _whole(environ, "TP", "1"),
+            0 if sp == "host" else _whole(environ, "SP", "1", " (or 'host': all processes of a host that TP leaves)"),
+            _whole(environ, "ZERO", "0", low=0), environ.get("OVERLAP", "") or "none", environ.get("RECOMPUTE", "") or "none",
+            _whole(environ, "TRAIN_ITERS", "1") if environ.get("TRAIN_ITERS") else None,
+            environ.get("DATA_PATH", "") or "mock", environ.get("TOKENIZER_MODEL", ""), environ.get("VOCAB_FILE", ""),
+            environ.get("SAVE", ""), _switch(environ, "SMOKE"), _switch(environ, "DRY_RUN"),
+        )  # fmt: skip
+        if found.smoke and found.dry_run:
+            raise ConfigError("SMOKE=1 trains a tiny model and DRY_RUN=1 plans the full one: give one of them")
+        return found
+
+    @property
+    def full_layout(self) -> tuple[int, int, int]:
+        """(tp, sp, processes in all)."""
+        return self.tp, self.sp or max(1, self.nproc // self.tp), self.nproc * self.nnodes
+
+    @property
+    def smoke_layout(self) -> tuple[int, int, int]:
+        """The same axes with 2 ranks each; ZeRO needs two ranks that share something."""
+        tp, sp, _ = self.full_layout
+        tp, sp = min(tp, 2), min(sp, 2)
+        return tp, sp, max(tp * sp, 2 if self.zero else 1)
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Of what is asked for."""
+        return self.smoke_layout if self.smoke else self.full_layout
+
+    def text(self) -> str:
+        """Those that make the layout, for messages."""
+        names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host", "ZERO": self.zero}
+        return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
+
+
+def _whole(environ: Mapping[str, str], name: str, default: str, more: str = "", low: int = 1) -> int:
+    text = environ.get(name, "") or default
+    if not (text.isascii() and text.isdigit() and low <= int(text) < 10**9):
+        raise ConfigError(f"{name}={text[:40]} must be a whole number, {low} or more{more}")
+    return int(text)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text[:40]} must be 1 or 0")
+    return text == "1"

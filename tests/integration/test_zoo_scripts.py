@@ -1,0 +1,93 @@
+"""scripts/pretrain_*.sh: each trains a tiny model in its layout, and says what its full size takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import records, saved_steps, state, status
+
+from megatron_sp.training.recipe import SMOKE_STEPS
+
+pytestmark = pytest.mark.torchrun
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = (
+    "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
+    "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",
+)  # fmt: skip
+# Script: processes of its smoke test, what the run says of the layout, and what the dry run says of the full size.
+SCRIPTS = {
+    "pretrain_gpt_125m_1gpu": (1, "1 x cpu (dp 1)", "1 process on GPUs: dp 1, ZeRO stage 0, bfloat16, 32 micro-batches of 8 x 2048"),
+    "pretrain_gpt_1b_64k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 65536"),
+    "pretrain_gpt_7b_16k": (2, "--sp-overlap-mode auto: ", "dp 1, sp 8, ZeRO stage 1, bfloat16, 16 micro-batches of 1 x 16384"),
+    "pretrain_llama_8b_128k": (2, "sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 8 micro-batches of 1 x 131072"),
+    "pretrain_bert_large": (2, "2 x cpu (dp 2)", "dp 8, ZeRO stage 1, bfloat16, 4 micro-batches of 32 x 512"),
+}  # fmt: skip
+THERE = [name for name in SCRIPTS if "bert" not in name or (ROOT / "pretrain_bert.py").exists()]
+SIZES = {
+    "pretrain_gpt_125m_1gpu": (1, 125_226_240), "pretrain_gpt_1b_64k": (8, 1_311_086_592), "pretrain_gpt_7b_16k": (8, 6_648_836_096),
+    "pretrain_llama_8b_128k": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
+}  # fmt: skip
+
+
+def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / f"{name}.sh"), *map(str, flags)], capture_output=True, text=True, timeout=100,
+        env={**kept, "PYTHON": sys.executable, **{k: str(v) for k, v in variables.items()}},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_smoke(tmp_path: Path, name: str) -> None:
+    """Through the real launcher; variables of several hosts, which a job's shell may have, do not reach it."""
+    code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=2, NODE_RANK=1)
+    assert code == 0, out + err
+    ranks, layout, _ = SCRIPTS[name]
+    assert layout in out and f"{ranks} x cpu" in out and "bfloat16" in out, out
+    assert [r["step"] for r in records(tmp_path / "run")] == list(range(1, SMOKE_STEPS + 1))
+    assert saved_steps(tmp_path / "run") == [SMOKE_STEPS] and status(tmp_path / "run")["status"] == "done"
+    config = state(tmp_path / "run")["config"]
+    assert config["batch"]["seed"] == 7 and config["precision"]["bf16"] and config["model"]["hidden_size"] == 64
+    assert config["parallel"]["zero_stage"] == (3 if "llama" in name else 0 if "1gpu" in name else 1)
+    assert config["kernels"]["recompute_granularity"] == ("full" if "llama" in name else None)
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_dry_run(name: str) -> None:
+    code, out, err = run(name, DRY_RUN=1)
+    assert code == 0, out + err
+    assert SCRIPTS[name][2] in out and f"({SIZES[name][1]:,}); a rank works" in out, out
+    (command,) = re.findall(r"^  command     (.*)$", out, re.MULTILINE)
+    assert f"scripts/launch.sh {SIZES[name][0]} " in command and "--mock-data" in command and "--auto-resume" in command
+    assert f"--save runs/{name.removeprefix('pretrain_')} " in command
+
+
+def test_the_layout_of_several_hosts() -> None:
+    code, out, err = run("pretrain_llama_8b_128k", "--global-batch-size", 16, DRY_RUN=1, NNODES=4, TP=2, ZERO=1, TRAIN_ITERS=900)
+    assert code == 0, out + err
+    assert "32 GPUs of 4 hosts: tp 2, sp 4 (exchanges: chunked), dp 4, ZeRO stage 1" in out and "; 900 steps, 1.9 B tokens" in out
+    assert "dry run: 32 processes on GPUs: dp 4, sp 4, tp 2 with sequence parallel" in out
+
+
+def test_what_cannot_work_is_said() -> None:
+    code, out, err = run("pretrain_gpt_7b_16k", TP=2, SP=8)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert "the number of processes (8) must be a multiple of" in err and "the variables are NPROC_PER_NODE=8 NNODES=1 TP=2 SP=8" in err
+    code, _, err = run("pretrain_gpt_7b_16k", PYTHON="/nowhere/python")
+    assert code == 2 and "there is no /nowhere/python: bash scripts/setup_env.sh makes it" in err
+
+
+def test_every_script_is_here_and_is_sound() -> None:
+    scripts = sorted((ROOT / "scripts").glob("pretrain_*.sh"))
+    assert [script.stem for script in scripts] == sorted(SCRIPTS)
+    for script in [*scripts, ROOT / "scripts" / "recipe.sh"]:
+        text = script.read_text()
+        assert subprocess.run(["bash", "-n", str(script)]).returncode == 0 and len(text.splitlines()) < 40
+        assert not re.search(r"^\s*(if|case|for|while|function)\b", text, re.MULTILINE) or script.stem == "recipe"
