@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from megatron_sp.training.arguments import parse_config
 
 if __name__ == "__main__":
-    CONFIG = parse_config(
-        description="Pretrain a GPT model.", family="gpt"
-    )  # before torch is imported: --help and mistakes are answered at once
+    # before torch is imported: --help and mistakes are answered at once
+    CONFIG = parse_config(description="Pretrain a GPT model.", family="gpt")
 
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer

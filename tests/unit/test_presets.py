@@ -47,6 +47,13 @@ def test_the_number_is_the_published_one(name: str) -> None:
         assert preset.num_params == PUBLISHED[name]
 
 
+def test_the_width_of_a_head() -> None:
+    """No parameter count shows it: 64 in GPT-2 and BERT, 128 in Llama; GPT-3's vary."""
+    others = {"gpt-760m": 96, "gpt-1.3b": 128, "gpt-2.7b": 80, "gpt-6.7b": 128, "gpt-13b": 128, "gpt-175b": 128, "llama-1b": 64}
+    for name, preset in PRESETS.items():
+        assert ModelConfig(**preset.flags).head_dim == others.get(name, 128 if "llama" in name else 64), name
+
+
 @pytest.mark.parametrize("name", GPT)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every parameter of the whole model is made, without storage; the rows that pad the vocabulary are not counted."""
