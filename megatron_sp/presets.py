@@ -94,6 +94,13 @@ def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) ->
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
 
 
+def _original_bert(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
+    """As published, and as Hugging Face's BertForPreTraining has it: norms behind the branches and the embedding, exact GELU."""
+    flags = _classic(layers, hidden, heads, 512, 30522, dropout=0.1)
+    flags |= {"norm_placement": "post", "norm_epsilon": 1e-12, "gelu_approximate": "none"}
+    return Preset("bert", flags, num_params, "Devlin et al. 2018, arXiv:1810.04805, released weights")
+
+
 _MEGATRON_BERT = "arXiv:1909.08053"
 
 PRESETS: dict[str, Preset] = {
@@ -119,6 +126,8 @@ PRESETS: dict[str, Preset] = {
     "llama3-70b": _llama3(80, 8192, 64, 8, 28672, 70_553_706_496, _LLAMA3),
     "bert-base": _bert(12, 768, 12, 110_106_428, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
     "bert-large": _bert(24, 1024, 16, 336_226_108, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
+    "bert-base-hf": _original_bert(12, 768, 12, 110_106_428),
+    "bert-large-hf": _original_bert(24, 1024, 16, 336_226_108),
     "bert-1.3b": _bert(24, 2048, 32, 1_280_595_772, f"Shoeybi et al. 2019, {_MEGATRON_BERT}, BERT of 1.3 billion"),
 }
 """The presets, by the name that ``--preset`` takes."""

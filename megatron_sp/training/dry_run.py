@@ -153,13 +153,16 @@ def count_parameters(model: ModelConfig) -> int:
     block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
     block += rows * (bias or model.add_qkv_bias) + (h + ffn_rows + h) * bias
     embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
-    embedding += model.token_types * h
-    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)  # post-norm: the embedding's norm
-    if model.is_bert:
-        head += h * h + h + norms * h + model.vocab_size
-    if model.has_order_head:
-        head += h * h + h + 2 * h + 2
-    return model.num_layers * block + embedding + head
+    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    return model.num_layers * block + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
+
+
+def _of_bert(model: ModelConfig, norms: int) -> int:
+    """What a BERT has beside: segments; a dense layer, a norm and the words' biases for masked tokens; pooler and a head for the order."""
+    assert model.hidden_size and model.vocab_size
+    h = model.hidden_size
+    masked = h * h + h + norms * h + model.vocab_size
+    return model.token_types * h + masked + (h * h + h + 2 * h + 2) * model.has_order_head
 
 
 def dry_run(config: Config, world_size: int, kind: str) -> str:

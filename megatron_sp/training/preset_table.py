@@ -41,8 +41,9 @@ def _row(name: str, preset: Preset) -> tuple[str, ...]:
     heads = f"{model.num_attention_heads}" + (f" ({model.num_query_groups} kv)" if model.num_query_groups else "")
     positions = "rotary" if model.position_embedding_type == "rope" else "learned"
     mlp = "SwiGLU" if model.swiglu else "GELU"
+    norm = model.normalization + (" behind" if model.norm_placement == "post" else "")
     head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
     return (
         name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, f"{model.ffn_size}", f"{model.seq_length:,}",
-        f"{model.vocab_size:,}", f"{positions}, {model.normalization}, {mlp}{head}", preset.source,
+        f"{model.vocab_size:,}", f"{positions}, {norm}, {mlp}{head}", preset.source,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 
 from megatron_sp import cli
 from megatron_sp.config import Config, KernelConfig, ModelConfig
-from megatron_sp.models import gpt, transformer
+from megatron_sp.models import bert, gpt, language_model, transformer
 from megatron_sp.presets import PRESETS, preset_named
 from megatron_sp.training.arguments import config_as_yaml, config_from_args, parse_config
 from megatron_sp.training.dry_run import count_parameters
@@ -21,14 +22,13 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 REST = ("--mock-data", "--lr", "1e-4", "--train-iters", "10")
-GPT = [name for name, preset in PRESETS.items() if preset.family == "gpt"]
-BERT = [name for name, preset in PRESETS.items() if preset.family == "bert"]
 # Counted by Hugging Face's classes of the same shapes; the released weights have the same numbers.
 PUBLISHED = {
     "gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "gpt2-774m": 774_030_080, "gpt2-1.5b": 1_557_611_200,
     "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192,
     "llama-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
     "bert-base": 110_106_428, "bert-large": 336_226_108, "bert-1.3b": 1_280_595_772,
+    "bert-base-hf": 110_106_428, "bert-large-hf": 336_226_108,
 }  # fmt: skip
 ROUNDED = {"gpt-125m": 125e6, "gpt-350m": 350e6, "gpt-760m": 760e6, "gpt-1.3b": 1.3e9, "gpt-2.7b": 2.7e9, "gpt-6.7b": 6.7e9,
            "gpt-13b": 13e9, "gpt-175b": 175e9}  # fmt: skip
@@ -54,32 +54,33 @@ def test_the_width_of_a_head() -> None:
         assert ModelConfig(**preset.flags).head_dim == others.get(name, 128 if "llama" in name else 64), name
 
 
-@pytest.mark.parametrize("name", GPT)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every parameter of the whole model is made, without storage; the rows that pad the vocabulary are not counted."""
-    for module in (gpt, transformer):
+    for module in (bert, language_model, transformer):
         monkeypatch.setattr(module, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
     preset = PRESETS[name]
-    config = ModelConfig(**preset.flags, make_vocab_size_divisible_by=1)
+    config = ModelConfig(**preset.flags, model_family=preset.family, make_vocab_size_divisible_by=1)
+    make = bert.BertModel if preset.family == "bert" else gpt.GPTModel
     with torch.device("meta"):
-        model = gpt.GPTModel(config, KernelConfig(), seed=1, dtype=torch.bfloat16)
+        model = make(config, KernelConfig(), seed=1, dtype=torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == preset.num_params == count_parameters(config)
 
 
-@pytest.mark.parametrize("name", BERT)
-def test_the_number_of_a_bert(name: str) -> None:
-    """What a GPT has, and token types, pooler, binary head, and the masked-word head: a dense layer, a norm, a bias for each word."""
-    model = ModelConfig(**PRESETS[name].flags)
-    assert model.hidden_size and model.vocab_size
-    h, beside_gpt = model.hidden_size, 2 * model.hidden_size
-    beside_gpt += h * h + h + 2 * h + 2 + h * h + h + 2 * h + model.vocab_size
-    assert count_parameters(model) + beside_gpt == PRESETS[name].num_params
+@pytest.mark.parametrize("flags", [{"bert_no_binary_head": True}, {"num_tokentypes": 0}, {"normalization": "RMSNorm"}])
+def test_the_number_of_a_bert_that_lacks_something(flags: dict[str, object]) -> None:
+    config = ModelConfig(**{**PRESETS["bert-base"].flags, "num_layers": 1, "vocab_size": 128, "hidden_size": 24}, model_family="bert")
+    config = dataclasses.replace(config, **flags)
+    model = bert.BertModel(config, KernelConfig(), seed=1, dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
 
 
-@pytest.mark.parametrize("name", GPT)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_a_whole_model(name: str) -> None:
     """Nothing but the preset is needed for the model's shape, the values arrive, and the rest is as without it."""
-    config, plain = config_of("--preset", name), Config()
+    family = PRESETS[name].family
+    config, plain = config_of("--preset", name, family=family), Config()
+    assert config == config_of("--preset", name) and config.model.model_family == family
     assert {field: getattr(config.model, field) for field in PRESETS[name].flags} == PRESETS[name].flags
     assert count_parameters(config.model) == PRESETS[name].num_params
     assert (config.parallel, config.kernels, config.precision, config.checkpoint) == (
@@ -100,6 +101,14 @@ def test_a_preset_is_below_a_file_and_a_file_below_the_command_line(tmp_path: Pa
     assert config_of("--preset", "gpt2-124m", "--preset", "gpt2-774m").model.hidden_size == 1280
     file.write_text("model:\n  preset: gpt2-774m\n")
     assert config_of("--config", str(file)).model.hidden_size == 1280
+
+
+def test_the_family_of_a_preset() -> None:
+    """Who asks no program's question gets the preset's family; another one that is given contradicts it."""
+    with pytest.raises(ConfigError, match="bert-base is a BERT model, and this program trains GPT"):
+        config_of("--preset", "bert-base", "--model-family", "gpt")
+    post = config_of("--preset", "bert-large-hf", "--norm-placement", "pre").model
+    assert (post.is_bert, post.norm_placement, post.norm_epsilon, post.gelu_approximate) == (True, "pre", 1e-12, "none")
 
 
 def test_flags_of_other_dialects_override_a_preset() -> None:
