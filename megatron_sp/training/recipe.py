@@ -17,11 +17,13 @@ from pathlib import Path
 from megatron_sp.config import Config
 from megatron_sp.presets import PROGRAMS
 from megatron_sp.training.arguments import config_from_args
+from megatron_sp.training.config_file import canonical
 from megatron_sp.training.recipe_variables import Variables
 from megatron_sp.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_STEPS = 2
+_DATA_FLAGS = ("data-path", "train-data-path", "mock-data")
 # A model that every layout of up to 4 ranks can cut: 8 heads, with 4 groups where the full size shares keys and values.
 _TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "128", "--seq-length", "128",
@@ -81,7 +83,7 @@ def build(script: str, program: str, own: Sequence[str], users: Sequence[str], e
         raise ConfigError(f"{program} is not in {ROOT}")
     family = next((family for family, each in PROGRAMS.items() if each == program), None)
     save = variables.save or (scratch if variables.smoke else f"runs/{name.removeprefix('pretrain_')}")
-    data, length = _data(variables), _length(variables)
+    data, length = _data(variables, users), _length(variables)
 
     def of(layout: tuple[int, int, int], *more: str) -> tuple[list[str], Config]:
         flags = [*own, *_layout(variables, layout), *data, *length, "--save", save, "--auto-resume", *more, *users]
@@ -108,13 +110,15 @@ def _length(variables: Variables) -> list[str]:
     return [] if variables.train_iters is None else ["--train-iters", str(variables.train_iters)]
 
 
-def _data(variables: Variables) -> list[str]:
-    """Data and tokenizer; a smoke test makes its data up.
+def _data(variables: Variables, users: Sequence[str]) -> list[str]:
+    """Data and tokenizer; a smoke test makes its data up, and the user's own flags for data stand alone.
 
     Raises:
         ConfigError: a file that is not there.
     """
     path, spm, vocab = variables.data_path, variables.tokenizer_model, variables.vocab_file
+    if path == "mock" and any(canonical(word.partition("=")[0]) in _DATA_FLAGS for word in users):
+        return []
     if path == "mock" or variables.smoke:
         return ["--mock-data"]
     if not os.path.isfile(f"{path}.idx"):

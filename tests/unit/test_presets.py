@@ -98,6 +98,7 @@ def test_a_preset_is_below_a_file_and_a_file_below_the_command_line(tmp_path: Pa
     assert config.preset == "gpt2-355m" and not {"num_layers", "hidden_dropout"} & config.preset_fields
     model = config_of("--num-layers", "7", "--config", str(file), "--preset", "GPT2-124m").model  # wherever it stands
     assert (model.hidden_size, model.num_layers, model.hidden_dropout) == (768, 7, 0.3)
+    assert config_of("--preset", "GPT2-124M").preset == "gpt2-124m"
     assert config_of("--preset", "gpt2-124m", "--preset", "gpt2-774m").model.hidden_size == 1280
     file.write_text("model:\n  preset: gpt2-774m\n")
     assert config_of("--config", str(file)).model.hidden_size == 1280

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron_sp.data.tokenizers.train import train_sentencepiece
+from megatron_sp.training import recipe_run
 from megatron_sp.training.dry_run import plan_run
 from megatron_sp.training.recipe import ROOT, Recipe, build
 from megatron_sp.training.recipe_run import check_gpus, describe, main, run
@@ -125,6 +128,39 @@ def test_own_data(tmp_path: Path) -> None:
     plan = plan_run(mine.config, mine.world_size)
     assert mine.config.model.vocab_size == 300 and f"  data        {prefix}\n" in describe(mine, plan)
     assert recipe(DATA_PATH=str(prefix), SMOKE="1").config.data.mock_data
+
+
+def test_flags_for_data_instead_of_variables() -> None:
+    """A blend, for example."""
+    mine = recipe("--data-path", "0.3", "a", "0.7", "b", "--vocab-size", "500")
+    assert mine.config.data.data_path == ("0.3", "a", "0.7", "b") and "--mock-data" not in mine.flags
+    assert recipe("--mock_data").flags.count("--mock-data") == 0 and recipe("--mock_data").config.data.mock_data
+
+
+def test_a_smoke_test_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run folder is there while it runs; what tells of several hosts is not passed on."""
+    seen: list[Path] = []
+
+    def fake(command: list[str], environ: dict[str, str]) -> int:
+        seen.append(Path(command[command.index("--save") + 1]))
+        assert seen[0].is_dir() and not {"NNODES", "NODE_RANK", "NPROC_PER_NODE"} & environ.keys() and environ["HOME"] == "/h"
+        return 9
+
+    monkeypatch.setattr(recipe_run, "_run", fake)
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
+    assert run(argv, {**EIGHT, "SMOKE": "1", "NNODES": "2", "NODE_RANK": "1", "HOME": "/h"}) == 9
+    told = capsys.readouterr().out
+    assert not seen[0].exists() and "removed at the end" in told and "as of gpt-6.7b" in told
+    assert "2 CPU processes: tp 1, sp 2 (exchanges: auto), dp 1" in told and "2 sequences, 256 tokens, 2 micro-batches; 2 steps" in told
+
+
+def test_the_end_of_a_smoke_test() -> None:
+    """Its exit code is passed on, and a SIGTERM of ours to it; then signals are as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert recipe_run._run(["bash", "-c", "exit 7"], dict(os.environ)) == 7
+    program = 'trap "exit 75" TERM; kill -TERM $PPID; sleep 20 & wait'
+    assert recipe_run._run(["bash", "-c", program], dict(os.environ)) == 75
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
