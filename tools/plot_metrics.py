@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
-from megatron_sp.utils.run_log import read_records
+from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
+from megatron_sp.utils.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.utils.sparkline import sparkline
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -29,102 +28,9 @@ PANELS = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_
 # Okabe and Ito's colours, which colour-blind readers can tell apart; validation takes the second when there is one run
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#8A8A8A"
-SMOOTHED_FROM = 150  # points from which a running mean is drawn over the single values
 
 
-@dataclass
-class Run:
-    """The records of a run as it went on in the end.
-
-    Attributes:
-        train, valid: step -> record, in the order of steps; each with ``minutes`` of training so far.
-        resumed: steps at which a later process went on.
-        notes: what was left out of the file.
-    """
-
-    name: str
-    train: dict[int, dict[str, Any]] = field(default_factory=dict)
-    valid: dict[int, dict[str, Any]] = field(default_factory=dict)
-    resumed: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def x_of(self, record: dict[str, Any], axis: str) -> float:
-        """Where a record belongs on the axis; NaN if the file does not say."""
-        if axis == "time":
-            return float(record["minutes"])
-        return float(record["step"]) if axis == "step" else self._tokens_at(record)
-
-    def _tokens_at(self, record: dict[str, Any]) -> float:
-        if "consumed_tokens" in record:
-            return number(record["consumed_tokens"])
-        # validation records have the step alone: take the training record's, or a share of the nearest one's
-        at = self.train.get(record["step"]) or min(self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None)
-        if at is None or not at["step"]:
-            return 0.0 if not record["step"] else math.nan
-        return number(at.get("consumed_tokens")) * record["step"] / at["step"]
-
-    def series(self, kind: str, key: str, axis: str) -> tuple[list[float], list[float]]:
-        """x and y of one curve; what is absent or not a number is NaN and leaves a gap."""
-        records = list((self.train if kind == "train" else self.valid).values())
-        return [self.x_of(r, axis) for r in records], [number(r.get(key)) for r in records]
-
-
-def number(value: Any) -> float:
-    """A JSON value as a float; "nan" and "inf" are written as text, and anything else is not a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def read_run(path: Path) -> Run:
-    """Read a run folder, or its metrics.jsonl.
-
-    Raises:
-        DataError: there is no such file, or no record of training or validation in it.
-    """
-    records, notes = read_records(path)
-    run = Run((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
-    replay(run, records)
-    if not run.train and not run.valid:
-        raise DataError(f"{path} holds no training or validation record yet ({len(records)} records of other kinds)")
-    return run
-
-
-def replay(run: Run, records: list[dict[str, Any]]) -> None:
-    """Go through the records as they were written, forgetting what a resume has undone."""
-    minutes, previous = 0.0, None
-    for record in records:
-        kind, step, now = record["kind"], record["step"], number(record.get("time"))
-        # the time between the end of one process and the start of the next is no training time
-        if previous is not None and math.isfinite(now) and kind != "start":
-            minutes += max(0.0, now - previous) / 60
-        previous = now if math.isfinite(now) else previous
-        record["minutes"] = minutes
-        if kind == "start":
-            if run.train or run.valid:
-                run.resumed = [s for s in run.resumed if s < step] + [step]
-            run.train = {s: r for s, r in run.train.items() if s <= step}
-            run.valid = {s: r for s, r in run.valid.items() if s <= step}
-        elif kind in ("train", "valid"):
-            curve = run.train if kind == "train" else run.valid
-            curve.pop(step, None)
-            curve[step] = record
-    run.train, run.valid = dict(sorted(run.train.items())), dict(sorted(run.valid.items()))
-
-
-def smoothed(values: list[float], share: float = 0.01) -> list[float]:
-    """Mean over ``share`` of the points to either side; at the ends over fewer, so that a falling curve is not lifted."""
-    reach, count = max(1, round(share * len(values))), len(values)
-    out = []
-    for index in range(count):
-        side = min(reach, index, count - 1 - index)
-        near = [v for v in values[index - side : index + side + 1] if math.isfinite(v)]
-        out.append(sum(near) / len(near) if near else math.nan)
-    return out
-
-
-def summary(run: Run) -> str:
+def summary(run: History) -> str:
     """A line on where the run is."""
     parts = [f"{run.name}: step {max([*run.train, *run.valid])}"]
     if run.train:
@@ -138,7 +44,7 @@ def summary(run: Run) -> str:
     return ", ".join(parts)
 
 
-def draw_text(runs: list[Run]) -> None:
+def draw_text(runs: list[History]) -> None:
     """The curves as lines of text."""
     for run in runs:
         for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
@@ -147,7 +53,7 @@ def draw_text(runs: list[Run]) -> None:
                 print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
 
 
-def draw(runs: list[Run], axis: str, output: Path, title: str | None) -> None:
+def draw(runs: list[History], axis: str, output: Path, title: str | None) -> None:
     """The picture.
 
     Raises:
@@ -181,7 +87,7 @@ def draw(runs: list[Run], axis: str, output: Path, title: str | None) -> None:
             pyplot.close(figure)
 
 
-def _draw_loss(axes: Any, run: Run, axis: str, colour: str, valid_colour: str) -> None:
+def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: str) -> None:
     x, y = run.series("train", "loss", axis)
     many = len(y) >= SMOOTHED_FROM
     if x:
@@ -196,7 +102,7 @@ def _draw_loss(axes: Any, run: Run, axis: str, colour: str, valid_colour: str) -
                   linestyle=(0, (4, 2)), zorder=3, label=label)  # fmt: skip
 
 
-def _mark_resumes(all_axes: list[Any], run: Run, axis: str, colour: str, *, first: bool) -> None:
+def _mark_resumes(all_axes: list[Any], run: History, axis: str, colour: str, *, first: bool) -> None:
     for number_, step in enumerate(run.resumed):
         at = run.train.get(step) or run.valid.get(step) or {"step": step, "minutes": _minutes_at(run, step)}
         for axes in all_axes:
@@ -204,7 +110,7 @@ def _mark_resumes(all_axes: list[Any], run: Run, axis: str, colour: str, *, firs
             axes.axvline(run.x_of(at, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
 
 
-def _minutes_at(run: Run, step: int) -> float:
+def _minutes_at(run: History, step: int) -> float:
     return max((r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step), default=0.0)
 
 
@@ -255,7 +161,7 @@ def run_tool(options: argparse.Namespace) -> None:
     output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))
     if output.suffix.lower() not in FORMATS:
         raise ConfigError(f"-o {output}: the name must end in one of {', '.join(FORMATS)}")
-    runs = [read_run(path) for path in options.runs]
+    runs = [read_history(path) for path in options.runs]
     for run in runs:
         for note in run.notes:
             print(f"note: {note}", file=sys.stderr)

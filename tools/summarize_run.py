@@ -15,17 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.run_history import are_equal, repetitions
 from megatron_sp.utils.run_log import read_records
-
-
-def repeated_steps(records: list[dict[str, Any]]) -> tuple[int, int]:
-    """(logged steps taken more than once, those of them that were equal to the last bit in loss, gradient norm and samples)."""
-    seen: dict[int, list[tuple[Any, ...]]] = {}
-    for record in records:
-        if record.get("kind") == "train":
-            seen.setdefault(record["step"], []).append(tuple(record.get(k) for k in ("loss_hex", "grad_norm_hex", "samples_sha")))
-    repeated = [results for results in seen.values() if len(results) > 1]
-    return len(repeated), sum(len(set(results)) == 1 for results in repeated)
 
 
 def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -41,7 +32,8 @@ def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     rows = [("run folder", str(run)), ("steps", f"{train[-1]['step']}, {train[-1]['consumed_tokens']:,} tokens")]
     rows.append(("speed", f"{statistics.median(r['tokens_per_s'] for r in train):,.0f} tokens/s (median)"))
     if len(starts) > 1:
-        twice, equal = repeated_steps(records)
+        repeated = repetitions(records)
+        twice, equal = len(repeated), sum(are_equal(taken) for taken in repeated.values())
         rows.append(("interruptions", f"{len(starts) - 1}, resumed at step {', '.join(str(s['step']) for s in starts[1:])}"))
         if twice:
             same = "all equal to the last bit" if equal == twice else f"{equal} of them equal to the last bit"

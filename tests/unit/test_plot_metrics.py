@@ -53,7 +53,7 @@ def resumed(tmp_path: Path) -> Path:
 
 
 def test_a_resume_undoes_what_was_done_beyond_it(resumed: Path) -> None:
-    run = plot_metrics.read_run(resumed)
+    run = plot_metrics.read_history(resumed)
     assert run.name == "resumed" and run.resumed == [5] and run.notes == []
     assert [(s, r["loss"]) for s, r in run.train.items()] == [(s, 4.0) for s in range(1, 6)] + [(s, 3.0) for s in range(6, 11)]
     assert {s: r["loss"] for s, r in run.valid.items()} == {4: 4.5, 8: 3.5}
@@ -65,12 +65,12 @@ def test_what_a_resume_has_not_done_again_yet_is_gone_too(tmp_path: Path) -> Non
     writer.write("valid", 9, loss=4.0, perplexity=54.0)
     writer.write("start", 5, attempt=1)
     writer.steps(6, 6, loss=3.0)
-    run = plot_metrics.read_run(tmp_path / "a")
+    run = plot_metrics.read_history(tmp_path / "a")
     assert list(run.train) == [1, 2, 3, 4, 5, 6] and run.valid == {}
 
 
 def test_the_axes(resumed: Path) -> None:
-    run = plot_metrics.read_run(resumed)
+    run = plot_metrics.read_history(resumed)
     assert run.series("train", "loss", "step")[0] == list(range(1, 11))
     assert run.series("train", "loss", "tokens")[0] == [64 * s for s in range(1, 11)]
     assert run.series("valid", "loss", "tokens")[0] == [4 * 64, 8 * 64]  # taken from the training records
@@ -83,7 +83,7 @@ def test_validation_between_logged_steps_gets_its_share_of_the_tokens(tmp_path: 
     writer.write("valid", 0, loss=9.0, perplexity=8000.0)
     writer.steps(10, 10, loss=1.0)
     writer.write("valid", 12, loss=2.0, perplexity=7.4)
-    assert plot_metrics.read_run(tmp_path / "a").series("valid", "loss", "tokens")[0] == [0.0, 768.0]
+    assert plot_metrics.read_history(tmp_path / "a").series("valid", "loss", "tokens")[0] == [0.0, 768.0]
 
 
 def test_two_resumes_from_the_same_step_and_one_from_before(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_two_resumes_from_the_same_step_and_one_from_before(tmp_path: Path) -> N
         if start:
             writer.write("start", start)
         writer.steps(start + 1, last, loss)
-    run = plot_metrics.read_run(tmp_path / "a")
+    run = plot_metrics.read_history(tmp_path / "a")
     assert run.resumed == [2]
     assert [r["loss"] for r in run.train.values()] == [1.0, 1.0, *[4.0] * 7]
 
@@ -115,7 +115,7 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "a")
     for step, loss in enumerate([1.0, "nan", None, 2.0, "inf"], 1):
         writer.write("train", step, loss=loss)
-    values = plot_metrics.read_run(tmp_path / "a").series("train", "loss", "step")[1]
+    values = plot_metrics.read_history(tmp_path / "a").series("train", "loss", "step")[1]
     assert values[0] == 1.0 and values[3] == 2.0 and math.isnan(values[1]) and math.isnan(values[2])
     assert plot_metrics.main([str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
 

@@ -1,0 +1,135 @@
+"""What happened in a run, from the records in ``metrics.jsonl``: its curves as they went on in the end, and what a resume undid."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.utils.errors import DataError
+from megatron_sp.utils.run_log import read_records
+
+Record = dict[str, Any]
+SMOOTHED_FROM = 150  # points from which a running mean is drawn over the single values
+
+
+@dataclass
+class History:
+    """The records of a run as it went on in the end.
+
+    Attributes:
+        train, valid: step -> record, in the order of steps; each with ``minutes`` of training so far.
+        resumed: steps at which a later process went on.
+        undone: for each resume that undid something, the training records that it did, in the order they were written.
+        notes: what was left out of the file.
+    """
+
+    name: str
+    train: dict[int, Record] = field(default_factory=dict)
+    valid: dict[int, Record] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    undone: list[list[Record]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def x_of(self, record: Record, axis: str) -> float:
+        """Where a record belongs on the axis (step, tokens, time); NaN if the file does not say."""
+        if axis == "time":
+            return float(record["minutes"])
+        return float(record["step"]) if axis == "step" else self._tokens_at(record)
+
+    def _tokens_at(self, record: Record) -> float:
+        if "consumed_tokens" in record:
+            return number(record["consumed_tokens"])
+        # validation records have the step alone: take the training record's, or a share of the nearest one's
+        at = self.train.get(record["step"]) or min(self.train.values(), key=lambda r: abs(r["step"] - record["step"]), default=None)
+        if at is None or not at["step"]:
+            return 0.0 if not record["step"] else math.nan
+        return number(at.get("consumed_tokens")) * record["step"] / at["step"]
+
+    def series(self, kind: str, key: str, axis: str = "step") -> tuple[list[float], list[float]]:
+        """x and y of one curve; what is absent or not a number is NaN and leaves a gap."""
+        records = list((self.train if kind == "train" else self.valid).values())
+        return [self.x_of(r, axis) for r in records], [number(r.get(key)) for r in records]
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float; "nan" and "inf" are written as text, and anything else is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def read_history(path: Path) -> History:
+    """Read a run folder, or its metrics.jsonl.
+
+    Raises:
+        DataError: there is no such file, or no record of training or validation in it.
+    """
+    records, notes = read_records(path)
+    history = History((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
+    replay(history, records)
+    if not history.train and not history.valid:
+        raise DataError(f"{path} holds no training or validation record yet ({len(records)} records of other kinds)")
+    return history
+
+
+def replay(history: History, records: Iterable[Record]) -> None:
+    """Go through the records as they were written, putting aside what a resume has undone."""
+    minutes, previous = 0.0, None
+    for record in records:
+        kind, step, now = record["kind"], record["step"], number(record.get("time"))
+        # the time between the end of one process and the start of the next is no training time
+        if previous is not None and math.isfinite(now) and kind != "start":
+            minutes += max(0.0, now - previous) / 60
+        previous = now if math.isfinite(now) else previous
+        record["minutes"] = minutes
+        if kind == "start":
+            _resume(history, step)
+        elif kind in ("train", "valid"):
+            curve = history.train if kind == "train" else history.valid
+            curve.pop(step, None)
+            curve[step] = record
+    history.train, history.valid = dict(sorted(history.train.items())), dict(sorted(history.valid.items()))
+
+
+def _resume(history: History, step: int) -> None:
+    if history.train or history.valid:
+        history.resumed = [s for s in history.resumed if s < step] + [step]
+    undone = [r for s, r in history.train.items() if s > step]
+    if undone:
+        history.undone.append(undone)
+    history.train = {s: r for s, r in history.train.items() if s <= step}
+    history.valid = {s: r for s, r in history.valid.items() if s <= step}
+
+
+def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
+    """Mean over ``share`` of the points to either side; at the ends over fewer, so that a falling curve is not lifted."""
+    reach, count = max(1, round(share * len(values))), len(values)
+    finite = [(v, 1) if math.isfinite(v) else (0.0, 0) for v in values]
+    sums = list(itertools.accumulate((v for v, _ in finite), initial=0.0))
+    counts = list(itertools.accumulate((n for _, n in finite), initial=0))
+    out = []
+    for index in range(count):
+        side = min(reach, index, count - 1 - index)
+        first, end = index - side, index + side + 1
+        near = counts[end] - counts[first]
+        out.append((sums[end] - sums[first]) / near if near else math.nan)
+    return out
+
+
+def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
+    """The logged training steps that were taken more than once, each with its records in the order they were written."""
+    seen: dict[int, list[Record]] = {}
+    for record in records:
+        if record.get("kind") == "train":
+            seen.setdefault(record["step"], []).append(record)
+    return {step: taken for step, taken in sorted(seen.items()) if len(taken) > 1}
+
+
+def are_equal(taken: Iterable[Record]) -> bool:
+    """Whether a step had the same loss, gradient norm and samples each time, to the last bit."""
+    return len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
