@@ -2,9 +2,9 @@
 
 Nothing in here may stop training: a full or read-only disk costs one warning and the records written meanwhile.
 
-Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed), ``train`` (a logged step), ``valid``,
-``test``, ``save`` and ``prediction`` (beside what was measured). Floats that a resumed run must reproduce are also stored as hexadecimal
-(``loss_hex``), where no digit is lost.
+Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: its configuration and where it runs),
+``train`` (a logged step), ``valid``, ``test``, ``save`` and ``prediction`` (beside what was measured). Floats that a resumed run must
+reproduce are also stored as hexadecimal (``loss_hex``), where no digit is lost.
 """
 
 from __future__ import annotations
@@ -97,4 +97,8 @@ class MetricsLog:
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity; as strings they survive every reader."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -26,6 +26,7 @@ from megatron_sp.optim.schedule import Schedule
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.console import Console, format_count
+from megatron_sp.training.environment import environment
 from megatron_sp.training.foresight import Foresight
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
@@ -318,6 +319,8 @@ class Run:
         self.metrics.write(
             "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=self.launch.attempt,
             world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - self.started,
+            train_iters=self.train_iters, config=config.to_dict(),
+            environment=environment(groups.device, self.peers.hosts, self.layout_record(), self.kernel.name),
         )  # fmt: skip
         self.status.write(
             "running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size,

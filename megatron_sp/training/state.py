@@ -7,21 +7,19 @@ random state (``docs/design/001-frame.md``): seed and step say it all.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron_sp import __version__
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, diff
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+from megatron_sp.training.environment import versions
 from megatron_sp.utils.errors import CheckpointError
 
 # fields whose change makes the stored weights those of another model
@@ -127,7 +125,7 @@ class TrainingState:
             "data_fingerprint": fingerprint,
             "layout": world,
             "config": config.to_dict(),
-            "versions": {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            "versions": versions(),
         }
 
     def load_json(self, state: dict[str, Any], *, weights_only: bool) -> None:

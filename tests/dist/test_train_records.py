@@ -33,6 +33,10 @@ def test_every_record_is_complete(tmp_path: Path) -> None:
     assert train_records[1]["loss"] == "nan" and train_records[1]["loss_hex"] == "nan"
     (start,) = records(run, "start")
     assert (start["step"], start["world_size"], start["attempt"]) == (0, 2, 0)
+    assert start["config"] == state(run)["config"] and start["train_iters"] == 5
+    where = start["environment"]
+    assert where["versions"] == state(run)["versions"] and where["layout"] == state(run)["layout"]
+    assert sum(where["hosts"].values()) == 2 and where["device"] and where["threads"] == 1 and where["attention"]
     weights = {n: t for n, t in tensors(run).items() if not n.startswith("optimizer.")}
     assert start["num_params"] == sum(t.numel() for t in weights.values()), "padding rows do not count"
     assert [(r["step"], r["saved"]) for r in records(run, "save")] == [(5, True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 from pathlib import Path
 
@@ -30,13 +31,24 @@ class Writer:
 
 def test_values_that_json_does_not_have(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, LoggingConfig(), 0, {})
-    log.write("train", step=1, loss=float("nan"), up=float("inf"), down=-float("inf"), nothing=None, name="é\n", small=1e-300)
+    log.write(
+        "train",
+        step=1,
+        loss=float("nan"),
+        up=float("inf"),
+        down=-float("inf"),
+        nothing=None,
+        name="é\n",
+        small=1e-300,
+        inner={"a": [math.nan]},
+    )
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line.count("\n") == 1
     record = json.loads(line, parse_constant=lambda text: pytest.fail(text))
     assert (record["loss"], record["up"], record["down"], record["nothing"], record["name"], record["small"]) == (
         "nan", "inf", "-inf", None, "é\n", 1e-300,
     )  # fmt: skip
+    assert record["inner"] == {"a": ["nan"]}
     assert [float(record[k]) for k in ("up", "down")] == [float("inf"), -float("inf")]
 
 
