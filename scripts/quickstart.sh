@@ -85,8 +85,9 @@ bash scripts/launch.sh "$nproc" "${train[@]}"
 say "6. What it has learned"
 "$python" tools/generate.py --load "$run" --prompt "def " --prompt "The statement " --max-new-tokens 60 --temperature 0.7 --top-p 0.9 || exit $?
 "$python" tools/plot_metrics.py "$run" -o "$out/loss.png"
-"$python" tools/summarize_run.py "$run" --extra "picture of the losses=$out/loss.png" --extra "tokenizer=$out/tokenizer.model" \
-    --extra "data=$out/corpus_text_document.{bin,idx}"
+"$python" tools/report.py "$run" -o "$out/report.html"
+"$python" tools/summarize_run.py "$run" --extra "picture of the losses=$out/loss.png" --extra "page about the run=$out/report.html" \
+    --extra "tokenizer=$out/tokenizer.model" --extra "data=$out/corpus_text_document.{bin,idx}"
 echo "this call took $((SECONDS - began)) s"
 cat <<EOF
 

@@ -50,6 +50,7 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "gpt/run_status.json").read_text())["status"] == "done"
     assert "each sequence cut over 2 of them" in first, "two processes on a CPU"
     assert first.count("--sp-overlap-mode auto: ") == 1, "the choice of the first attempt is kept in the checkpoint"
+    assert "</html>" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for promised in ("tokens/s", "valid loss", "perplexity", "What next"):
         assert promised in first
