@@ -1,12 +1,13 @@
-"""One training step on the CPU: ours against Hugging Face's GPT-2 with torch's AdamW, and against bare matrix products.
+"""One training step on the CPU: ours against Hugging Face's class with torch's AdamW, and against bare matrix products.
 
-    python benchmarks/step_vs_hf.py [--json docs/benchmarks/step_vs_hf.json]
+    python benchmarks/step_vs_hf.py [--model gpt2|bert|llama] [--json docs/benchmarks/step_vs_hf.json]
 
 Same shape, same initial weights, same tokens, same optimizer; the losses of both must agree after every update, or the
 benchmark fails. Three processes take turns within each round: our step, the peer's step, the matrix products; figures are
 medians over rounds, and ratios are taken within a round. The peer lives in its own environment (setup_peers.sh).
 
-FLOPs of a step, for L layers of width h with MLP 4h, vocabulary V and B sequences of s tokens, T = B * s:
+For GPT-2 also the rate of arithmetic: FLOPs of a step, for L layers of width h with MLP 4h, vocabulary V and B sequences of s tokens,
+T = B * s:
 6 * (12 * L * h^2 + V * h) * T for the matrices, plus attention 12 * L * s * h * T counted in full, or half of that when only
 the causal half is counted. The matmul rate is given twice: one large fp32 product, and all matrix products of
 the step itself, each timed alone (attention not included) and weighted by how often it occurs.
@@ -24,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from child import Child, ChildError
 from common import REPOSITORY, Stats, child_environment, load_average, print_table, ratios, write_json
+from families import FAMILIES
 
-GPT2_SMALL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50304, "batch": 4, "seq_length": 512}
-SMOKE = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "batch": 2, "seq_length": 32}
+SMOKE = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "batch": 2, "seq_length": 32, "num_groups": 2, "ffn": 96}
 LARGE_PRODUCT, SMOKE_PRODUCT = 4096, 256
+RATES = ("large_product", "step_products")
 LOSS_TOLERANCE = 1e-4
 TARGETS = {"time_ratio": 0.90, "memory_ratio": 0.60, "matmul_share": 0.69}
 GOALS = {"time_ratio": 0.85, "memory_ratio": 0.60, "matmul_share": 0.75}
@@ -59,12 +61,14 @@ def measure(options: argparse.Namespace, shape: dict[str, int], peer: str | None
     """Run all rounds; returns every single measurement."""
     script = str(REPOSITORY / "benchmarks" / "contenders.py")
     large = SMOKE_PRODUCT if options.smoke else LARGE_PRODUCT
-    products = step_products(shape)
+    products = step_products(shape) if options.model == "gpt2" else []
     asked = [[large, large, large], *(dims for _, dims in products)]
     plain = child_environment(options.threads)
-    contenders = {"ours": Child("ours", [sys.executable, script, "ours"], child_environment(options.threads, options.ours_env))}
+    contenders = {
+        "ours": Child("ours", [sys.executable, script, "ours", options.model], child_environment(options.threads, options.ours_env))
+    }
     if peer is not None:
-        contenders["hf"] = Child("hf", [peer, script, "hf"], child_environment(options.threads, options.hf_env))
+        contenders["hf"] = Child("hf", [peer, script, "hf", options.model], child_environment(options.threads, options.hf_env))
     matmul = Child("matmul", [sys.executable, script, "matmul"], plain)
     raw: dict[str, Any] = {name: {"seconds": [], "losses": []} for name in contenders}
     raw |= {"large_product_rate": [], "step_products_rate": [], "load_average": []}
@@ -89,7 +93,8 @@ def measure(options: argparse.Namespace, shape: dict[str, int], peer: str | None
                 raw["large_product_rate"].append(2.0 * large**3 / seconds[0])
                 flops = product_flops(asked[1:])
                 total = sum(count * f for (count, _), f in zip(products, flops, strict=True))
-                raw["step_products_rate"].append(total / sum(count * s for (count, _), s in zip(products, seconds[1:], strict=True)))
+                if products:
+                    raw["step_products_rate"].append(total / sum(count * s for (count, _), s in zip(products, seconds[1:], strict=True)))
                 raw["load_average"].append(load_average())
                 _progress(index - options.warmup + 1, options.rounds, raw)
         for name, child in contenders.items():
@@ -107,7 +112,7 @@ def summarise(raw: dict[str, Any], shape: dict[str, int]) -> dict[str, Any]:
     halved, full = step_flops(shape, causal_halved=True), step_flops(shape, causal_halved=False)
     results: dict[str, Any] = {"shape": shape, "ours_seconds": Stats.of(ours["seconds"]), "ours_memory": ours["memory"]}
     results["tokens_per_s"] = Stats.of(shape["batch"] * shape["seq_length"] / s for s in ours["seconds"])
-    for name in ("large_product", "step_products"):
+    for name in RATES if raw["step_products_rate"] else ():
         rate = raw[f"{name}_rate"]
         results[f"{name}_rate"] = Stats.of(rate)
         results[f"share_of_{name}_halved"] = Stats.of(halved / s / r for s, r in zip(ours["seconds"], rate, strict=True))
@@ -139,7 +144,9 @@ def report(results: dict[str, Any], raw: dict[str, Any], options: argparse.Names
     rows += memory
     rows.append(["tokens/s, ours", results["tokens_per_s"].text("", digits=0), ""])
     large = f"{SMOKE_PRODUCT if options.smoke else LARGE_PRODUCT}^3"
-    for name, label in (("large_product", large), ("step_products", "the step's products")):
+    for name, label in zip(RATES, (large, "the step's products"), strict=True):
+        if f"{name}_rate" not in results:
+            continue
         rows.append([f"matmul rate, {label}", results[f"{name}_rate"].text("GFLOP/s", 1e-9, 0), ""])
         rows.append(["  model FLOP/s of it, causal half", results[f"share_of_{name}_halved"].text(""), ""])
         rows.append(["  model FLOP/s of it, full", results[f"share_of_{name}_full"].text(""), _bounds("matmul_share", ">=")])
@@ -148,7 +155,7 @@ def report(results: dict[str, Any], raw: dict[str, Any], options: argparse.Names
         notes.append(f"losses, peer: {' '.join(f'{v:.6f}' for v in raw['hf']['losses'])}")
     notes.append("peak memory is VmHWM of each process's whole life, nothing subtracted")
     notes.append(f"load average {max(raw['load_average']):.1f} at most; the benchmark itself makes {options.threads}")
-    print_table("One training step, fp32, CPU", ["", "median (min-max)", "target"], rows, notes)
+    print_table(f"One training step of {FAMILIES[options.model].title}, fp32, CPU", ["", "median (min-max)", "target"], rows, notes)
 
 
 def _bounds(name: str, sign: str) -> str:
@@ -157,12 +164,13 @@ def _bounds(name: str, sign: str) -> str:
 
 def _progress(done: int, rounds: int, raw: dict[str, Any]) -> None:
     times = "  ".join(f"{name} {raw[name]['seconds'][-1]:.2f} s" for name in ("ours", "hf") if name in raw)
-    rate = f"{raw['large_product_rate'][-1] / 1e9:.0f} and {raw['step_products_rate'][-1] / 1e9:.0f} GFLOP/s"
+    rate = " and ".join(f"{raw[f'{name}_rate'][-1] / 1e9:.0f}" for name in RATES if raw[f"{name}_rate"]) + " GFLOP/s"
     print(f"round {done}/{rounds}: {times}  matmul {rate}", file=sys.stderr)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(FAMILIES), default="gpt2", help="default: gpt2")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them (default: 2)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of each contender (default: 2)")
@@ -189,7 +197,8 @@ def main(argv: list[str] | None = None) -> int:
         way_out = "run benchmarks/setup_peers.sh, or use --no-peer"
         print(f"the peer's interpreter {options.peer_python} does not exist: {way_out}", file=sys.stderr)
         return 2
-    shape = dict(SMOKE if options.smoke else GPT2_SMALL)
+    full = FAMILIES[options.model].shape
+    shape = {name: SMOKE[name] for name in full} if options.smoke else dict(full)
     shape |= {name: getattr(options, name) for name in ("seq_length", "batch") if getattr(options, name)}
     try:
         raw = measure(options, shape, None if options.no_peer else options.peer_python)

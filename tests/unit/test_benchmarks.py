@@ -25,6 +25,7 @@ import attention_kernels  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
 import step_vs_hf  # noqa: E402
+from families import FAMILIES  # noqa: E402
 import ulysses_replay  # noqa: E402
 import wire  # noqa: E402
 import zero_fetch  # noqa: E402
@@ -69,7 +70,7 @@ def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_flops_are_those_of_training() -> None:
-    shape = step_vs_hf.GPT2_SMALL
+    shape = FAMILIES["gpt2"].shape
     config = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50304)
     causal, full = step_flops_per_token(config)
     assert step_vs_hf.step_flops(shape, causal_halved=True) == causal * 2048
@@ -77,7 +78,7 @@ def test_flops_are_those_of_training() -> None:
 
 
 def test_the_listed_products_are_all_matrix_flops() -> None:
-    shape = step_vs_hf.GPT2_SMALL
+    shape = FAMILIES["gpt2"].shape
     products = step_vs_hf.step_products(shape)
     listed = sum(count * flops for (count, _), flops in zip(products, step_vs_hf.product_flops([d for _, d in products]), strict=True))
     both = [step_vs_hf.step_flops(shape, causal_halved=h) for h in (True, False)]
