@@ -122,6 +122,9 @@ def test_own_data(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"give the one file that .*text was made with"):
             recipe(DATA_PATH=str(prefix), **variables)
     train_sentencepiece(["one two three four five six seven eight nine ten"] * 9, pieces, 300)
+    words.touch()
+    with pytest.raises(ConfigError, match="give the one file"):
+        recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces), VOCAB_FILE=str(words))
     mine = recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces))
     assert mine.config.data.data_path == (str(prefix),) and mine.config.data.tokenizer_model == str(pieces)
     assert mine.config.model.vocab_size is None  # not the preset's
