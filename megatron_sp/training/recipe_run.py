@@ -43,7 +43,9 @@ def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
         "layout": _layout(recipe, plan),
         "step": _step(recipe, plan),
         "memory": f"{peak}; tensors alone",
-        "data": data if data != "made up" or variables.smoke else f"{data}; DATA_PATH=PREFIX TOKENIZER_MODEL=FILE for your own",
+        "data": data
+        if data != "made up" or variables.smoke
+        else f"{data}; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE, for your own",
         "run folder": f"{recipe.save}; {'the same command goes on from its newest checkpoint' if stays else 'removed at the end'}",
         "command": shlex.join(recipe.command),
     }

@@ -129,7 +129,7 @@ def test_a_longer_sequence_lengthens_the_table_of_positions() -> None:
 def test_a_tokenizer_decides_about_the_vocabulary() -> None:
     assert config_of("--preset", "gpt2-124m").model.vocab_size == 50257
     assert config_of("--preset", "gpt2-124m", "--tokenizer-type", "NullTokenizer").model.vocab_size == 50257
-    for flags in (("--tokenizer-type", "ByteTokenizer"), ("--tokenizer-model", "a.model")):
+    for flags in (("--tokenizer-type", "ByteTokenizer"), ("--tokenizer-model", "a.model"), ("--vocab-file", "vocab.txt")):
         assert config_of("--preset", "gpt2-124m", *flags).model.vocab_size is None
         assert config_of("--preset", "gpt2-124m", *flags, "--vocab-size", "60000").model.vocab_size == 60000
 

@@ -131,6 +131,9 @@ def test_own_data(tmp_path: Path) -> None:
     plan = plan_run(mine.config, mine.world_size)
     assert mine.config.model.vocab_size == 300 and f"  data        {prefix}\n" in describe(mine, plan)
     assert recipe(DATA_PATH=str(prefix), SMOKE="1").config.data.mock_data
+    bert = build("b.sh", "pretrain_bert.py", (*OWN, "--preset", "bert-base", "--seq-length", "512"), (),
+                 {"DATA_PATH": str(prefix), "VOCAB_FILE": str(words), "TRAIN_ITERS": "9"}).config  # fmt: skip
+    assert bert.data.tokenizer_type == "BertWordPieceLowerCase" and bert.data.vocab_file == str(words) and bert.model.vocab_size is None
 
 
 def test_flags_for_data_instead_of_variables() -> None:
@@ -174,7 +177,8 @@ def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
         "16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: auto), dp 2, ZeRO stage 1, recomputation: none",
         "16 sequences, 262,144 tokens, 8 micro-batches; 100 steps, 26.2 M tokens",
         "GiB predicted for a process, of 80.0 GiB; tensors alone",
-        "made up; DATA_PATH=PREFIX", "runs/gpt_7b_16k; the same command goes on", f"bash {ROOT}/scripts/launch.sh 8 {ROOT}/pretrain_gpt.py",
+        "made up; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE", "runs/gpt_7b_16k; the same command goes on",
+        f"bash {ROOT}/scripts/launch.sh 8 {ROOT}/pretrain_gpt.py",
     ):  # fmt: skip
         assert part in told, told
     assert starts.command[:4] == ["bash", f"{ROOT}/scripts/launch.sh", "8", f"{ROOT}/pretrain_gpt.py"]
