@@ -37,15 +37,13 @@ def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
     title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
     stays = bool(variables.save) or not variables.smoke
     peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (f", of {format_bytes(memory)}" if memory else "")
-    data = " ".join(recipe.config.data.data_path) or "made up"
+    own = "" if variables.smoke else "; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE, for your own"
     rows = {
         "model": _model(recipe, plan),
         "layout": _layout(recipe, plan),
         "step": _step(recipe, plan),
         "memory": f"{peak}; tensors alone",
-        "data": data
-        if data != "made up" or variables.smoke
-        else f"{data}; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE, for your own",
+        "data": " ".join(recipe.config.data.data_path) or f"made up{own}",
         "run folder": f"{recipe.save}; {'the same command goes on from its newest checkpoint' if stays else 'removed at the end'}",
         "command": shlex.join(recipe.command),
     }
@@ -112,9 +110,20 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
     """To its end, so that what comes behind is done in any case: the launcher ends itself on Ctrl-C, and on SIGTERM that it is passed."""
-    child = subprocess.Popen(command, env=environ)
-    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    child: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if child is not None:
+            child.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
+        child = subprocess.Popen(command, env=environ)
+        if stopped:  # before there was a child to tell
+            child.terminate()
         while True:
             try:
                 return child.wait()

@@ -164,7 +164,7 @@ def test_the_end_of_a_smoke_test() -> None:
     """Its exit code is passed on, and a SIGTERM of ours to it; then signals are as before."""
     before = signal.getsignal(signal.SIGTERM)
     assert recipe_run._run(["bash", "-c", "exit 7"], dict(os.environ)) == 7
-    program = 'trap "exit 75" TERM; kill -TERM $PPID; sleep 20 & wait'
+    program = 'sleep 20 & trap "kill $!; exit 75" TERM; kill -TERM $PPID; wait'
     assert recipe_run._run(["bash", "-c", program], dict(os.environ)) == 75
     assert signal.getsignal(signal.SIGTERM) is before
 
