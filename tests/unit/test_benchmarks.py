@@ -25,11 +25,11 @@ import attention_kernels  # noqa: E402
 import child  # noqa: E402
 import common  # noqa: E402
 import step_vs_hf  # noqa: E402
-from families import FAMILIES  # noqa: E402
 import ulysses_replay  # noqa: E402
 import wire  # noqa: E402
 import zero_fetch  # noqa: E402
 import zero_step  # noqa: E402
+from families import FAMILIES  # noqa: E402
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
