@@ -12,6 +12,7 @@ dropout is the same in every layout).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from megatron_sp.ops import availability
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.ops.packed_attention import Segment, Segments, cpu_flash, one_by_one, segments_of_documents, segments_of_lengths, varlen
 
 KernelName = Literal["flash", "sdpa", "reference"]
 
@@ -33,6 +35,8 @@ class AttentionMask:
     Attributes:
         causal: a query sees keys up to its own position; with fewer queries than keys the *last* query sees all keys.
         key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and never seen. None: no padding.
+        lengths: the same on the host, one for each of the b sequences, so that nobody has to ask a GPU: the kernels then work on real keys
+            alone, instead of with a mask [b, s, s]. None: taken from ``key_lengths`` where these are on the CPU.
         documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
             document only. None: one document. Not together with ``key_lengths``.
     """
@@ -40,6 +44,13 @@ class AttentionMask:
     causal: bool = True
     key_lengths: Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def lengths_on_host(self) -> tuple[int, ...] | None:
+        """Of the keys, if they are known without waiting for a device."""
+        if self.lengths is not None or self.key_lengths is None or self.key_lengths.device.type != "cpu":
+            return self.lengths
+        return tuple(self.key_lengths.tolist())
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,12 @@ def core_attention(
         [s_q, m, r, d]; zero for a query that sees no key (all padding, or causal with more queries than keys).
     """
     if mask.documents is not None:
-        return _by_document(q, k, v, mask, mask.documents, kernel, dropout, dropout_rows)
+        each = q.shape[1] // len(mask.documents)
+        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask.causal, kernel, dropout, dropout_rows)
+    lengths = mask.lengths_on_host() if mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] else None
+    if lengths is not None:
+        segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
+        return _by_segment(q, k, v, segments, each, mask.causal, kernel, dropout, None)
     if kernel == "flash":
         return _flash(q, k, v, mask, dropout)
     if kernel == "sdpa":
@@ -158,23 +174,63 @@ def core_attention(
     return _reference(q, k, v, mask, dropout, dropout_rows)
 
 
-def _by_document(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, documents: tuple[tuple[int, ...], ...], kernel: KernelName, dropout: float,
+def _by_segment(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool, kernel: KernelName, dropout: float,
     dropout_rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One call of the kernel for each document: no work on pairs that do not see each other."""
-    each = q.shape[1] // len(documents)  # groups of one sequence
-    sequences = []
-    for index, ends in enumerate(documents):
-        groups = slice(index * each, (index + 1) * each)
-        parts = []
-        for start, end in zip((0, *ends), ends, strict=False):
-            rows = None if dropout_rows is None else dropout_rows[groups, :, start:end]
-            q_part, k_part, v_part = (t[start:end, groups] for t in (q, k, v))
-            alone = AttentionMask(mask.causal)
-            parts.append(core_attention(q_part, k_part, v_part, alone, kernel=kernel, dropout=dropout, dropout_rows=rows))
-        sequences.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    return sequences[0] if len(sequences) == 1 else torch.cat(sequences, dim=1)
+    """No work on pairs that do not see each other; ``each``: columns of a sequence."""
+    if kernel == "sdpa" and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
+        return cpu_flash(q, k, v, segments, each, causal)
+    cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
+    are_documents = cover and all(segment.keys == segment.queries for segment in segments)
+    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout) if are_documents else None
+    if varlen_kernel is not None:
+        return varlen(q, k, v, segments, each, varlen_kernel)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+        columns = slice(segment.sequence * each, (segment.sequence + 1) * each)
+        rows = None if dropout_rows is None else dropout_rows[columns, :, segment.start : segment.start + segment.queries]
+        if causal and segment.keys < segment.queries:  # the kernels put the last query at the last key: these are at the first one
+            return _causal_from_the_start(q, k, v, kernel, dropout)
+        return core_attention(q, k, v, AttentionMask(causal), kernel=kernel, dropout=dropout, dropout_rows=rows)
+
+    return one_by_one(q, k, v, segments, each, attend)
+
+
+def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float) -> Tensor:
+    """Query i sees keys 0 to i, of which there are fewer than queries: the queries in front, and those that see all keys."""
+    n = k.shape[0]
+    parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout)]
+    parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout))
+    return torch.cat(parts)
+
+
+def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float) -> Callable[..., Tensor] | None:
+    """A kernel that takes all documents at once (``packed_attention.varlen``); None: there is none for these."""
+    if kernel == "flash":
+        flash = availability.load("flash_attn").flash_attn_varlen_func
+        return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal)
+    if kernel == "sdpa" and torch_has_varlen(q):
+
+        def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+            out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, dropout, causal, False)[0]
+            return out
+
+        return of_torch
+    return None
+
+
+def torch_has_varlen(q: Tensor) -> bool:
+    """Whether torch's own flash kernel takes [s, m, r, d] like these, as lengths added up: what its SDPA asks for."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
 def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
@@ -291,7 +347,7 @@ def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
     """The mask of b sequences for their b * groups groups of heads."""
     if mask.key_lengths is None:
         return mask
-    return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups))
+    return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups), lengths=mask.lengths_on_host())
 
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches
+from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
@@ -154,7 +154,7 @@ def _next_micro_batches(run: Run, loader: BatchLoader, consumed_samples: int, co
     except ReportedError as error:
         error.on_all_ranks = False  # the others are waiting in a collective already
         raise
-    return [{k: v.to(run.groups.device, non_blocking=True) for k, v in micro.items()} for micro in micro_batches]
+    return [on_device(micro, run.groups.device) for micro in micro_batches]
 
 
 def _count_bad_steps(run: Run, result: StepResult) -> None:

@@ -34,6 +34,11 @@ from megatron_sp.utils.faults import FaultPlan
 MicroBatch = dict[str, Tensor]
 
 
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """A micro-batch on the device, but for what the host reads (which documents there are): it would have to wait for it."""
+    return {name: t if name == "documents" else t.to(device, non_blocking=True) for name, t in batch.items()}
+
+
 class LossFunction(Protocol):
     """The sums of the loss terms of one micro-batch, before division: one scalar tensor for each term."""
 

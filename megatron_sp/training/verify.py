@@ -36,7 +36,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
 from megatron_sp.training.sharding import build_sharded, named_parameters
-from megatron_sp.training.step import MicroBatch, micro_batch_context
+from megatron_sp.training.step import MicroBatch, micro_batch_context, on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -83,7 +83,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
         with BatchLoader(
             dataset, micro_batch_size=plan.micro_batch_size, dp_rank=dp_rank, dp_size=groups.dp_size, order=order, seed=seed
         ) as loader:
-            return [{k: v.to(groups.device) for k, v in micro.items()} for micro in loader.step(0, each)]
+            return [on_device(micro, groups.device) for micro in loader.step(0, each)]
 
     step = _Step(config, task, dtype, groups)
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []

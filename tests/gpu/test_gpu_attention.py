@@ -21,13 +21,15 @@ MASKS = {
     "padding": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50])),
     "causal padding": AttentionMask(causal=True, key_lengths=torch.tensor([S, 50])),
     "documents": AttentionMask(documents=((30, 31, S), (S,))),
+    "documents, all": AttentionMask(False, documents=((30, 31, S), (1, 95, S))),
+    "lengths on the host": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50]), lengths=(S, 50)),
 }
 
 
 def run(qkv: Tensor, grad: Tensor, r: int, mask: AttentionMask, kernel: KernelName) -> dict[str, Tensor | None]:
     qkv = qkv.detach().requires_grad_()
     lengths = None if mask.key_lengths is None else mask.key_lengths.to(qkv.device)
-    out = attention(qkv, r, D, AttentionMask(mask.causal, lengths, mask.documents), kernel=kernel)
+    out = attention(qkv, r, D, AttentionMask(mask.causal, lengths, mask.documents, mask.lengths), kernel=kernel)
     out.backward(grad.to(out))
     assert qkv.grad is not None
     return {"out": out.detach().cpu(), "qkv": qkv.grad.cpu()}
@@ -65,6 +67,22 @@ def test_the_efficient_backend(dtype: torch.dtype, tolerance: float, mask: str) 
     """It knows no grouped queries."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         compare(dtype, 1, MASKS[mask], "sdpa", tolerance)
+
+
+def test_packed_documents_are_one_call_and_the_host_does_not_wait() -> None:
+    """However many they are; and nobody asks the GPU how long they are."""
+    ends = (*range(2, S, 2), S)
+    qkv = randn(S, B, G * 5 * D).to(torch.bfloat16).cuda().requires_grad_()
+    mask = AttentionMask(documents=(ends, (S,)))
+    attention(qkv, 3, D, mask).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            attention(qkv, 3, D, mask).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::_flash_attention_forward") == 1 and calls.get("aten::_flash_attention_backward") == 1, calls
 
 
 @pytest.mark.skipif(not availability.find("flash_attn").available, reason="flash-attn is not installed")

@@ -1,0 +1,291 @@
+"""Attention of packed documents, and of sequences with padding behind: work on pairs that see each other alone, results straight in place.
+
+Both are lists of ``Segment``: some queries of a sequence with some of its keys. A document sees itself; of a sequence with padding all
+queries see the real keys. Gradients are written into one tensor at the segment's place: slices under autograd would make a tensor of
+zeros of the full size for each of them, and a concatenation a copy.
+
+On the CPU (``cpu_flash``) long segments go to torch's fused kernel as views, one call each. Short ones, whose call costs more than their
+work, go in batches of about the same length: copied side by side, padded behind to the longest. Causal attention never looks at what is
+behind, and its gradient is zero, so the padding changes nothing; without the causal mask only segments of one length share a batch.
+
+On a GPU (``varlen``) one kernel takes all documents of the batch, as lengths added up. Everything else (``one_by_one``) calls a kernel
+of the caller's for each segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.memory import blocks, empty
+
+_BATCHED_BYTES = 1 << 18  # of a segment's queries: beyond this a call of its own costs nothing beside its work
+_FILL = 0.75  # the shortest segment of a batch, of the longest
+_SHORT = 8  # up to here all lengths share a batch: it is calls that cost
+
+
+class Segment(NamedTuple):
+    """Rows ``start`` to ``start + queries`` of a sequence that see its rows ``start`` to ``start + keys``."""
+
+    sequence: int
+    start: int
+    queries: int
+    keys: int
+
+
+Segments = tuple[Segment, ...]
+Attend = Callable[[Tensor, Tensor, Tensor, Segment], Tensor]
+
+
+@lru_cache(maxsize=16)
+def segments_of_documents(documents: tuple[tuple[int, ...], ...]) -> Segments:
+    """From where the documents of each sequence end."""
+    return tuple(
+        Segment(sequence, start, end - start, end - start)
+        for sequence, ends in enumerate(documents) for start, end in zip((0, *ends), ends, strict=False)
+    )  # fmt: skip
+
+
+def segments_of_lengths(lengths: Sequence[int], s: int) -> Segments:
+    """All ``s`` queries of each sequence see its first ``length`` keys; a sequence without keys has no segment."""
+    return tuple(Segment(sequence, 0, s, min(length, s)) for sequence, length in enumerate(lengths) if length > 0)
+
+
+@lru_cache(maxsize=16)
+def batches_of(segments: Segments, causal: bool) -> tuple[Segments, ...]:
+    """Segments that can be computed side by side, longest first."""
+    found: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda g: (-g.queries, -g.keys, g)):
+        longest = found[-1][0] if found else None
+        alike = longest is not None and (longest.queries, longest.keys) == (segment.queries, segment.keys)
+        if longest is not None and causal and segment.queries == segment.keys and longest.queries == longest.keys:
+            alike = longest.queries <= _SHORT or segment.queries >= _FILL * longest.queries
+        if alike:
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return tuple(map(tuple, found))
+
+
+class _Call(NamedTuple):
+    """Segments of one call of a kernel, the first one the longest, and which columns of a sequence: all, if they are several."""
+
+    segments: Segments
+    each: int
+    columns: slice
+
+
+def _calls(segments: Segments, causal: bool, q: Tensor, each: int) -> Iterator[_Call]:
+    """Each call has results of about 1 MiB (``ops/memory.py :: blocks``), or is a segment alone."""
+    row = q.shape[2] * q.shape[3] * q.element_size()
+    for batch in batches_of(segments, causal):
+        of_one = batch[0].queries * each * row
+        if of_one <= _BATCHED_BYTES:
+            yield from (_Call(batch[some], each, slice(0, each)) for some in blocks(len(batch), of_one, q.device))
+        else:
+            yield from (_Call((segment,), each, columns) for segment in batch for columns in blocks(each, segment.queries * row, q.device))
+
+
+class _Places:
+    """Where the rows of a call are in a tensor [s, m, r, d], and how they get side by side and back.
+
+    Args:
+        call: its segments.
+        keys: the rows of the keys; else those of the queries.
+    """
+
+    def __init__(self, call: _Call, keys: bool) -> None:
+        lengths = [segment.keys if keys else segment.queries for segment in call.segments]
+        longest, first = max(lengths), call.segments[0]
+        self.alone: tuple[slice, slice] | None = None
+        if len(lengths) == 1:
+            column = first.sequence * call.each
+            self.alone = slice(first.start, first.start + longest), slice(column + call.columns.start, column + call.columns.stop)
+            return
+        start, length = torch.tensor([segment.start for segment in call.segments])[:, None], torch.tensor(lengths)[:, None]
+        at = torch.arange(longest)
+        self.each, self.padded, self.valid = call.each, min(lengths) < longest, at < length
+        self.rows = start + torch.minimum(at, length - 1)  # behind its end a segment's last row again: any finite number will do
+        self.columns = torch.tensor([segment.sequence * call.each for segment in call.segments])[:, None] + torch.arange(call.each)
+
+    def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:
+        """[s, m, r, d] -> [n * each, r, longest, d]; a view for one segment."""
+        if self.alone is not None:
+            return x[self.alone].permute(1, 2, 0, 3)
+        taken = x[self.rows[:, None, :], self.columns[:, :, None]]  # [n, each, longest, r, d]
+        if zero_behind and self.padded:
+            taken.mul_(self.valid[:, None, :, None, None])
+        return taken.flatten(0, 1).transpose(1, 2)
+
+    def put(self, into: Tensor, x: Tensor) -> None:
+        """[n * each, r, longest, d] into its places in [s, m, r, d]."""
+        if self.alone is not None:
+            into[self.alone] = x.permute(2, 0, 1, 3)
+            return
+        x = x.unflatten(0, (-1, self.each)).permute(0, 3, 1, 2, 4)  # [n, longest, each, r, d]
+        if not self.padded:
+            into[self.rows[:, :, None], self.columns[:, None, :]] = x
+            return
+        segment, at = self.valid.nonzero(as_tuple=True)
+        into[self.rows[segment, at][:, None], self.columns[segment]] = x[segment, at]
+
+
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool) -> Tensor:
+    """Attention by torch's fused CPU kernel.
+
+    Args:
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        segments: none of them overlap.
+        each: columns of m for a sequence, one after another.
+        causal: within a segment.
+    Returns:
+        [s, m, r, d]; zero for queries of no segment.
+    """
+    return _CPUSegments.apply(q, k, v, segments, each, causal)
+
+
+class _CPUSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool) -> Tensor:
+        ctx.segments, ctx.each, ctx.causal = segments, each, causal
+        out, sums = empty(q.shape, dtype=q.dtype, device=q.device), []
+        _zero_outside(out, segments, each, keys=False)
+        for call in _calls(segments, causal, q, each):
+            queries = _Places(call, keys=False)
+            result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_operands(q, k, v, call, queries), 0.0, causal)
+            queries.put(out, result)
+            sums.append(log_sums)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, *sums = ctx.saved_tensors
+        grads = _gradients_of(q, k, v, ctx.segments, ctx.each)
+        for call, log_sums in zip(_calls(ctx.segments, ctx.causal, q, ctx.each), sums, strict=True):
+            queries, keys = _Places(call, keys=False), _Places(call, keys=True)
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                queries.take(grad, zero_behind=True), *_operands(q, k, v, call, queries), queries.take(out), log_sums, 0.0, ctx.causal
+            )
+            queries.put(grads[0], found[0])
+            for into, of_queries in zip(grads[1:], found[1:], strict=True):  # the group's one key and value served all its queries
+                keys.put(into, of_queries if q.shape[2] == 1 else of_queries.sum(1, keepdim=True))
+        return *grads, None, None, None
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, call: _Call, queries: _Places) -> tuple[Tensor, Tensor, Tensor]:
+    """As the kernel takes them: [n * each, r, longest, d] all three; keys and values are not copied for their queries."""
+    keys, r = _Places(call, keys=True), q.shape[2]
+    return queries.take(q), keys.take(k).expand(-1, r, -1, -1), keys.take(v).expand(-1, r, -1, -1)
+
+
+def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for them, zero where no segment is. Parts of the fused QKV get one tensor in its layout, and packing costs nothing."""
+    s, m, r, d = q.shape
+    if q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
+        packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
+        grads = packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]
+    else:
+        grads = tuple(empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v))  # type: ignore[assignment]
+    for grad, keys in zip(grads, (False, True, True), strict=True):
+        _zero_outside(grad, segments, each, keys)
+    return grads
+
+
+def _zero_outside(x: Tensor, segments: Segments, each: int, keys: bool) -> None:
+    """Fill what no segment writes: all rows behind the segments of each sequence, which are one after another from the first row on."""
+    ends = [0] * (x.shape[1] // each)
+    for segment in segments:
+        ends[segment.sequence] = max(ends[segment.sequence], segment.start + (segment.keys if keys else segment.queries))
+    for sequence, end in enumerate(ends):
+        if end < x.shape[0]:
+            x[end:, sequence * each : (sequence + 1) * each].zero_()
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kernel: Callable[..., Tensor]) -> Tensor:
+    """All documents in one call of a GPU kernel.
+
+    One sequence with one query for each key goes through without a copy; else the kernel's layout, tokens of one sequence after those
+    of another and the groups of heads side by side, takes one of each operand.
+
+    Args:
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        segments: documents, in order, which cover every row.
+        each: columns of m for a sequence.
+        kernel: of (q [tokens, heads, d], k and v [tokens, groups, d], ends of the documents int32 [n + 1], longest document).
+    """
+    s, m, r, d = q.shape
+    b = m // each
+    by_token = [t.view(s, b, each, -1, d).transpose(0, 1).reshape(b * s, -1, d) for t in (q, k, v)]
+    ends = _ends(segments, s, q.device)
+    out = kernel(*by_token, ends, max(segment.queries for segment in segments))
+    return out.view(b, s, each, r, d).transpose(0, 1).reshape(s, m, r, d)
+
+
+@lru_cache(maxsize=4)
+def _ends(segments: Segments, s: int, device: torch.device) -> Tensor:
+    """int32 [n + 1]: 0, and where the documents end in the row of all sequences; once for all layers. The host waits for nothing."""
+    ends = torch.tensor([0, *(segment.sequence * s + segment.start + segment.queries for segment in segments)], dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends.to(device)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, attend: Attend) -> Tensor:
+    """Attention by any kernel, one call for each segment.
+
+    Args:
+        q: [s, m, r, d].
+        k, v: [s, m, 1, d].
+        segments: none of them overlap.
+        each: columns of m for a sequence.
+        attend: of the segment's q [queries, each, r, d], k and v [keys, each, 1, d] and the segment, differentiable.
+    Returns:
+        [s, m, r, d]; zero for queries of no segment.
+    """
+    return _OneByOne.apply(q, k, v, segments, each, attend, torch.is_grad_enabled())
+
+
+class _OneByOne(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, attend: Attend, train: bool
+    ) -> Tensor:  # fmt: skip
+        out = empty(q.shape, dtype=q.dtype, device=q.device)
+        _zero_outside(out, segments, each, keys=False)
+        ctx.segments, ctx.each, ctx.parts = segments, each, []
+        for segment in segments:
+            rows, seen, columns = _runs(segment, each)
+            leaves = [t[at, columns].detach().requires_grad_(train) for t, at in ((q, rows), (k, seen), (v, seen))]
+            with torch.set_grad_enabled(train):
+                part = attend(leaves[0], leaves[1], leaves[2], segment)
+            out[rows, columns] = part.detach()
+            if train:
+                ctx.parts.append((leaves, part))
+        ctx.save_for_backward(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v = ctx.saved_tensors
+        grads = _gradients_of(q, k, v, ctx.segments, ctx.each)
+        parts, ctx.parts = ctx.parts, []
+        if len(parts) != len(ctx.segments):
+            raise RuntimeError("the packed attention's backward ran already: its tensors are gone (retain_graph is not supported)")
+        for segment in reversed(ctx.segments):
+            (leaves, part), (rows, seen, columns) = parts.pop(), _runs(segment, ctx.each)
+            found = torch.autograd.grad(part, leaves, grad[rows, columns])
+            del part, leaves
+            for into, at, mine in zip(grads, (rows, seen, seen), found, strict=True):
+                into[at, columns] = mine
+        return *grads, None, None, None, None
+
+
+def _runs(segment: Segment, each: int) -> tuple[slice, slice, slice]:
+    """(rows of its queries, of its keys, its columns)."""
+    start, first = segment.start, segment.sequence * each
+    return slice(start, start + segment.queries), slice(start, start + segment.keys), slice(first, first + each)
