@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from megatron_sp.ops.grad_sink import GradSink
 from megatron_sp.ops.rotary import rotary_tables
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.layout import Layout, SequenceCut
+from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
 from megatron_sp.utils.numbers import round_up
@@ -157,6 +159,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         assert config.num_layers and config.vocab_size and config.hidden_size
         self.config, self.kernels, self.layout = config, kernels, layout or Layout()
+        self._offload: ActivationOffload | None = None
         tell = on_unit or (lambda model, unit: None)
         self.embedding = Embedding(config, seed, dtype, self.layout)
         tell(self, Unit("embedding", self.embedding))
@@ -214,6 +217,7 @@ class LanguageModel(nn.Module):
         mine = None if types is None else cut.pad(types.t())[cut.between]
         x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx, mine)
         layers = cast("list[TransformerBlock]", list(self.stack.layers))
+        offload = self._offload_pass(x, ctx)
         below: int | None = None  # the unit whose parameters backward reads next, when it is through with what comes now
         for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()
@@ -222,9 +226,10 @@ class LanguageModel(nn.Module):
             x = unit_boundary(x, events, first + 1, below)
             if again:
                 draws_random = layers[first].self_attention.draws_random(ctx)
-                x = recompute(_run_layers, layers, range(first, last), x, ctx, events, draws_random=draws_random)
+                run = partial(_recomputed, layers, range(first, last), ctx, events, draws_random)
+                x = run(x) if offload is None else offload.run(run, x, tuple, last=last == len(layers))
             else:
-                x = _run_layers(layers, range(first, last), x, ctx, events)
+                x = _run_layers(layers, range(first, last), x, ctx, events, offload)
             below = None if again else last
         x = unit_boundary(x, events, len(layers) + 1, below)
         if events is not None:
@@ -234,6 +239,13 @@ class LanguageModel(nn.Module):
         if ctx.cache is not None:
             ctx.cache.length += tokens.shape[1]
         return x
+
+    def _offload_pass(self, x: Tensor, ctx: ForwardContext) -> OffloadPass | None:
+        """For this forward pass, if activations are kept in host memory (--offload-activations)."""
+        if not self.kernels.offload_activations or not torch.is_grad_enabled():
+            return None
+        self._offload = self._offload or ActivationOffload(x.device)
+        return self._offload.forward_pass(ctx.rotary or ())
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
         """Add what is computed once per forward pass and shared by all layers."""
@@ -249,12 +261,22 @@ class LanguageModel(nn.Module):
         return replace(ctx, recompute_core=again, mlp_chunks=self.kernels.mlp_chunks)
 
 
-def _run_layers(layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> Tensor:
+def _recomputed(
+    layers: list[TransformerBlock], which: range, ctx: ForwardContext, events: UnitEvents | None, draws_random: bool, x: Tensor
+) -> Tensor:
+    return recompute(_run_layers, layers, which, x, ctx, events, draws_random=draws_random)
+
+
+def _run_layers(
+    layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
+    offload: OffloadPass | None = None,
+) -> Tensor:  # fmt: skip
     """The blocks ``which``, whose units are numbered from 1; whoever calls sets the boundary in front of them."""
     for layer in which:
         if layer > which.start:
             x = unit_boundary(x, events, layer + 1, layer)
         if events is not None:
             events.before_use(layer + 1)
-        x = layers[layer](x, ctx)
+        block = layers[layer]
+        x = block(x, ctx) if offload is None else offload.run(partial(block, ctx=ctx), x, block.parameters, last=layer + 1 == len(layers))
     return x

@@ -77,6 +77,9 @@ class RunPlan:
             + ", ".join(f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
             + "); tensors alone: NCCL, the allocator and the program come on top",
         ]
+        if config.kernels.offload_activations:
+            beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
+            lines.append(f"activations in host memory: {format_bytes(memory.host)} of each rank{beside}")
         if not traffic.flows:
             lines.append("traffic: none, there is one process")
         else:

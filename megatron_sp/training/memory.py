@@ -66,10 +66,12 @@ class MemoryPlan:
     Attributes:
         stays: lives from start to end.
         moments: the worst one of each kind.
+        host: bytes in host memory instead (--offload-activations).
     """
 
     stays: tuple[Line, ...]
     moments: tuple[Moment, ...]
+    host: int = 0
 
     @property
     def resident(self) -> int:
@@ -98,7 +100,8 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "resident": self.resident, "peak": self.peak, "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
+            "resident": self.resident, "peak": self.peak, "host": self.host,
+            "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},
             "stays": {line.name: line.num_bytes for line in self.stays},
             "worst": {"phase": self.worst.phase, "name": self.worst.name, **{line.name: line.num_bytes for line in self.worst.lines}},
         }  # fmt: skip
@@ -320,6 +323,8 @@ class Form:
 
     def kept_below(self, layer: int) -> list[Line]:
         """By all blocks below one, when backward works on that."""
+        if self.offloads:
+            return self._left_below(layer)
         whole = _sum(self.block_keeps)
         recomputed = {i: first for first, last in self.recomputed for i in range(first, last)}
         inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in self.recomputed)
@@ -329,6 +334,55 @@ class Form:
             Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.stream),
             Line("output of recomputed blocks", self.stream if layer in recomputed else 0), self._embedding_norm,
         ]  # fmt: skip
+
+    # in host memory
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations leave the device; a CPU has no other memory, and keeps them beside their copies."""
+        return self.kernels.offload_activations and self.empties
+
+    @property
+    def empties(self) -> bool:
+        return self.cuda
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory; kept from step to step."""
+        return sum(map(self._moves, self.stages[:-1])) if self.kernels.offload_activations else 0
+
+    @property
+    def stages(self) -> list[tuple[int, int, bool]]:
+        """What moves to the host and back as one: blocks by themselves, and runs of blocks that are recomputed."""
+        found = []
+        for first, last, again in recompute_plan(self.kernels, self.layers):
+            found += [(first, last, True)] if again else [(layer, layer + 1, False) for layer in range(first, last)]
+        return [stage for stage in found if stage[0] < stage[1]]
+
+    @property
+    def _stay_of_block(self) -> list[Line]:
+        return [line for line in self.block_keeps if line.name == "dropout keys"]
+
+    def _moves(self, stage: tuple[int, int, bool]) -> int:
+        """Bytes of a stage that go to the host: numbers, not keys and masks."""
+        return self.stream if stage[2] else _sum(self.block_keeps) - _sum(self._stay_of_block)
+
+    def _left_below(self, layer: int) -> list[Line]:
+        """As ``kept_below``: of the stages below the one next to come is on its way back."""
+        index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
+        first, _, again = self.stages[index]
+        stay = sum(not below[2] for below in self.stages[:index]) * _sum(self._stay_of_block)
+        own = (layer - first) * _sum(self.block_keeps) + (self.stream if again and layer > first else 0)
+        coming = self._moves(self.stages[index - 1]) if index else 0
+        return [
+            Line("blocks below", own + stay), Line("block below, on its way from the host", coming),
+            Line("output of recomputed blocks", self.stream if again else 0), self._embedding_norm,
+        ]  # fmt: skip
+
+    def _leaving(self) -> Line:
+        """While the last stage computes."""
+        moves = self._moves(self.stages[-2]) if self.offloads and len(self.stages) > 1 else 0
+        return Line("block before, on its way to the host", moves)
 
     @property
     def recomputed(self) -> list[tuple[int, int]]:
@@ -346,6 +400,7 @@ class Form:
             Line("master weights", kept if self.is_16_bit else 0),
             Line("optimizer state", kept * (2 if optimizer == "adam" else 1)),
             Line("micro-batches", data), Line("tables of the forward pass", self._tables()),
+            Line("activations' copies in host memory", 0 if self.cuda else self.host),
         ]  # fmt: skip
         moments = [self._head(), self._head_end(), self._attention_forward(), self._last_forward(), *self._head_backward()]
         for layer in reversed(range(self.layers)):
@@ -360,7 +415,7 @@ class Form:
         moments.append(Moment("backward", "embedding", (*_gradients(zero.at(0)), *stream, widened)))
         moments += self._reductions()
         moments.append(Moment("update", "optimizer", _gradients(zero.after())))
-        return MemoryPlan(tuple(stays), tuple(moments))
+        return MemoryPlan(tuple(stays), tuple(moments), self.host)
 
     def _reductions(self) -> list[Moment]:
         """Backward leaves a unit, or all of them."""
@@ -389,8 +444,13 @@ class Form:
 
     def _kept_by_blocks(self) -> list[Line]:
         recomputed = sum(last - first for first, last in self.recomputed)
-        kept = [Line(line.name, (self.layers - recomputed) * line.num_bytes) for line in _merge(self.block_keeps)]
-        return [*kept, Line("inputs of recomputed blocks", len(self.recomputed) * self.stream), self._embedding_norm]
+        stored, inputs = self.layers - recomputed, len(self.recomputed)
+        here = {line.name for line in self.block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
+        if self.offloads:  # the last stage alone
+            inputs = int(self.stages[-1][2])
+        of_moved = stored if not self.offloads else 1 - inputs
+        kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in _merge(self.block_keeps)]
+        return [*kept, Line("inputs of recomputed blocks", inputs * self.stream), self._embedding_norm]
 
     @property
     def _embedding_norm(self) -> Line:
@@ -479,7 +539,7 @@ class Form:
         return Moment(
             "forward", "attention of the last block",
             (
-                *_gradients(self.zero.forward()), self._head_params(), *kept, Line("MLP, not there yet", mlp),
+                *_gradients(self.zero.forward()), self._head_params(), *kept, Line("MLP, not there yet", mlp), self._leaving(),
                 Line("of a recomputed block", keeps), Line("attention kernel's temporaries", makes),
             ),
         )  # fmt: skip
@@ -493,7 +553,7 @@ class Form:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", self.stream)]
         return Moment(
             "forward", "last block",
-            (*_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), *made),
+            (*_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), *made, self._leaving()),
         )  # fmt: skip
 
     def _in_backward(self) -> list[Line]:

@@ -88,6 +88,8 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
     if config.kernels.recompute_granularity != "full":
         yield [("--recompute-granularity full", _recompute_all)]
     yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
+    if not config.kernels.offload_activations:
+        yield [("--offload-activations", setting("kernels", "offload_activations", True))]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
     yield [
         (f"--sequence-parallel-size {size}", setting("parallel", "sequence_parallel_size", size))

