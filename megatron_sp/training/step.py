@@ -35,8 +35,8 @@ MicroBatch = dict[str, Tensor]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the device, but for what the host reads (which documents there are): it would have to wait for it."""
-    return {name: t if name == "documents" else t.to(device, non_blocking=True) for name, t in batch.items()}
+    """A micro-batch on the device, but for what the host reads (documents and lengths): it would have to wait for it."""
+    return {name: t if name in ("documents", "length") else t.to(device, non_blocking=True) for name, t in batch.items()}
 
 
 class LossFunction(Protocol):
@@ -97,7 +97,11 @@ def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool,
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
         keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
     documents = document_ends(batch["documents"]) if "documents" in batch else None
-    mask = AttentionMask(causal=causal, key_lengths=batch.get("length"), documents=documents)
+    mask = AttentionMask(causal=causal, documents=documents)
+    if "length" in batch:
+        on_host, device = batch["length"].device.type == "cpu", batch["tokens"].device
+        lengths = tuple(batch["length"].tolist()) if on_host else None
+        mask = AttentionMask(causal, batch["length"].to(device, non_blocking=True), lengths=lengths)
     return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
 
 

@@ -24,11 +24,12 @@ FIRST_TWO = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 ALONE = [
     Case(), Case(model=LLAMA, kernels=SELECTIVE), Case(model=DROP, micro_batches=2), Case(kernels=FULL, model=DROP), Case(kernels=BY_TWO),
     Case(kernels=FIRST_TWO, micro_batches=2), Case(kernels=PIECES, packed=True), Case(padding=True, kernels=FULL | PIECES),
-    Case(model={"num_layers": 1}),
+    Case(model={"num_layers": 1}), Case(bert=True, model={**DROP, "norm_placement": "post"}, kernels=PIECES),
 ]  # fmt: skip
 PAIRS = [
     Case(sp=2, mode="chunked", model=LLAMA), Case(sp=2, mode="split-qkv", seq=7, kernels=SELECTIVE), Case(tp=2, tp_seq=True, model=DROP),
     Case(dp=2, zero=3, micro_batches=2), Case(dp=2, zero=3, kernels=FULL, model=LLAMA), Case(dp=2, zero=2, kernels=PIECES, micro_batches=2),
+    Case(bert=True, sp=2, mode="chunked", model={"norm_placement": "post"}, zero=3),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ LLAMA = {
     "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 DROP, SQUARED = {"hidden_dropout": 0.2}, {"squared_relu": True}
+POST = {"norm_placement": "post"}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
 
@@ -25,12 +26,14 @@ def over(pieces: int, **rest: Any) -> Case:
 
 ALONE = [  # 3 pieces of 8 positions: 2, 3, 3
     over(3, steps=2), over(3, model=LLAMA | DROP), over(2, model=SQUARED, micro_batches=2), over(8, model=DROP), over(100, seq=5, batch=1),
+    over(3, bert=True, model=POST | DROP),
     over(3, kernels=FULL, model=DROP), over(4, kernels=SELECTIVE, dtype=torch.float32, model=LLAMA, steps=2),
 ]  # fmt: skip
 PAIRS = [
     over(3, tp=2, steps=2), over(3, tp=2, model=DROP, micro_batches=2), over(3, tp=2, tp_seq=True, seq=7, model=LLAMA, steps=2),
     over(4, tp=2, tp_seq=True, kernels=FULL, model=DROP, micro_batches=2), over(3, tp=2, tp_seq=True, dtype=torch.float32, model=SQUARED),
     over(3, sp=2, seq=7, model=DROP, mode="chunked"), over(2, dp=2, zero=1, micro_batches=2, steps=2), over(3, dp=2, zero=2, model=DROP),
+    over(3, bert=True, tp=2, tp_seq=True, seq=9, model=POST, steps=1),
     over(3, dp=2, zero=3, kernels=FULL, micro_batches=2, steps=2), over(3, dp=2, ragged=True, steps=2),
 ]  # fmt: skip
 FOURS = [

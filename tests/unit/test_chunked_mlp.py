@@ -30,15 +30,18 @@ def inputs(activation: ActivationName, *, bias: bool = True, dtype: torch.dtype 
     return {name: t.to(dtype) for name, t in made.items()}
 
 
+def norm_of(t: dict[str, Tensor]) -> NormInFront | None:
+    return NormInFront(LAYER if "norm_bias" in t else RMS, t["norm"], t.get("norm_bias")) if "norm" in t else None
+
+
 def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, sink: Any = None) -> Tensor:
-    norm = NormInFront(LAYER if "norm_bias" in t else RMS, t["norm"], t.get("norm_bias"))
-    plan = MLPPlan(norm.spec, Activation(activation), chunks, rate=rate)
+    norm = norm_of(t)
+    plan = MLPPlan(None if norm is None else norm.spec, Activation(activation), chunks, rate=rate)
     return chunked_mlp(t["x"], norm, (t["w1"], t.get("b1")), (t["w2"], t.get("b2")), plan, row_keys=KEYS if rate else None, sink=sink)
 
 
 def whole(t: dict[str, Tensor], activation: ActivationName, rate: float = 0.0) -> Tensor:
-    norm = NormInFront(LAYER if "norm_bias" in t else RMS, t["norm"], t.get("norm_bias"))
-    wide, x = column_linear(t["x"], t["w1"], t.get("b1"), norm=norm)
+    wide, x = column_linear(t["x"], t["w1"], t.get("b1"), norm=norm_of(t))
     out = row_linear(wide, t["w2"], t.get("b2"), activation=Activation(activation))
     return hash_dropout(out, rate, KEYS, residual=x)
 
@@ -52,6 +55,13 @@ def test_is_the_mlp_in_one_piece(activation: ActivationName, bias: bool, rate: f
     tensors, grad = leaves(**inputs(activation, bias=bias)), randn(S, B, H, seed=4)
     want = gradients(lambda t: whole(t, activation, rate), tensors, grad)
     assert_law(gradients(lambda t: pieces_of(t, activation, chunks, rate), tensors, grad), want, FP64)
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",)])
+def test_without_a_norm_in_front(frozen: tuple[str, ...]) -> None:
+    tensors, grad = {name: t for name, t in inputs("gelu").items() if "norm" not in name}, randn(S, B, H, seed=4)
+    want = gradients(lambda t: whole(t, "gelu", 0.3), leaves(frozen, **tensors), grad)
+    assert_law(gradients(lambda t: pieces_of(t, "gelu", 3, 0.3), leaves(frozen, **tensors), grad), want, FP64)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

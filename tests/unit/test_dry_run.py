@@ -159,7 +159,7 @@ def test_the_smallest_change_that_suffices_comes_first() -> None:
 def test_if_nothing_suffices_alone_all_together_are_tried() -> None:
     config = config_of()
     last = find_remedies(config, 16, "cuda", available=GIB // 2)[-1]
-    assert last.flags == "--micro-batch-size 1 --recompute-granularity full --zero-stage 3"
+    assert last.flags == "--micro-batch-size 1 --recompute-granularity full --offload-activations --zero-stage 3 --mlp-chunks 4"
     assert last.peak == plan_of(config_of(*last.flags.split()), 16, "cuda").peak
 
 

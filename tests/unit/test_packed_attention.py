@@ -16,6 +16,7 @@ from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, split_qkv
 from megatron_sp.ops.packed_attention import Segment, batches_of, segments_of_documents, segments_of_lengths
+from megatron_sp.training.step import micro_batch_context, on_device
 
 __all__ = ["in_blocks"]
 D = 4
@@ -217,3 +218,13 @@ def test_what_shares_a_batch() -> None:
     assert [[g.queries for g in batch] for batch in batches_of(segments, False)] == [[100], [76], [74], [8, 8], [1]]
     lengths = segments_of_lengths([5, 9, 0, 5], 9)
     assert [[g.keys for g in batch] for batch in batches_of(lengths, False)] == [[9], [5, 5]]
+
+
+def test_what_the_host_reads_does_not_go_to_the_device() -> None:
+    batch = {"tokens": torch.zeros(2, 5, dtype=torch.long), "documents": torch.tensor([[0, 0, 1, 1, 1], [0] * 5])}
+    moved = on_device({**batch, "length": torch.tensor([5, 2])}, torch.device("meta"))
+    assert {name: t.device.type for name, t in moved.items()} == {"tokens": "meta", "documents": "cpu", "length": "cpu"}
+    del moved["documents"]
+    mask = micro_batch_context(moved, seed=1, step=1, drops=False, kernel="sdpa", causal=False).mask
+    assert mask.lengths == (5, 2) and mask.key_lengths is not None and mask.key_lengths.device.type == "meta"
+    assert micro_batch_context(batch, seed=1, step=1, drops=False, kernel="sdpa").mask.documents == ((2, 5), (5,))
