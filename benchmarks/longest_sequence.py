@@ -12,10 +12,10 @@ own share:
     + recomputation         --recompute-granularity full
     + MLP in pieces         --mlp-chunks
 
-With --confirm the first and the last of these lengths are trained for two steps, each in a process of its own, whose live tensors are counted
-by a dispatch mode (``benchmarks/storages.py``) and whose growth of resident memory is read beside it. The tokens are packed documents of 1024:
-attention over half a million positions would take hours, and its memory is the same. --offload-activations is left out: a CPU has no
-other memory.
+With --confirm the first and the last of these lengths are trained for two steps, each in a process of its own, whose live tensors are
+counted by a dispatch mode (``benchmarks/storages.py``) and whose growth of resident memory is read beside it. The tokens are packed
+documents of 1024: attention over half a million positions would take hours, and its memory is the same. --offload-activations is left out:
+a CPU has no other memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=4.0, help="memory of the process (default: 4)")
     parser.add_argument("--pieces", type=int, default=32, help="--mlp-chunks (default: 32)")
     parser.add_argument("--confirm", action="store_true", help="train at the first and the last length, and count")
-    parser.add_argument("--smoke", action="store_true", help="64 MiB, and confirm")
+    parser.add_argument("--smoke", action="store_true", help="128 MiB, and confirm")
     parser.add_argument("--one", nargs=3, metavar=("SETTING", "TOKENS", "LIMIT"), help=argparse.SUPPRESS)
     parser.add_argument("--json")
     return parser.parse_args(argv)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.one:
         print(json.dumps(train(options.one[0], int(options.one[1]), int(options.one[2]), options.pieces)))
         return 0
-    limit = int(options.gib * GIB) if not options.smoke else GIB // 16
+    limit = int(options.gib * GIB) if not options.smoke else GIB // 8
     names = list(settings(STEP, options.pieces))
     rows, results = [], {"limit_bytes": limit, "shape": SHAPE, "settings": dict[str, Any]()}
     found = {name: longest(name, limit, options.pieces) for name in names}

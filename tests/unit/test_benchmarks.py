@@ -296,6 +296,26 @@ def test_ways_without_communication_leave_the_collectives_as_they_were() -> None
     assert (weights.all_gather_async, weights.all_reduce_async) == (gather, reduce)
 
 
+def test_longest_sequence_fits_as_predicted(tmp_path: Path) -> None:
+    done = run("longest_sequence.py", "--smoke", "--json", str(tmp_path / "l.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "l.json").read_text())["results"]
+    found = results["settings"]
+    tokens = [setting["tokens"] for setting in found.values()]
+    assert tokens == sorted(tokens) and tokens[-1] >= 2 * tokens[0] > 0
+    for name in ("nothing", "+ MLP in pieces"):
+        counted = found[name]["measured"]["peak"]
+        assert counted <= results["limit_bytes"] and counted == pytest.approx(found[name]["predicted_bytes"], rel=0.05)
+
+
+def test_packed_attention_knows_its_work(tmp_path: Path) -> None:
+    done = run("packed_attention.py", "--smoke", "--json", str(tmp_path / "p.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "p.json").read_text())["results"]
+    assert all(sum(mix["lengths"]) == 128 for mix in results.values()) and results["8 of 16"]["work"] == pytest.approx(1 / 8)
+    assert all(seconds > 0 for mix in results.values() for seconds in mix["seconds"].values())
+
+
 def test_bytes_on_the_wire() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
