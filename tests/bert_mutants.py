@@ -44,6 +44,6 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("post-norm: no norm behind the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
     ("post-norm: a norm behind the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
     # the step
-    ("context: causal", STEP, "AttentionMask(causal=causal, key_lengths", "AttentionMask(causal=True, key_lengths"),
-    ("context: padding is seen", STEP, 'key_lengths=batch.get("length")', "key_lengths=None"),
+    ("context: causal", STEP, "AttentionMask(causal, batch[", "AttentionMask(True, batch["),
+    ("context: padding is seen", STEP, 'if "length" in batch:', "if False:"),
 ]  # fmt: skip
