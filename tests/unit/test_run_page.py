@@ -194,6 +194,10 @@ def test_intervals_of_several_steps_and_records_without_sense(tmp_path: Path) ->
     log.write("start", 16, after=1, launch_to_ready_s="inf")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 17}\n{"kind": "train", "step": 18, "time": "soon"}\n')
+    log = LogWriter(tmp_path / "endless")
+    log.start(0, took=0.0)
+    (log.folder / "metrics.jsonl").write_text((log.folder / "metrics.jsonl").read_text().replace("0.0}", '"inf"}'))
+    assert "inf" in (log.folder / "metrics.jsonl").read_text() and time_line(attempts(read_run(log.folder).records)) == []
     spans = time_line(attempts(read_run(tmp_path).records))
     assert all(math.isfinite(s.seconds) and s.seconds > 0 for s in spans) and ("steps", 20.0) in {(s.kind, s.seconds) for s in spans}
 
