@@ -280,6 +280,16 @@ def test_skipped_steps_and_the_loss_scale(tmp_path: Path) -> None:
     assert "Loss scale" in words and "1 value is not finite" in words and "Skipped steps 3" in words
 
 
+def test_what_is_validated_beside_the_loss(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.steps(1, 2)
+    log.write("valid", 2, loss=2.0, perplexity=7.4, seconds=1.0, order_loss=0.5, note="<b>", **{f"x{i}": 1.0 for i in range(20)})
+    log.write("valid", 4, loss=2.0, perplexity=7.4, seconds=1.0, order_loss=0.25)
+    drawn = [c for c in charts([read_run(tmp_path)]) if c.key.startswith("valid")]
+    assert [c.title for c in drawn[:2]] == ["Validation: order loss", "Validation: x0"] and len(drawn) == 8
+    assert (drawn[0].curves[0].x, drawn[0].curves[0].y) == ([2, 4], [0.5, 0.25])
+
+
 def test_prediction_and_exchanges(resumed: Path) -> None:
     log = LogWriter(resumed)
     log.time = 1_700_000_100.0

@@ -13,6 +13,8 @@ from megatron_sp.training.run_page.svg import Chart
 from megatron_sp.utils.run_history import History, Record, number
 
 _POINTS = 24_000  # of all curves together: what keeps the page well below a megabyte
+_VALIDATION_CHARTS = 8
+_OF_EVERY_VALIDATION = ("kind", "time", "step", "loss", "loss_hex", "perplexity", "seconds", "minutes")
 _KNOTS = 300  # of the map from steps to tokens and to time
 
 
@@ -43,7 +45,19 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
         one("num_zeros_in_grad", "Zeros in the gradients", "si", "num_zeros_in_grad", from_zero=True),
     ]
     constant = ("loss_scale", "global_batch_size")  # worth a chart only when they change
-    return [loss, *(c for c in found if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves)))]
+    kept = [c for c in found if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
+    return [loss, *_validation_charts(runs, buckets), *kept]
+
+
+def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
+    """What is validated beside the loss: further terms (BERT's order loss), accuracy."""
+    names = dict.fromkeys(str(key) for run in runs for r in run.history.valid.values() for key in r if key not in _OF_EVERY_VALIDATION)
+    found = []
+    for place, name in enumerate(names):
+        curves = [_series(run.history, index, "valid", name, run.name, buckets // 4) for index, run in enumerate(runs)]
+        title = f"Validation: {name.replace('_', ' ')}"
+        found.append(Chart(f"valid-{place}", title, "loss", [c for c in curves if _holds_values(c)]))
+    return [c for c in found if c.curves][:_VALIDATION_CHARTS]
 
 
 def _holds_values(c: Curve) -> bool:
