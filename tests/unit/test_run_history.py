@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_sp.utils.run_history import History, are_equal, number, repetitions, replay, smoothed
+from megatron_sp.utils.run_log import read_records
 
 
 def records(*words: str, **more: Any) -> list[dict[str, Any]]:
@@ -43,6 +45,12 @@ def test_smoothed_is_the_plain_mean() -> None:
         side = min(reach, index, len(values) - 1 - index)
         near = [v for v in values[index - side : index + side + 1] if math.isfinite(v)]
         assert got == pytest.approx(sum(near) / len(near)) if near else math.isnan(got)
+
+
+def test_a_step_that_no_axis_has_room_for_is_no_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": {2**53}}}\n{{"kind": "train", "step": {2**53 - 1}}}\n')
+    found, notes = read_records(tmp_path)
+    assert [r["step"] for r in found] == [2**53 - 1] and "1 lines are no records" in notes[0]
 
 
 @pytest.mark.parametrize(

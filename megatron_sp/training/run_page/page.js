@@ -314,7 +314,7 @@
   }
   let last = 0;
   new ResizeObserver(() => {
-    if (document.body.clientWidth !== last) { last = document.body.clientWidth; drawAll(); }
+    if (document.body.clientWidth !== last && !matchMedia("print").matches) {  // paper gets the screen's picture, scaled last = document.body.clientWidth; drawAll(); }
   }).observe(document.body);
   document.documentElement.classList.add("ready");
   drawAll();
