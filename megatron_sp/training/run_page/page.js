@@ -314,7 +314,8 @@
   }
   let last = 0;
   new ResizeObserver(() => {
-    if (document.body.clientWidth !== last && !matchMedia("print").matches) {  // paper gets the screen's picture, scaled last = document.body.clientWidth; drawAll(); }
+    const paper = matchMedia("print").matches;  // it gets the screen's picture, scaled
+    if (document.body.clientWidth !== last && !paper) { last = document.body.clientWidth; drawAll(); }
   }).observe(document.body);
   document.documentElement.classList.add("ready");
   drawAll();
