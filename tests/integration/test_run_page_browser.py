@@ -80,6 +80,10 @@ canvas.focus();
 for (const key of ["ArrowRight", "ArrowLeft", "ArrowLeft"]) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 fact("by keys", tips());
 const rows = () => [...document.querySelectorAll("#config-table tbody tr")].filter((r) => !r.hidden).length;
+dispatchEvent(new Event("beforeprint"));
+fact("paper", figure.querySelector("svg").getAttribute("viewBox"));
+dispatchEvent(new Event("afterprint"));
+fact("screen", figure.querySelector("svg").getAttribute("viewBox") !== "0 0 1000 340");
 const few = rows();
 document.getElementById("config-show").value = "all";
 document.getElementById("config-show").dispatchEvent(new Event("change"));
@@ -187,6 +191,7 @@ def test_the_page_draws_and_answers(folder: Path, tmp_path: Path) -> None:
     assert any(t.endswith(" k") for t in facts["tokens"]) and any(t.endswith(" min") for t in facts["time"])
     assert facts["smoother"] and facts["unsmoothed"] == [1, "off"] and facts["hidden"] == [0, "false"]
     assert facts["by keys"][0].startswith("step 298\n"), "to the last step, and two back"
+    assert facts["paper"] == "0 0 1000 340" and facts["screen"], "paper has a width of its own"
     few, every, one = facts["rows"]
     assert 2 <= few < 10 and every > 100 and one == 2, "with the name of their group"
 

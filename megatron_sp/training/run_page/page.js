@@ -4,7 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 26, SMOOTHED_FROM = 150, UNDONE_DOTS = 40;
-  const state = { axis: "step", share: 0.01, zoom: null };
+  const state = { axis: "step", share: 0.01, zoom: null, paper: false };
   const views = [];
 
   const svg = (name, attributes, text) => {
@@ -98,7 +98,8 @@
 
   // ------------------------------------------------------------------------------------------------------ drawing
   const draw = (view) => {
-    const { chart, canvas } = view, width = Math.max(260, canvas.clientWidth), height = chart.h;
+    const { chart, canvas } = view, height = chart.h;
+    const width = state.paper ? (canvas.parentElement.classList.contains("wide") ? 1000 : 490) : Math.max(260, canvas.clientWidth);
     const right = width - RIGHT, bottom = height - BOTTOM;
     const shown = chart.curves.map((c, i) => ({ c, xs: c.x.map((x) => xOf(c.r, x)), on: !view.hidden.has(i) }));
     let xLow = Infinity, xHigh = -Infinity;
@@ -314,9 +315,10 @@
   }
   let last = 0;
   new ResizeObserver(() => {
-    const paper = matchMedia("print").matches;  // it gets the screen's picture, scaled
-    if (document.body.clientWidth !== last && !paper) { last = document.body.clientWidth; drawAll(); }
+    if (document.body.clientWidth !== last && !state.paper) { last = document.body.clientWidth; drawAll(); }
   }).observe(document.body);
+  for (const [kind, paper] of [["beforeprint", true], ["afterprint", false]])  // paper has a width of its own, whatever the window's
+    addEventListener(kind, () => { state.paper = paper; drawAll(); });
   document.documentElement.classList.add("ready");
   drawAll();
 })();
