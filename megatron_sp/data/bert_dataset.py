@@ -224,7 +224,7 @@ def make_piece(
         target_length: tokens of text that are kept, at most.
         random: freshly seeded.
     """
-    pivot, swapped = len(sentences), False
+    pivot, swapped = len(sentences), None
     if binary_head:
         pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
         swapped = bool(random.random_sample() < 0.5)

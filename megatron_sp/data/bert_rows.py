@@ -23,14 +23,14 @@ class Piece(NamedTuple):
         types: int64 [n], 0 for [CLS] A [SEP], 1 for B [SEP].
         masked: int64 [m], positions that have to be guessed.
         labels: int64 [m], what belongs there.
-        swapped: A and B have changed places.
+        swapped: A and B have changed places; None: there is no B.
     """
 
     tokens: np.ndarray
     types: np.ndarray
     masked: np.ndarray
     labels: np.ndarray
-    swapped: bool
+    swapped: bool | None
 
 
 def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sample:
@@ -41,8 +41,8 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
         pad: id of what is behind them.
     Returns:
         ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is to be guessed), ``loss_mask`` float32 [s] (1 where
-        something is), ``length`` int64 [] (tokens before the padding), ``order`` int64 [] (1: A and B are swapped); with ``packed`` also
-        ``documents`` int64 [s] and ``positions`` int64 [s].
+        something is); and for one sample ``length`` int64 [] (tokens before the padding) and, where it has two segments, ``order`` int64 []
+        (1: they are swapped), for packed ones ``documents`` int64 [s] and ``positions`` int64 [s].
     """
     tokens, types = np.full(seq_length, pad, np.int64), np.zeros(seq_length, np.int64)
     labels, loss_mask = np.zeros(seq_length, np.int64), np.zeros(seq_length, np.float32)
@@ -55,11 +55,13 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
         positions[at:end] = np.arange(end - at)
         at = end
     positions[at:] = np.arange(seq_length - at)
-    row: Sample = {
-        "tokens": tokens, "types": types, "labels": labels, "loss_mask": loss_mask, "length": np.array(at, np.int64),
-        "order": np.array(pieces[0].swapped, np.int64),
-    }  # fmt: skip
-    return row | {"documents": documents, "positions": positions} if packed else row
+    row: Sample = {"tokens": tokens, "types": types, "labels": labels, "loss_mask": loss_mask}
+    if packed:
+        return row | {"documents": documents, "positions": positions}
+    row["length"] = np.array(at, np.int64)
+    if pieces[0].swapped is not None:
+        row["order"] = np.array(pieces[0].swapped, np.int64)
+    return row
 
 
 def pack(lengths: np.ndarray, seq_length: int) -> np.ndarray:

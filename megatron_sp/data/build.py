@@ -101,12 +101,8 @@ def build_bert_datasets(
         binary_head: two stretches in a sample, which may be swapped; else one.
     Raises:
         DataError: files absent or damaged, no document that gives a sample.
-        ConfigError: no data, flags that cannot be read or that BERT has no use for, a tokenizer without BERT's tokens.
+        ConfigError: no data, flags that cannot be read or do not fit, a tokenizer without BERT's tokens.
     """
-    for flag, given in (("eod-mask-loss", data.eod_mask_loss), ("reset-position-ids", data.reset_position_ids),
-                        ("reset-attention-mask", data.reset_attention_mask)):  # fmt: skip
-        if given:
-            raise ConfigError(f"--{flag} is about documents in GPT's stream of tokens, and a BERT sample lies within one: leave it out")
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:

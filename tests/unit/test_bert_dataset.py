@@ -24,7 +24,9 @@ from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWrite
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_sp.training.step import micro_batch_context
 from megatron_sp.utils.errors import ConfigError, DataError
+from pretrain_bert import loss_counts
 
 V = 100
 
@@ -58,8 +60,7 @@ def corpus(folder: Path, name: str = "a", num_documents: int = 60, seed: int = 1
     return write(folder / name, [random.randint(0, 12, random.randint(0, 9)).tolist() for _ in range(num_documents)], seed)
 
 
-def build(n: tuple[int, int, int] = (100, 5, 5), s: int = 24, seed: int = 1234, **data: object) -> Datasets:
-    binary_head = not data.pop("bert_no_binary_head", False)
+def build(n: tuple[int, int, int] = (100, 5, 5), s: int = 24, seed: int = 1234, binary_head: bool = True, **data: object) -> Datasets:
     config = DataConfig(**({"split": "8,1,1"} | data))  # type: ignore[arg-type]
     return build_bert_datasets(config, seq_length=s, seed=seed, tokenizer=Words(), num_samples=n, binary_head=binary_head)
 
@@ -100,7 +101,8 @@ def test_golden_values(binary_head: bool, tmp_path: Path) -> None:
     for i, (text, types, labels, swapped) in enumerate(samples):
         sample = data[i]
         masked = np.array(labels) >= 0
-        assert (sample["tokens"].tolist(), sample["types"].tolist(), int(sample["order"])) == (text, types, swapped)
+        assert (sample["tokens"].tolist(), sample["types"].tolist(), int(sample.get("order", 0))) == (text, types, swapped)
+        assert ("order" in sample) == binary_head
         assert sample["loss_mask"].tolist() == masked.tolist()
         assert sample["labels"].tolist() == np.where(masked, labels, 0).tolist()
         assert int(sample["length"]) == text.index(0)
@@ -153,11 +155,11 @@ def literal(sentences: list[list[int]], target: int, options: BERTOptions, i: in
             elif random.random() >= 0.5:
                 seen[position] = random.randint(0, V)
     rest = options.seq_length - len(tokens)
-    return {
+    sample = {
         "tokens": np.array(seen + [0] * rest), "types": np.array(types + [0] * rest), "labels": np.array(labels),
         "loss_mask": np.array([k in masked for k in range(options.seq_length)], np.float32), "length": np.array(len(tokens)),
-        "order": np.array(int(swapped)),
     }  # fmt: skip
+    return sample | {"order": np.array(int(swapped))} if options.binary_head else sample
 
 
 @settings(deadline=None, max_examples=60)
@@ -198,7 +200,7 @@ def test_splits_are_by_document_and_share_nothing(tmp_path: Path) -> None:
 
 def test_what_decides_the_samples_is_in_the_fingerprint(tmp_path: Path) -> None:
     a, b = corpus(tmp_path), corpus(tmp_path, "b", seed=2)
-    one_head: dict[str, object] = {"bert_no_binary_head": True}
+    one_head: dict[str, object] = {"binary_head": False}
     changes: list[dict[str, object]] = [
         {}, {"seed": 5}, {"s": 25}, {"mask_prob": 0.2}, {"short_seq_prob": 0.2}, one_head, one_head | {"bert_pack_sequences": True},
         {"data_path": (b,)}, {"split": "7,2,1"}, {"n": (1000, 5, 5)},
@@ -234,8 +236,13 @@ def test_blends_and_paths_of_their_own(tmp_path: Path) -> None:
     assert isinstance(one_epoch, BERTDataset) and len(np.unique(one_epoch.index[:, 0])) == len(one_epoch)
 
 
+def real_tokens(row: Sample) -> int:
+    """Tokens before the padding, which in a packed row is the last document."""
+    return int(row["length"]) if "length" in row else int((row["documents"] < row["documents"][-1] + (row["tokens"][-1] != 0)).sum())
+
+
 def unpadded(sample: Sample) -> list[tuple[int, ...]]:
-    n = int(sample["length"])
+    n = real_tokens(sample)
     columns = [sample[k][:n].tolist() for k in ("tokens", "types", "labels", "loss_mask")]
     return list(zip(*columns, strict=True))
 
@@ -249,9 +256,10 @@ def test_packed_rows_are_the_samples_one_after_another(num_samples: int | None, 
     plain = BERTDataset(indexed, (0, 60), options, num_samples=num_samples, tokenizer=Words())
     plain.index, plain.rows = packed.index, None
     for i in range(len(packed)):
-        row, n = packed[i], int(packed[i]["length"])
+        row, n = packed[i], real_tokens(packed[i])
         parts = [unpadded(plain[k]) for k in range(int(packed.rows[i]), int(packed.rows[i + 1]))]
         assert unpadded(row) == joined(parts) and parts
+        assert row.keys() == {"tokens", "types", "labels", "loss_mask", "documents", "positions"}
         assert row["documents"].tolist() == [d for d, part in enumerate(parts) for _ in part] + [len(parts)] * (s - n)
         assert row["positions"].tolist() == [k for part in parts for k in range(len(part))] + list(range(s - n))
         assert (row["tokens"][n:] == 0).all() and (row["loss_mask"][n:] == 0).all()
@@ -281,7 +289,7 @@ def test_mock_samples(options: BERTOptions) -> None:
         assert ((np.diff(text) % 295 >= 1) & (np.diff(text) % 295 <= 3)).all(), "a walk around the ring"
     if options.seq_length > 5:
         assert len(lengths) > 10 and max(lengths) == (40 if options.binary_head else 39)
-    assert {int(x["order"]) for x in samples} == ({0, 1} if options.binary_head else {0})
+    assert {int(x.get("order", 2)) for x in samples} == ({0, 1} if options.binary_head else {2})
 
 
 def test_mock_splits_and_packing(tmp_path: Path) -> None:
@@ -305,11 +313,9 @@ MESSAGES: list[tuple[list[list[int]], dict[str, object], type[Exception], str]] 
     ([[5]] * 9, {}, DataError, r"every document is one sequence.*--split-sentences.*--bert-no-binary-head"),
     ([], {}, DataError, r"the train split is empty \(0 of 0 documents\)"),
     ([[600, 5], [], [5]], {"split": "1"}, DataError, r"none of the 3 documents .* 2 have fewer than 2 sentence.*, 1 have one above 512"),
-    ([[600, 5]] * 4, {"bert_no_binary_head": True, "split": "1"}, DataError, r"0 have fewer than 1 sentence\(s\), 4 have one above 512"),
+    ([[600, 5]] * 4, {"binary_head": False, "split": "1"}, DataError, r"0 have fewer than 1 sentence\(s\), 4 have one above 512"),
     ([[5, 5]] * 9, {"s": 4}, ConfigError, r"seq_length \(4\) must be at least 5 for BERT"),
     ([[5, 5]] * 9, {"bert_pack_sequences": True}, ConfigError, "add --bert-no-binary-head"),
-    ([[5, 5]] * 9, {"eod_mask_loss": True}, ConfigError, "--eod-mask-loss is about documents in GPT's stream"),
-    ([[5, 5]] * 9, {"reset_attention_mask": True}, ConfigError, "--reset-attention-mask is about"),
     ([[5, 5]] * 9, {"data_path": ()}, ConfigError, "there is no data"),
 ]  # fmt: skip
 
@@ -345,9 +351,23 @@ def test_a_tokenizer_without_special_tokens_is_an_error(tmp_path: Path) -> None:
 def test_text_that_is_mostly_cut_off_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prefix = write(tmp_path / "a", [[200]] * 20, seed=1)
     with caplog.at_level(logging.WARNING):
-        build((10, 0, 0), data_path=(prefix,), bert_no_binary_head=True, short_seq_prob=0.0)
+        build((10, 0, 0), data_path=(prefix,), binary_head=False, short_seq_prob=0.0)
     assert "the samples of the train split take in 10 % of the text of their sentences" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         build(data_path=(corpus(tmp_path, "b"),))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("binary_head", "packed"), [(True, False), (False, False), (False, True)])
+def test_rows_fit_what_the_training_step_asks_for(binary_head: bool, packed: bool) -> None:
+    """A term of the loss for each task, and padding told to attention in one way, never in two."""
+    data = build(mock_data=True, binary_head=binary_head, bert_pack_sequences=packed).train
+    assert data is not None
+    with BatchLoader(data, micro_batch_size=3) as loader:
+        batch = loader.step(0, 1)[0]
+    assert len(loss_counts(batch)) == 1 + binary_head
+    context = micro_batch_context(batch, seed=1, step=1, drops=True, kernel="reference", causal=False)
+    assert (context.mask.documents is None) != packed and (context.mask.key_lengths is None) == packed
+    if context.mask.documents is not None:
+        assert all(ends[-1] == 24 for ends in context.mask.documents)
