@@ -293,10 +293,10 @@ def test_mock_samples(options: BERTOptions) -> None:
 
 
 def test_mock_splits_and_packing(tmp_path: Path) -> None:
-    sets = build((50, 20, 0), mock_data=True)
+    sets = build((150, 150, 0), mock_data=True)
     assert sets.train is not None and sets.valid is not None and sets.test is None
-    starts = [[int(split[i]["tokens"][1]) for i in range(20)] for split in (sets.train, sets.valid)]
-    assert starts[0] != starts[1] and sets.train.fingerprint() != sets.valid.fingerprint()
+    pairs = [(a, b) for a, b in ((sets.train[i], sets.valid[i]) for i in range(150)) if a["length"] == b["length"]]
+    assert len(pairs) > 5 and not any(same(a, b) for a, b in pairs) and sets.train.fingerprint() != sets.valid.fingerprint()
     options = BERTOptions(40, 7, binary_head=False, pack=True)
     packed: Dataset = MockBERTDataset(options, num_samples=50, tokenizer=Words())
     plain = MockBERTDataset(BERTOptions(40, 7, binary_head=False), num_samples=200, tokenizer=Words())
