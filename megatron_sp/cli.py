@@ -18,7 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code of the process: of the command, or of the ReportedError whose message was printed.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, words = parser.parse_known_args(argv)
+    if words and args.run is not _plan:  # the planner's other words are a training's flags
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
     try:
         return args.run(args)
     except ReportedError as error:
@@ -39,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_doctor, _add_data, _add_presets):
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan):
         add(commands)
     return parser
 
@@ -66,6 +70,23 @@ def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     presets = commands.add_parser("presets", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
     presets.set_defaults(run=_presets)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "which layout for which GPUs: memory and speed of all layouts of a model, predicted, the fastest that fit first"
+    from megatron_sp.training.planner import options
+
+    plan = commands.add_parser(
+        "plan", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
+    )  # fmt: skip
+    options.add_arguments(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_sp.training.planner.command import run
+
+    return run(args, args.words)
 
 
 def _doctor(args: argparse.Namespace) -> int:

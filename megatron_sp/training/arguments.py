@@ -111,6 +111,26 @@ def config_from_args(argv: Sequence[str], *, world_size: int | None = None, fami
     return _configure(scan(argv), world_size, family)
 
 
+def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
+    """A configuration that somebody else completes, neither normalised nor validated, and the fields that were given, as (group, name).
+
+    Raises:
+        ConfigError: something cannot be read.
+    """
+    line = scan(argv)
+    for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
+        if present:
+            line.problems.append(f"{name} is for a run's own program: leave it out")
+    settings = _settings(line)
+    config = _apply(settings, line.problems, 1)
+    names = [name for setting in settings for name in ([setting.name] if setting.name in targets() else _rewritten(setting.name))]
+    return config, {targets()[name][:2] for name in names}
+
+
+def _rewritten(name: str) -> list[str]:
+    return [flag for flag, _ in dialect.REWRITTEN[name].to] if name in dialect.REWRITTEN else []
+
+
 def config_as_yaml(config: Config) -> str:
     """Text that --config reads back to an equal configuration."""
     import yaml
@@ -122,15 +142,19 @@ def config_as_yaml(config: Config) -> str:
 
 
 def _configure(line: CommandLine, world_size: int | None, family: str | None) -> Config:
-    settings = [] if family is None else [Setting("model-family", (family,), "this program")]
-    settings += (read_config_file(line.config_file) if line.config_file else []) + line.settings
     world_size = line.world_size or world_size or _launched_processes()
-    config = _apply(settings, line.problems, world_size)
+    config = _apply(_settings(line, family), line.problems, world_size)
     if family is not None and config.model.model_family != family:
         other = config.model.model_family
         raise_all([f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py"])
     config.normalize().validate(world_size)
     return config
+
+
+def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
+    """The program's own, those of the file, then those of the command line."""
+    own = [] if family is None else [Setting("model-family", (family,), "this program")]
+    return own + (read_config_file(line.config_file) if line.config_file else []) + line.settings
 
 
 def _launched_processes() -> int:

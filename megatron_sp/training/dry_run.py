@@ -116,7 +116,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     Raises:
         ReportedError: the tokenizer or the checkpoint that the model's shape comes from cannot be read.
     """
-    _complete(config, world_size)
+    complete(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     dp = config.parallel.dp_size(world_size)
     parts = config.model, config.parallel, config.kernels, config.batch, config.precision
@@ -129,8 +129,12 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     )  # fmt: skip
 
 
-def _complete(config: Config, world_size: int) -> None:
-    """What a run would take from a checkpoint or a tokenizer."""
+def complete(config: Config, world_size: int) -> None:
+    """Fill in what a run would take from a checkpoint or a tokenizer.
+
+    Raises:
+        ReportedError: they cannot be read.
+    """
     if config.checkpoint.use_checkpoint_args:
         from megatron_sp.checkpoint.checkpointer import Checkpointer
         from megatron_sp.training.state import adopt_checkpoint_args

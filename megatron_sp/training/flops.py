@@ -8,11 +8,13 @@ twice the forward pass, and recomputation not at all (model FLOPs, as in PaLM, a
 from __future__ import annotations
 
 import time
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_sp.config import ModelConfig
 from megatron_sp.utils.peaks import PEAK_TFLOPS
+
+if TYPE_CHECKING:
+    import torch
 
 _NAME_TO_PEAK = (
     ("H100 PCIe", "h100-pcie-bf16"), ("H100", "h100-bf16"), ("H200", "h200-bf16"), ("H800", "h800-bf16"), ("A100", "a100-bf16"),
@@ -55,6 +57,8 @@ def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) ->
     if choice is not None:
         return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")
     if device.type == "cuda":
+        import torch
+
         name = torch.cuda.get_device_name(device)
         for part, peak in _NAME_TO_PEAK:
             if part in name:
@@ -65,6 +69,8 @@ def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) ->
 
 def _measured_matmul_tflops(dtype: torch.dtype) -> float:
     """Of products that grow until one can be timed: a small one will do where the CPU has no instructions for ``dtype``."""
+    import torch
+
     rate = 0.0
     for size in (128, 256, 512, 1024):
         a = torch.ones(size, size, dtype=dtype)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
@@ -54,7 +55,7 @@ class Moment:
     name: str
     lines: tuple[Line, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(line.num_bytes for line in self.lines)
 
@@ -77,7 +78,7 @@ class MemoryPlan:
     def resident(self) -> int:
         return sum(line.num_bytes for line in self.stays)
 
-    @property
+    @cached_property
     def worst(self) -> Moment:
         return max(self.moments, key=lambda m: m.num_bytes)
 
@@ -167,6 +168,7 @@ class Form:
         self.norm_stats = self.between * self.wide * (2 if model.normalization == "LayerNorm" else 1)
         # the gradient of the head's input, as its node keeps it through the backward pass
         self.head_stream = self.head_tokens * self.h * self.e if model.is_bert else self.stream
+        self._known: dict[int, tuple[Line, ...]] = {}
         self._heads(parallel)
         self._parameters(parallel, dp * self.sp)
         self.dropout = model.hidden_dropout > 0
@@ -297,7 +299,7 @@ class Form:
         plain = self.kernels.attention_backend in ("unfused", "local")
         return plain or (self.kernels.attention_backend == "auto" and not self.cuda and self.model.attention_dropout > 0)
 
-    @property
+    @cached_property
     def attention_keeps(self) -> list[Line]:
         joined = self.out_whole if self.joins else 0
         keys = 2 * 4 * self.between if self.dropout else 0
@@ -307,7 +309,7 @@ class Form:
             Line("attention kernel's own", self.kernel_keeps), Line("dropout keys", keys),
         ]  # fmt: skip
 
-    @property
+    @cached_property
     def mlp_keeps(self) -> list[Line]:
         wide = 0 if self.chunked else self.inside * self.ffn_in * self.e
         return [Line("residual stream", self.stream), Line("MLP, in front of the activation", wide)]
@@ -384,7 +386,7 @@ class Form:
         moves = self._moves(self.stages[-2]) if self.offloads and len(self.stages) > 1 else 0
         return Line("block before, on its way to the host", moves)
 
-    @property
+    @cached_property
     def recomputed(self) -> list[tuple[int, int]]:
         """(first, last + 1) of each chunk of blocks that keeps its input alone."""
         return [(first, last) for first, last, again in recompute_plan(self.kernels, self.layers) if again]
@@ -403,7 +405,7 @@ class Form:
             Line("activations' copies in host memory", 0 if self.cuda else self.host),
         ]  # fmt: skip
         moments = [self._head(), self._head_end(), self._attention_forward(), self._last_forward(), *self._head_backward()]
-        for layer in reversed(range(self.layers)):
+        for layer in self._telling_layers():
             moments += [
                 *self._norm_behind_backward(layer),
                 self._mlp_backward(layer),
@@ -417,6 +419,13 @@ class Form:
         moments.append(Moment("update", "optimizer", _gradients(zero.after())))
         return MemoryPlan(tuple(stays), tuple(moments), self.host)
 
+    def _telling_layers(self) -> list[int]:
+        """Among which the worst block is, the last one first: what grows or shrinks evenly from block to block is largest at an end."""
+        chunks = {last - first for first, last in self.recomputed}
+        even = not chunks or (chunks == {1} and len(self.recomputed) == self.layers)
+        ends = {0, 1, self.layers - 2, self.layers - 1} if even else set(range(self.layers))
+        return sorted((layer for layer in ends if 0 <= layer < self.layers), reverse=True)
+
     def _reductions(self) -> list[Moment]:
         """Backward leaves a unit, or all of them."""
         made, packed = [], [Line("what tp ranks sum, packed", self.shared(unit) * self.wide) for unit in range(self.layers + 2)]
@@ -424,7 +433,7 @@ class Form:
         blocks = self._kept_by_blocks()
         for held in self.zero.reducing(self.layers + 1):
             made.append(Moment("backward", "reduction of the head", (*_gradients(held), self._head_params(), *blocks, *stream)))
-        for layer in reversed(range(self.layers)):
+        for layer in self._telling_layers():
             for held in self.zero.reducing(layer + 1):
                 lines = (*_gradients(held), *self.kept_below(layer), *stream, packed[layer + 1])
                 made.append(Moment("backward", f"{self._place(layer)} block, reduction", lines))
@@ -565,8 +574,13 @@ class Form:
         ]  # fmt: skip
 
     def _block(self, layer: int, name: str, *lines: Line) -> Moment:
-        held = _gradients(self.zero.at(layer + 1))
-        return Moment("backward", f"{self._place(layer)} block, {name}", (*held, *self.kept_below(layer), *lines))
+        return Moment("backward", f"{self._place(layer)} block, {name}", (*self._around(layer), *lines))
+
+    def _around(self, layer: int) -> tuple[Line, ...]:
+        """What exists whatever backward does in a block: gradients, and what the blocks below keep."""
+        if layer not in self._known:
+            self._known[layer] = (*_gradients(self.zero.at(layer + 1)), *self.kept_below(layer))
+        return self._known[layer]
 
     def _place(self, layer: int) -> str:
         return "last" if layer == self.layers - 1 else "first" if layer == 0 else f"number {layer}"

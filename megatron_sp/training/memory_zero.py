@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_sp.config import ParallelConfig
 from megatron_sp.optim.residency import Pool, pools_of
@@ -70,12 +71,16 @@ class ZeroForm:
 
     def size(self, unit: int) -> int:
         """Elements of a unit with padding."""
-        return round_up(self.units[unit], ALIGN_BYTES // self.element * self.parts)
+        return self._sizes[unit]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [round_up(count, ALIGN_BYTES // self.element * self.parts) for count in self.units]
 
     @property
     def num_params(self) -> int:
         """Elements of all units with padding."""
-        return sum(self.size(unit) for unit in range(len(self.units)))
+        return sum(self._sizes)
 
     @property
     def kept_params(self) -> int:

@@ -1,0 +1,158 @@
+"""GPUs and links that the planner knows: what the vendor promises, and what of it training reaches.
+
+Peaks are data-sheet values (dense, not sparse). What is reached is measured or published where ``source`` says so, else a share of the
+peak that is usual for the kind; each such share is a field of its own, so that it can be seen and changed. Rates of attention count what
+a causal mask needs. Nothing here is exact to more than a tenth: clocks depend on power and cooling.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_sp.utils.errors import ConfigError
+
+GIB = 2**30
+SUSTAINED = 0.88
+"""Fitted to ten published runs on A100s with short sequences, and tested on others: ``benchmarks/plan_check.py``."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator, or one CPU process.
+
+    Attributes:
+        memory_bytes: what a program can allocate when nobody else is there; 0: asked from the host.
+        peak_tflops: dense bf16 (of a CPU: as measured), for MFU.
+        matmul_tflops: of large matrix products.
+        attention_forward_tflops, attention_backward_tflops: of the fused kernel, heads 128 wide, long sequences, causal pairs alone.
+        narrow_heads: what is left of that with heads 64 wide.
+        memory_gbs: GB/s that elementwise kernels read and write.
+        units: multiprocessors, over which a product's tiles are dealt out; 0: that costs nothing.
+        launch_us: of a kernel, on the device.
+        host_us: (forward, backward) that Python needs for one block: a floor under its time.
+        link: between the GPUs of a node.
+        activation_gbs, update_gbs: the same of the MLP's activation and of the optimizer, where they differ; 0: they do not.
+        overlap_cost: share of hidden communication by which the computation over it takes longer.
+        sustained: share of its kernels' rates that a run reaches: clocks under load, gaps between kernels, the slowest rank.
+        source: where the figures come from.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_tflops: float
+    matmul_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    memory_gbs: float
+    units: int
+    link: str
+    source: str
+    narrow_heads: float = 0.8
+    launch_us: float = 3.0
+    host_us: tuple[float, float] = (250.0, 450.0)
+    overlap_cost: float = 0.15
+    sustained: float = SUSTAINED
+    activation_gbs: float = 0.0
+    update_gbs: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins GPUs.
+
+    Attributes:
+        peak_gbs: GB/s of one GPU (within a node) or of one network card (between nodes), each direction.
+        achieved: share of it that large collectives reach.
+        latency_us: of a collective, before the first byte.
+        step_us: for each further rank of a ring.
+        between_nodes: joins nodes, not the GPUs of one.
+        per_gpu: a node has one for each GPU; else one in all.
+    """
+
+    name: str
+    peak_gbs: float
+    achieved: float
+    latency_us: float
+    step_us: float
+    between_nodes: bool
+    source: str
+    per_gpu: bool = True
+
+    @property
+    def gbs(self) -> float:
+        return self.peak_gbs * self.achieved
+
+
+_REACHED = "matmul, attention and memory: shares of the peak that are usual, not measured here"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40g", int(39.4 * GIB), 312, 260, 190, 165, 1320, 108, "nvlink3",
+            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 1555 GB/s"),
+        Gpu("a100-80g", int(79.2 * GIB), 312, 260, 190, 165, 1730, 108, "nvlink3",
+            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 2039 GB/s"),
+        Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
+            "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published; memory 0.84 of 3350 GB/s"),
+        Gpu("h200", int(139.7 * GIB), 989, 740, 600, 540, 4100, 132, "nvlink4",
+            "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100"),
+        Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
+            "data sheet; FlashAttention-4's 1605 forward at its best; " + _REACHED),
+        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, overlap_cost=0.1),
+        Gpu("mi300x", int(191.5 * GIB), 1307, 640, 450, 300, 4000, 304, "xgmi",
+            "data sheet; matmul about half of the peak, as several have published; " + _REACHED),
+    )
+}  # fmt: skip
+"""By name. ``cpu-core`` is not among them: it is measured when it is asked for (``planner/calibrate.py``)."""
+CPU = "cpu-core"
+
+_FRACTION = "data sheet; share of it usual for collectives of many MB"
+LINKS = {
+    link.name: link
+    for link in (
+        Link("nvlink3", 300, 0.75, 12, 1.5, False, "A100: 12 links of 25 GB/s; 225 GB/s reported for all-to-all"),
+        Link("nvlink4", 450, 0.76, 12, 1.5, False, "H100, H200: 18 links of 25 GB/s; 340 GB/s reported for all-to-all"),
+        Link("nvlink5", 900, 0.76, 12, 1.5, False, "B200: 18 links of 50 GB/s; share as its predecessor's"),
+        Link("xgmi", 448, 0.65, 15, 2, False, "MI300X: 7 links of 64 GB/s; " + _FRACTION),
+        Link("pcie4", 32, 0.65, 15, 3, False, "16 lanes; through the host's switches"),
+        Link("pcie5", 64, 0.65, 15, 3, False, "16 lanes; through the host's switches"),
+        Link("ib-200g", 25, 0.84, 20, 4, True, "HDR; " + _FRACTION),
+        Link("ib-400g", 50, 0.84, 20, 4, True, "NDR; 42 GB/s reported"),
+        Link("ib-800g", 100, 0.84, 20, 4, True, "XDR; share as its predecessor's"),
+        Link("eth-1g", 0.125, 0.92, 60, 40, True, "TCP; 118 MB/s less headers", per_gpu=False),
+        Link("eth-10g", 1.25, 0.85, 50, 25, True, "TCP", per_gpu=False),
+        Link("eth-25g", 3.125, 0.80, 50, 25, True, "TCP", per_gpu=False),
+        Link("eth-100g", 12.5, 0.75, 40, 15, True, "TCP with several sockets, or RoCE", per_gpu=False),
+        Link("eth-400g", 50, 0.78, 25, 6, True, "RoCE; a card for each GPU"),
+    )
+}  # fmt: skip
+
+
+def find_gpu(name: str) -> Gpu:
+    """Raises ConfigError with the nearest names."""
+    return _find(name, GPUS, "--gpu", (CPU,))
+
+
+def find_link(name: str, flag: str, between_nodes: bool) -> Link:
+    """Raises ConfigError with the nearest names, or because the link is of the other kind."""
+    link = _find(name, LINKS, flag)
+    if link.between_nodes != between_nodes:
+        place, names = ("nodes", True) if between_nodes else ("the GPUs of a node", False)
+        fitting = ", ".join(other.name for other in LINKS.values() if other.between_nodes == names)
+        raise ConfigError(f"{flag} {name} does not join {place}: use one of {fitting}")
+    return link
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _find(name: str, table: Mapping[str, _Entry], flag: str, more: Iterable[str] = ()) -> _Entry:
+    if name in table:
+        return table[name]
+    names = [*table, *more]
+    begun = [other for other in names if other.startswith(name.lower())]
+    near = begun or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or [n for n in names if n[:2] == name.lower()[:2]]
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(f"{flag} {name} is unknown: {meant}Known are {', '.join(names)}")

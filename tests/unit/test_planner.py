@@ -1,0 +1,287 @@
+"""The planner's search: what it tries, what fits, in which order, and what it says when nothing does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_sp import cli
+from megatron_sp.config_rules import violations
+from megatron_sp.ops import availability
+from megatron_sp.training.arguments import config_from_args
+from megatron_sp.training.hardware import GPUS, LINKS
+from megatron_sp.training.memory import Form
+from megatron_sp.training.planner import report
+from megatron_sp.training.planner.advice import find_changes, least_memory
+from megatron_sp.training.planner.command import read_model
+from megatron_sp.training.planner.layouts import Layout, frames, micro_batches, savings
+from megatron_sp.training.planner.machine import Machine
+from megatron_sp.training.planner.search import Findings, search
+from megatron_sp.training.remedies import plan_of
+
+ROOT = Path(__file__).parents[2]
+MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 12 --kv-channels 64 --seq-length 16384 --vocab-size 32000"
+RUN = " --mock-data --lr 1e-4 --train-iters 10"
+H100 = GPUS["h100-80g"]
+NARROW = 4.3  # GiB: dp alone does not fit
+
+
+def machine(gpus: int = 4, memory_gib: float = 0.0) -> Machine:
+    return Machine(H100, gpus, 1, LINKS["nvlink4"], None, gpus, int(memory_gib * 2**30) or H100.memory_bytes)
+
+
+def found_for(flags: str = "", memory_gib: float = 0.0, gpus: int = 4) -> Findings:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 {flags}".split(), gpus, False)
+    return search(base, given, machine(gpus, memory_gib))
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Findings:
+    return found_for()
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Findings:
+    return found_for(memory_gib=NARROW)
+
+
+def test_what_is_tried() -> None:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8".split(), 4, False)
+    pairs = {(f.tp, f.sp) for f in frames(base, given, 4, 4)}
+    assert pairs == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert {f.tp for f in frames(base, given, 4, 2)} == {1, 2}, "tp stays on a node"
+    assert {(f.mode, f.chunks) for f in frames(base, given, 4, 4) if f.sp == 4 and f.tp == 1} == {
+        ("none", 0),
+        ("split-qkv", 0),
+        ("chunked", 2),
+    }
+    assert {f.tp_seq for f in frames(base, given, 4, 4) if f.tp == 1} == {False}
+    assert micro_batches(base, given, 1, 1) == [1, 2] and micro_batches(base, given, 1, 4) == [1, 2, 4, 8]
+    assert micro_batches(base, given, 4, 1) == [1, 2], "they make up the global batch"
+    assert savings(base, given, 1) == [(0, None), (0, "selective"), (0, "full")] and len(savings(base, given, 4)) == 12
+
+
+def test_what_is_given_stays() -> None:
+    flags = "--tp-size 2 --zero-stage 2 --micro-batch-size 1 --recompute-activations --sp-overlap-mode chunked"
+    found = found_for(flags)
+    assert {(c.layout.tp, c.layout.zero, c.layout.micro_batch, c.layout.recompute) for c in found.candidates} == {(2, 2, 1, "selective")}
+    assert {(c.layout.sp, c.layout.mode, c.layout.chunks) for c in found.candidates} == {(1, "none", 0), (2, "chunked", 2)}
+    assert {c.layout.zero for c in found_for("--use-distributed-optimizer").candidates} == {1}, "by another name too"
+
+
+def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow: Findings) -> None:
+    for found, have in ((roomy, H100.memory_bytes), (narrow, NARROW * 2**30)):
+        assert found.candidates and found.tried >= len(found.candidates)
+        assert all(c.needs <= have and not violations(c.config, 4) for c in found.candidates)
+        speeds = [c.tokens_per_second for c in found.candidates]
+        assert speeds == sorted(speeds, reverse=True)
+        best = found.best_of_each()
+        assert best[0] is found.candidates[0] and len({(c.layout.tp, c.layout.sp) for c in best}) == len(best)
+    assert {(c.layout.tp, c.layout.sp) for c in roomy.candidates} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+
+
+def test_memory_is_that_of_the_dry_run(roomy: Findings) -> None:
+    for candidate in roomy.candidates[::40]:
+        flags = [*shlex.split(" ".join(candidate.layout.flags())), "--global-batch-size", "8", "--bf16"]
+        config = config_from_args([*(MODEL + RUN).split(), *flags], world_size=4)
+        assert plan_of(config, 4, "cuda").peak == candidate.memory.peak and candidate.needs == candidate.memory.peak + candidate.reserve
+        for part in ("parallel", "kernels", "batch"):
+            assert getattr(config, part) == getattr(candidate.config, part) or part == "batch", (part, flags)
+        assert sum(report.memory_by_kind(candidate).values()) == candidate.needs
+
+
+def test_nothing_is_left_out_that_would_be_faster(narrow: Findings) -> None:
+    """Every combination of ZeRO and recomputation that fits, the pruned ones too, is slower than the best of its split."""
+    from megatron_sp.training.planner.machine import reserve
+    from megatron_sp.training.planner.search import num_groups
+    from megatron_sp.training.planner.timing import step_time
+
+    base, _, _ = read_model(f"{MODEL} --global-batch-size 8".split(), 4, False)
+    where = machine(4, NARROW)
+    best = {(c.layout.tp, c.layout.sp): c.tokens_per_second for c in narrow.best_of_each()}
+    for stage in range(4):
+        for recompute in (None, "selective", "full"):
+            layout = Layout(tp=1, sp=4, mode="chunked", chunks=2, zero=stage, recompute=recompute)
+            config = layout.apply(base)
+            peak = plan_of(config, 4, "cuda").peak
+            if peak + reserve(where, peak, num_groups(layout, 4)) <= where.memory_bytes:
+                assert 8 * 16384 / step_time(config, where).seconds <= best[1, 4] * (1 + 1e-9), layout
+
+
+def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:
+    said = {each.who: each.why for each in narrow.rejected}
+    assert re.fullmatch(r"needs \d+\.\d GiB of 4\.3 at least \(.*ZeRO 3, recompute full, micro-batch 1\)", said["tp 1, sp 1"])
+    refused = found_for("--num-attention-heads 6 --num-query-groups 3")
+    rules = " ".join(f"{each.who}: {each.why}" for each in refused.rejected)
+    assert "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)" in rules and "tp 4, sp 1" in rules
+    assert all(each.needs == 0 for each in refused.rejected)
+
+
+def test_the_base_is_not_changed_by_a_search() -> None:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --sp-overlap-comm".split() + ["--sp-size", "2"], 4, False)
+    before = copy.deepcopy(base)
+    search(base, given, machine())
+    find_changes(base, given, machine(4, 1.0))
+    assert base == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--zero-stage 1 --global-batch-size 16", "--zero-stage 3 --sp-size 2", "--recompute-granularity full",
+        "--zero-stage 2 --global-batch-size 16 --no-overlap-grad-reduce", "--recompute-granularity selective --tp-size 2",
+        "--zero-stage 3 --recompute-granularity full --tp-size 2 --sequence-parallel",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+    ],
+)  # fmt: skip
+def test_a_few_blocks_tell_what_all_of_them_do(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment is in the first or last blocks."""
+    config = config_from_args([*(MODEL + RUN).split(), "--global-batch-size", "8", *flags.split()], world_size=4)
+    few = {device: plan_of(config, 4, device) for device in ("cpu", "cuda")}
+    monkeypatch.setattr(Form, "_telling_layers", lambda self: list(reversed(range(self.layers))))
+    for device, plan in few.items():
+        every = plan_of(config, 4, device)  # type: ignore[arg-type]
+        assert plan.as_dict() == every.as_dict()
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def says(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) -> str:
+    assert cli.main(["plan", *flags.split()]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, f"--gpus 16 --gpu h100-80g --nodes 2 --link ib-400g {MODEL} --micro-batch-size 1 --tp-size 2 --top 2")
+    for part in (
+        "16 x h100-80g, 2 nodes with 8 each (nvlink4 inside, 8 cards of ib-400g a node)", "tokens/s", "per GPU", "1 in detail: ",
+        "assumed, because nothing was said: --bf16 --global-batch-size 64", "  flags: ", "memory of a GPU: parameters", "worst in ",
+        " hidden", "not possible:", "and each needs one",
+    ):  # fmt: skip
+        assert part in text, f"{part!r} is missing in\n{text}"
+    assert len(re.findall(r"^  \d \[.{50}\] ", text, flags=re.MULTILINE)) == 2
+
+
+def test_the_flags_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(says(capsys, f"--gpus 8 --gpu a100-40g {MODEL} --json --top 20 --zero-stage 1"))
+    assert len(record["best"]) == len({(b["layout"]["tp"], b["layout"]["sp"]) for b in record["best"]}) > 3
+    for best in record["best"]:
+        config = config_from_args([*(MODEL + RUN).split(), *best["flags"].split()], world_size=8)
+        layout = best["layout"]
+        assert config.parallel.dp_size(8) == layout["dp"] and config.parallel.tensor_model_parallel_size == layout["tp"]
+        assert config.precision.bf16 and config.batch.global_batch_size == record["global_batch_size"] == 64
+        assert best["needs"] == sum(best["memory"].values()) <= record["machine"]["memory_bytes"]
+        seconds = best["seconds"]
+        parts = sum(value for name, value in seconds.items() if name not in ("step", "of_it_recomputed"))
+        assert seconds["step"] == pytest.approx(parts)
+        assert best["tokens_per_second"] == pytest.approx(64 * 16384 / seconds["step"])
+
+
+def test_a_tight_winner_comes_with_a_roomier_one(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50304 --seq-length 65536 --micro-batch-size 1"
+    text = says(capsys, f"--gpus 8 --gpu h100-80g {shape} --sp-overlap-mode none")
+    assert "(tight)" in text and re.search(r"tight: 1 leaves [01]\.\d GiB; with \d+\.\d GiB left and \d+\.\d% slower: --", text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 8 --gpu h100", "--gpu h100 is unknown: did you mean h100-80g? Known are a100-40g"),
+        ("--gpus 9 --gpu h200", "--gpus (9) must be a multiple of --nodes (2, so that none has more than 8 GPUs)"),
+        ("--gpus 9 --gpu h200 --nodes 2", "--gpus (9) must be a multiple of --nodes (2): 9 = 4 * 2 + 1; use --nodes 1, 3"),
+        ("--gpus 16 --gpu h200", "2 nodes need --link NAME"),
+        ("--gpus 0 --gpu h200", "--gpus (0) must be at least 1"),
+        ("--gpus 99999999 --gpu h200", "must be at most"),
+        ("--gpus 8 --gpu h200 --top 0 --cards 0", "2 things are wrong"),
+        ("--gpus 8 --gpu h200 --reserve-gib -1", "--reserve-gib (-1) must be at least 0"),
+        ("--gpus 8 --gpu h200 --inside-link ib-400g", "--inside-link ib-400g does not join the GPUs of a node"),
+        ("--gpus 2 --gpu cpu-core --link ib-400g", "leave --link out"),
+        ("--gpus 8 --gpu h200 --node 2", "--node is unknown: did you mean --nodes?"),
+        ("--gpus 8 --gpu h200 --num-layer 4", "--num-layer is unknown: did you mean --num-layers"),
+        ("--gpus 8 --gpu h200 --hidden-size 1000 --kv-channels 0", "must be at least 1"),
+        ("--gpus 8 --gpu h200 --dry-run", "--dry-run is for a run's own program"),
+        ("--gpus 8 --gpu h200 --offload-optimizer", "its copies are not part of the prediction"),
+        ("--gpus 8 --gpu h200 --tp-size 3 --ffn-hidden-size 3072", "no layout is possible:\n  tp 3, sp 1"),
+        ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1", "global_batch_size (3) must be a multiple of"),
+        ("--gpus 8 --gpu h200 --picture nowhere/x.png", "there is no folder nowhere"),
+        ("--gpus 8 --gpu h200 --picture x.txt", "must end in .png, .svg or .pdf"),
+    ],
+)
+def test_bad_input_is_answered_in_a_sentence(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--picture" in flags and not availability.find("matplotlib").available:
+        pytest.skip("matplotlib is not installed")
+    text = says(capsys, f"{MODEL} {flags}", code=2)
+    assert message in text and text.startswith("megatron-sp: ") and "Traceback" not in text
+
+
+def test_required_flags_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["plan"], ["plan", "--gpus", "8"], ["plan", "--gpus", "many", "--gpu", "h200"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2 and "usage: megatron-sp plan" in capsys.readouterr().err
+
+
+BIG = "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --vocab-size 50304 --seq-length 8192"
+
+
+def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, f"--gpus 8 --gpu a100-40g {BIG}", code=2)
+    first, *rest = text.splitlines()
+    match = re.search(r"needs (\d+\.\d) GiB on each a100-40g, which has 39\.4 GiB: (\d+\.\d) GiB too much", first)
+    assert match and float(match[1]) - float(match[2]) == pytest.approx(39.4, abs=0.11)
+    assert len(rest) == 3 and all(line.endswith(("fits", "too much")) for line in rest) and rest[0].endswith("fits")
+    gpus = next(line for line in rest if "--gpus" in line)
+    assert "--gpus 32 --nodes 4" in gpus or "--gpus 64 --nodes 8" in gpus
+    number, nodes = re.findall(r"--(?:gpus|nodes) (\d+)", gpus)
+    assert says(
+        capsys,
+        f"--gpus {number} --nodes {nodes} --link ib-400g --gpu a100-40g {BIG} --tp-size 8 --zero-stage 3 --recompute-granularity full",
+    )
+
+
+def test_a_fixed_field_that_hurts_is_named() -> None:
+    flags = f"{MODEL} --global-batch-size 8 --recompute-granularity full --tp-size 1"
+    base, given, _ = read_model(f"{flags} --zero-stage 0".split(), 4, False)
+    least, free = (least_memory(base, fixed, machine()) for fixed in (given, given - {("parallel", "zero_stage")}))
+    assert least is not None and free is not None and free[0] < 0.97 * least[0] and free[1].zero == 3
+    changes = {change.what: change for change in find_changes(base, given, machine(4, (free[0] + 2**20) / 2**30))}
+    change = changes["leave --zero-stage to the planner"]
+    assert change.fits and change.needs == free[0]
+
+
+def test_no_torch_is_loaded_for_gpus() -> None:
+    program = (
+        "import sys\nfrom megatron_sp import cli\n"
+        f"assert cli.main({['plan', '--gpus', '2', '--gpu', 'h200', '--tp-size', '1', '--micro-batch-size', '1', *MODEL.split()]!r}) == 0\n"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 x h200" in done.stdout
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not availability.find("matplotlib").available:
+        pytest.skip("matplotlib is not installed")
+    path = tmp_path / "plan.png"
+    says(capsys, f"--gpus 4 --gpu h200 {MODEL} --micro-batch-size 1 --zero-stage 1 --picture {path}")
+    assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
+
+
+def test_every_line_of_memory_has_a_kind(roomy: Findings) -> None:
+    kinds = report.memory_by_kind(roomy.candidates[0])
+    assert set(kinds) == set(report.KINDS) and all(kinds.values())
+    memory: Any = roomy.candidates[0].memory
+    assert kinds["optimizer"] == sum(line.num_bytes for line in memory.stays if line.name in ("master weights", "optimizer state"))

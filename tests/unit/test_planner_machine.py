@@ -1,0 +1,192 @@
+"""The planner's arithmetic: hardware tables, groups on nodes, times of products, attention and collectives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_sp.config import Config
+from megatron_sp.training.arguments import config_from_args
+from megatron_sp.training.hardware import GPUS, LINKS, find_gpu, find_link
+from megatron_sp.training.memory import Form
+from megatron_sp.training.planner.machine import Machine, reserve
+from megatron_sp.training.planner.timing import StepTime, step_time
+from megatron_sp.training.planner.work import Work, product_seconds
+from megatron_sp.utils.errors import ConfigError
+
+H100 = GPUS["h100-80g"]
+MODEL = (
+    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 8192 --vocab-size 32000 --mock-data --bf16 --lr 1e-4"
+    " --train-iters 1 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 16"
+)
+
+
+def machine(gpus: int = 8, nodes: int = 1, link: str = "ib-400g", **changes: Any) -> Machine:
+    made = Machine(H100, gpus, nodes, LINKS["nvlink4"], LINKS[link] if nodes > 1 else None, gpus // nodes, H100.memory_bytes)
+    return replace(made, **changes)
+
+
+def config_of(flags: str = "", gpus: int = 8) -> Config:
+    return config_from_args(f"{MODEL} {flags}".split(), world_size=gpus)
+
+
+def time_of(flags: str = "", where: Machine | None = None) -> StepTime:
+    where = where or machine()
+    return step_time(config_of(flags, where.gpus), where)
+
+
+def test_every_gpu_reaches_less_than_it_promises_and_has_a_link() -> None:
+    for name, gpu in GPUS.items():
+        assert name == gpu.name and gpu.source and 0.4 < gpu.matmul_tflops / gpu.peak_tflops < 1
+        assert gpu.attention_backward_tflops < gpu.attention_forward_tflops < gpu.peak_tflops
+        assert not LINKS[gpu.link].between_nodes
+    for name, link in LINKS.items():
+        assert name == link.name and link.source and 0.5 < link.achieved < 1 and link.gbs < link.peak_gbs
+
+
+@pytest.mark.parametrize(("name", "expected"), [("h100", "h100-80g"), ("a100_80g", "a100-80g"), ("H200", "h200"), ("cpu", "cpu-core")])
+def test_an_unknown_gpu_is_answered_with_the_nearest(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"--gpu {name} is unknown: did you mean .*{expected}"):
+        find_gpu(name)
+
+
+def test_links_are_of_two_kinds() -> None:
+    with pytest.raises(ConfigError, match="--link nvlink4 does not join nodes: use one of ib-200g"):
+        find_link("nvlink4", "--link", between_nodes=True)
+    with pytest.raises(ConfigError, match="--link ib400 is unknown: did you mean ib-400g"):
+        find_link("ib400", "--link", between_nodes=True)
+
+
+def test_who_is_whose_neighbour() -> None:
+    """16 GPUs on 2 nodes, tp 4: sp 2 stays inside, sp 4 does not, dp x sp has two ranks of a node."""
+    two = machine(16, 2)
+    assert two.ranks_on_node("tp", 4, 4) == 4 and not two.crosses("sp", 2, 4) and two.crosses("sp", 4, 4)
+    assert two.ranks_on_node("dp x sp", 4, 4) == 2
+    assert two.link_of("tp", 4, 4).name == "nvlink4" and two.link_of("dp x sp", 4, 4).name == "ib-400g"
+    assert machine(16, 16).crosses("tp", 2, 2)
+
+
+def test_a_ring_uses_all_cards_of_its_ranks_on_a_node() -> None:
+    """8 ranks a node with a card each: the ring goes at NVLink's rate; one rank a node has one card; all_to_all only its own."""
+    far, size = machine(64, 8), 1e9
+
+    def rate(op: str, group: str, ranks: int, tp: int) -> float:
+        return size / (far.seconds(op, group, ranks, tp, 1, size) - far.seconds(op, group, ranks, tp, 1, 0))
+
+    card, inside = LINKS["ib-400g"].gbs * 1e9, LINKS["nvlink4"].gbs * 1e9
+    assert rate("all_gather", "dp x sp", 64, 1) == pytest.approx(min(inside, 8 * card))
+    assert rate("all_gather", "dp x sp", 16, 4) == pytest.approx(2 * card)
+    assert rate("all_gather", "dp x sp", 8, 8) == pytest.approx(card)
+    assert rate("all_to_all", "sp", 16, 1) == pytest.approx(card * 15 / 8), "8 of 15 receivers are on the other node"
+    one = replace(far, cards=1)
+    assert one.seconds("all_gather", "dp x sp", 64, 1, 1, size) > 6 * far.seconds("all_gather", "dp x sp", 64, 1, 1, size)
+
+
+def test_latency_counts_collectives_and_ranks() -> None:
+    here = machine()
+    small = here.seconds("all_gather", "tp", 2, 1, 1, 0)
+    assert here.seconds("all_gather", "tp", 2, 1, 10, 0) == pytest.approx(10 * small)
+    assert here.seconds("all_gather", "dp x sp", 8, 1, 1, 0) > small and here.seconds("all_gather", "tp", 1, 1, 5, 0) == 0
+
+
+def test_the_reserve_grows_with_groups_and_tensors_unless_it_is_given() -> None:
+    here = machine()
+    assert reserve(here, 0, 0) < reserve(here, 0, 2) < reserve(here, 2**36, 2)
+    assert reserve(replace(here, reserve_gib=3.0), 2**36, 2) == 3 * 2**30
+
+
+def test_products() -> None:
+    """A large one goes at the rate of the table, a thin one at that of the memory; 133 tiles take as long as 264 on 132 units."""
+    large = product_seconds(H100, (32768, 8192, 8192), 2)
+    assert 0.9 < 2 * 32768 * 8192 * 8192 / large / (H100.matmul_tflops * 1e12) <= 1
+    thin = product_seconds(H100, (1, 8192, 8192), 2)
+    assert thin > 0.9 * 2 * 8192 * 8192 / (H100.memory_gbs * 1e9)
+    tall = replace(H100, launch_us=0.0)
+    assert product_seconds(tall, (128 * 133, 256, 8192), 2) == pytest.approx(product_seconds(tall, (128 * 264, 256, 8192), 2), rel=0.35)
+
+
+def work(flags: str = "", causal: bool = True, **changes: Any) -> Work:
+    c = config_of(flags)
+    dp = c.parallel.dp_size(8)
+    return Work(Form(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda"), replace(H100, launch_us=0.0, **changes), causal)
+
+
+def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:
+    once, long = work().attention(False), work("--seq-length 16384").attention(False)
+    assert 3.8 < long / once < 4
+    assert work(causal=False).attention(False) == pytest.approx(2 * once) and work(causal=False).attention(True) == pytest.approx(
+        2 * work().attention(True)
+    )
+    assert work("--sp-size 8").attention(False) == pytest.approx(once / 8)
+    assert work("--num-attention-heads 32").attention(False) == pytest.approx(once / H100.narrow_heads)
+    assert work("--attention-backend unfused").attention(False) > 3 * once, "scores go through memory"
+
+
+def test_a_layer_is_what_hand_arithmetic_says() -> None:
+    """1B at 64K, sp 8 on H100: 1.18 + 3.67 ms forward, 2.36 + 10.18 ms backward."""
+    one = work("--seq-length 65536 --sp-size 8")
+    forward, backward = one.block_forward(), one.block_backward()
+    assert forward.products == pytest.approx(1.18e-3, rel=0.1) and forward.attention == pytest.approx(3.67e-3, rel=0.03)
+    assert backward.products == pytest.approx(2.36e-3, rel=0.12) and backward.attention == pytest.approx(10.18e-3, rel=0.03)
+
+
+def test_bytes_between_the_products_follow_the_model() -> None:
+    plain = work().block_bytes()
+    for flags in ("--hidden-dropout 0.1", "--position-embedding-type rope", "--qk-layernorm", "--swiglu --ffn-hidden-size 8192"):
+        assert work(flags).block_bytes() > plain, flags
+    assert work("--tp-size 2 --sequence-parallel").block_bytes() < work("--tp-size 2").block_bytes()
+
+
+def test_a_step_is_the_sum_of_its_parts_and_names_the_largest() -> None:
+    time = time_of("--sp-size 2 --sp-overlap-mode none --zero-stage 1")
+    parts = time.products + time.attention + time.memory + time.update + time.host + time.overlap + sum(e.exposed for e in time.exchanges)
+    assert time.seconds == pytest.approx(parts) and time.bound.startswith("matrix products")
+    assert all(0 <= exchange.hidden <= exchange.seconds for exchange in time.exchanges)
+    assert time_of("--seq-length 131072").bound.startswith("attention")
+    slow = machine(8, 8, "eth-1g")
+    assert time_of("--sp-size 8 --zero-stage 1", slow).bound.startswith("eth-1g: gradients ")
+
+
+def test_recomputation_costs_what_it_computes_again() -> None:
+    none, selective, full = (
+        time_of(f"--sp-size 2{flag}") for flag in ("", " --recompute-granularity selective", " --recompute-granularity full")
+    )
+    assert none.recompute == 0 < selective.recompute < full.recompute
+    assert none.seconds < selective.seconds < full.seconds
+    half = time_of("--sp-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 2")
+    assert half.recompute == pytest.approx(full.recompute / 2)
+    assert full.products > 1.25 * none.products
+
+
+def test_overlap_hides_what_it_can_and_no_more() -> None:
+    none, split, chunked = (time_of(f"--sp-size 8 --sp-overlap-mode {mode}") for mode in ("none", "split-qkv", "chunked"))
+
+    def exposed(time: StepTime) -> float:
+        return sum(e.exposed for e in time.exchanges if e.flow.group == "sp")
+
+    assert exposed(none) > exposed(split) > exposed(chunked) > 0
+    assert none.overlap < split.overlap < chunked.overlap and chunked.seconds < none.seconds
+    slow = machine(8, 8, "eth-1g")
+    over = [time_of(f"--sp-size 8 --sp-overlap-mode {mode}", slow).seconds for mode in ("none", "chunked")]
+    assert 0.9 < over[1] / over[0] < 1.01, "there is not enough computation above it"
+
+
+def test_stage_3_gathers_for_every_micro_batch_and_accumulation_is_not_free() -> None:
+    far = machine(16, 16, "eth-25g")
+    one, three = (time_of(f"--global-batch-size 256 --zero-stage {stage}", far) for stage in (1, 3))
+    assert three.exposed > 3 * one.exposed
+    assert time_of("--global-batch-size 64").memory > 4 * time_of("--micro-batch-size 2").memory
+
+
+def test_smaller_models_wait_for_python() -> None:
+    tiny = time_of("--hidden-size 128 --num-attention-heads 2 --seq-length 128")
+    assert tiny.host > 0 and tiny.bound.startswith("Python") and time_of().host == 0
+
+
+def test_a_run_does_not_reach_its_kernels_rates() -> None:
+    ideal = machine(gpu=replace(H100, sustained=1.0))
+    assert time_of().products == pytest.approx(time_of(where=ideal).products / H100.sustained)
+    assert math.isclose(time_of().update, time_of(where=ideal).update)
