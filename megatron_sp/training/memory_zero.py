@@ -87,7 +87,7 @@ class ZeroForm:
         """Elements of parameters from start to end, without the buffers of stage 3."""
         return self.num_params // self.parts if self.stage == 3 else self.num_params
 
-    @property
+    @cached_property
     def pools(self) -> list[Pool]:
         """Units that share buffers, at stage 3."""
         alike = [0 < unit < self._last for unit in range(len(self.units))]
@@ -98,7 +98,7 @@ class ZeroForm:
         """Elements of the buffers in which units are made whole and that stay."""
         return sum(min(pool.num_buffers, len(pool.units)) * self._buffer(pool) for pool in self.pools if pool.lasting)
 
-    @property
+    @cached_property
     def head_buffer(self) -> int:
         """Elements of the buffer of the head if it is there only for its time: from the last block's forward pass on."""
         return sum(self._buffer(pool) for pool in self.pools if not pool.lasting)

@@ -232,7 +232,7 @@ def test_required_flags_are_argparses(capsys: pytest.CaptureFixture[str]) -> Non
         assert caught.value.code == 2 and "usage: megatron-sp plan" in capsys.readouterr().err
 
 
-BIG = "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --vocab-size 50304 --seq-length 8192"
+BIG = "--num-layers 20 --hidden-size 16384 --num-attention-heads 64 --vocab-size 50304 --seq-length 8192"
 
 
 def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,3 +190,11 @@ def test_a_run_does_not_reach_its_kernels_rates() -> None:
     ideal = machine(gpu=replace(H100, sustained=1.0))
     assert time_of().products == pytest.approx(time_of(where=ideal).products / H100.sustained)
     assert math.isclose(time_of().update, time_of(where=ideal).update)
+
+
+def test_bert_sees_both_ways() -> None:
+    """Twice the attention of a GPT of the same shape."""
+    gpt, bert = config_of(), config_of()
+    bert.model.model_family = "bert"
+    times = [step_time(config, machine()) for config in (gpt, bert)]
+    assert times[1].attention == pytest.approx(2 * times[0].attention, rel=0.01) and times[1].products >= times[0].products

@@ -34,7 +34,9 @@ class Change(NamedTuple):
 def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Layout] | None:
     """Bytes and layout of what needs least memory of all layouts; None if the rules allow none."""
     found: list[tuple[int, Layout]] = []
-    for frame in frames(base, given, machine.gpus, machine.per_node):
+    # how exchanges are overlapped hardly matters here, and tp_seq always saves
+    distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
+    for frame in distinct.values():
         dp = frame.dp(machine.gpus)
         size = micro_batches(base, given, dp, frame.sp)[0]
         for stage, kind in most_saving(savings(base, given, dp * frame.sp)):

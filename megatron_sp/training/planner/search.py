@@ -28,7 +28,7 @@ class Candidate:
     Attributes:
         reserve: bytes beside the tensors.
         tokens: of a step.
-        model_flops: of a step, causal, for MFU.
+        model_flops: of a step, of the pairs that the mask leaves, for MFU.
     """
 
     layout: Layout
@@ -92,14 +92,13 @@ class Findings:
         return list(found.values())
 
 
-def search(base: Config, given: Given, machine: Machine, *, causal: bool = True) -> Findings:
+def search(base: Config, given: Given, machine: Machine) -> Findings:
     """Try every layout.
 
     Args:
         base: the model, batch and precision; ``vocab_size`` and ``global_batch_size`` are set.
         given: fields that stay as they are.
         machine: where.
-        causal: of the model's attention.
     """
     found, least = Findings(), dict[tuple[int, int], tuple[int, Layout]]()
     refused: dict[str, list[Layout]] = {}
@@ -108,7 +107,7 @@ def search(base: Config, given: Given, machine: Machine, *, causal: bool = True)
         if broken:
             refused.setdefault(broken, []).append(frame)
             continue
-        for needs, layout in _Frame(frame, base, given, machine, causal).fill(found):
+        for needs, layout in _Frame(frame, base, given, machine).fill(found):
             pair = (layout.tp, layout.sp)
             least[pair] = min(least.get(pair, (needs, layout)), (needs, layout), key=lambda each: each[0])
     found.candidates.sort(key=lambda candidate: (-candidate.tokens_per_second, candidate.needs))
@@ -139,8 +138,8 @@ class _Tried(NamedTuple):
 class _Frame:
     """All micro-batches, ZeRO stages and recomputations of one way to split."""
 
-    def __init__(self, frame: Layout, base: Config, given: Given, machine: Machine, causal: bool) -> None:
-        self.frame, self.base, self.given, self.machine, self.causal = frame, base, given, machine, causal
+    def __init__(self, frame: Layout, base: Config, given: Given, machine: Machine) -> None:
+        self.frame, self.base, self.given, self.machine = frame, base, given, machine
         self.dp = frame.dp(machine.gpus)
 
     def fill(self, found: Findings) -> Iterable[tuple[int, Layout]]:
@@ -179,8 +178,8 @@ class _Frame:
     def _candidate(self, tried: _Tried) -> Candidate:
         config, batch, model = tried.config, tried.config.batch, tried.config.model
         tokens = (batch.global_batch_size or batch.micro_batch_size * self.dp) * (model.seq_length or 0)
-        flops = step_flops_per_token(model)[0 if self.causal else 1] * tokens
-        return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine, self.causal), tokens, flops)
+        flops = step_flops_per_token(model)[model.is_bert] * tokens
+        return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine), tokens, flops)
 
 
 def num_groups(layout: Layout, gpus: int) -> int:

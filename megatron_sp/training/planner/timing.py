@@ -93,7 +93,7 @@ class StepTime:
         return f"{name} {parts[name] if name in parts else self.exposed + self.overlap:.3g} s"
 
 
-def step_time(config: Config, machine: Machine, causal: bool = True) -> StepTime:
+def step_time(config: Config, machine: Machine) -> StepTime:
     """Predict a step of a validated configuration on a machine."""
     parallel = config.parallel
     dp = parallel.dp_size(machine.gpus)
@@ -101,7 +101,7 @@ def step_time(config: Config, machine: Machine, causal: bool = True) -> StepTime
     device = "cpu" if machine.is_cpu else "cuda"
     form = Form(*parts, dp, device)
     flows = traffic_plan(*parts, data_parallel_size=dp, device=device).flows  # type: ignore[arg-type]
-    return _Clock(config, machine, form, Work(form, machine.gpu, causal)).step(flows)
+    return _Clock(config, machine, form, Work(form, machine.gpu, causal=not config.model.is_bert)).step(flows)
 
 
 class _Clock:
