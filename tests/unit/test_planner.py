@@ -46,12 +46,12 @@ def found_for(flags: str = "", memory_gib: float = 0.0, gpus: int = 4) -> Findin
 
 @pytest.fixture(scope="module")
 def roomy() -> Findings:
-    return found_for()
+    return found_for("--micro-batch-size 1")
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Findings:
-    return found_for(memory_gib=NARROW)
+    return found_for("--micro-batch-size 1", NARROW)
 
 
 def test_what_is_tried() -> None:
@@ -127,9 +127,9 @@ def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:
 
 
 def test_the_base_is_not_changed_by_a_search() -> None:
-    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --sp-overlap-comm".split() + ["--sp-size", "2"], 4, False)
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --sp-overlap-comm --sp-size 2 --micro-batch-size 1".split(), 4, False)
     before = copy.deepcopy(base)
-    search(base, given, machine())
+    search(base, given, machine(2))
     find_changes(base, given, machine(4, 1.0))
     assert base == before
 
@@ -174,7 +174,7 @@ def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_flags_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(says(capsys, f"--gpus 8 --gpu a100-40g {MODEL} --json --top 20 --zero-stage 1"))
+    record = json.loads(says(capsys, f"--gpus 8 --gpu a100-40g {MODEL} --json --top 20 --zero-stage 1 --micro-batch-size 1"))
     assert len(record["best"]) == len({(b["layout"]["tp"], b["layout"]["sp"]) for b in record["best"]}) > 3
     for best in record["best"]:
         config = config_from_args([*(MODEL + RUN).split(), *best["flags"].split()], world_size=8)
@@ -236,7 +236,7 @@ BIG = "--num-layers 20 --hidden-size 16384 --num-attention-heads 64 --vocab-size
 
 
 def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
-    text = says(capsys, f"--gpus 8 --gpu a100-40g {BIG}", code=2)
+    text = says(capsys, f"--gpus 8 --gpu a100-40g {BIG} --tp-size 8", code=2)
     first, *rest = text.splitlines()
     match = re.search(r"needs (\d+\.\d) GiB on each a100-40g, which has 39\.4 GiB: (\d+\.\d) GiB too much", first)
     assert match and float(match[1]) - float(match[2]) == pytest.approx(39.4, abs=0.11)
@@ -244,10 +244,8 @@ def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.Captur
     gpus = next(line for line in rest if "--gpus" in line)
     assert "--gpus 32 --nodes 4" in gpus or "--gpus 64 --nodes 8" in gpus
     number, nodes = re.findall(r"--(?:gpus|nodes) (\d+)", gpus)
-    assert says(
-        capsys,
-        f"--gpus {number} --nodes {nodes} --link ib-400g --gpu a100-40g {BIG} --tp-size 8 --zero-stage 3 --recompute-granularity full",
-    )
+    fixed = "--tp-size 8 --sp-size 1 --zero-stage 3 --recompute-granularity full --micro-batch-size 1"
+    assert says(capsys, f"--gpus {number} --nodes {nodes} --link ib-400g --gpu a100-40g {BIG} {fixed} --top 1")
 
 
 def test_a_fixed_field_that_hurts_is_named() -> None:
