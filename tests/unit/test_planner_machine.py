@@ -198,3 +198,10 @@ def test_bert_sees_both_ways() -> None:
     bert.model.model_family = "bert"
     times = [step_time(config, machine()) for config in (gpt, bert)]
     assert times[1].attention == pytest.approx(2 * times[0].attention, rel=0.01) and times[1].products >= times[0].products
+
+
+def test_an_mlp_in_pieces_computes_its_first_layer_again() -> None:
+    whole, pieces = work(), work("--mlp-chunks 2")
+    again = sum(product_seconds(pieces.gpu, product, 2) for product in pieces.mlp()[::2])
+    assert pieces.block_forward().products == pytest.approx(whole.block_forward().products, rel=0.05)
+    assert pieces.block_backward().products == pytest.approx(whole.block_backward().products + again, rel=0.05)

@@ -18,7 +18,7 @@ from megatron_sp.training.memory import MemoryPlan
 from megatron_sp.training.planner.layouts import Given, Layout, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.training.planner.machine import Machine, reserve
 from megatron_sp.training.planner.timing import StepTime, step_time
-from megatron_sp.training.remedies import plan_of
+from megatron_sp.training.remedies import head_share, plan_of
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class _Frame:
     def _candidate(self, tried: _Tried) -> Candidate:
         config, batch, model = tried.config, tried.config.batch, tried.config.model
         tokens = (batch.global_batch_size or batch.micro_batch_size * self.dp) * (model.seq_length or 0)
-        flops = step_flops_per_token(model)[model.is_bert] * tokens
+        flops = step_flops_per_token(model, head_share(config))[model.is_bert] * tokens
         return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine), tokens, flops)
 
 

@@ -26,6 +26,7 @@ from megatron_sp.config import Config
 from megatron_sp.training.memory import Form
 from megatron_sp.training.planner.machine import Machine
 from megatron_sp.training.planner.work import Pass, Work
+from megatron_sp.training.remedies import Device, head_share
 from megatron_sp.training.traffic import Flow, traffic_plan
 
 
@@ -98,9 +99,10 @@ def step_time(config: Config, machine: Machine) -> StepTime:
     parallel = config.parallel
     dp = parallel.dp_size(machine.gpus)
     parts = config.model, config.parallel, config.kernels, config.batch, config.precision
-    device = "cpu" if machine.is_cpu else "cuda"
-    form = Form(*parts, dp, device)
-    flows = traffic_plan(*parts, data_parallel_size=dp, device=device).flows  # type: ignore[arg-type]
+    device: Device = "cpu" if machine.is_cpu else "cuda"
+    share = head_share(config)
+    form = Form(*parts, dp, device, share)
+    flows = traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=share).flows
     return _Clock(config, machine, form, Work(form, machine.gpu, causal=not config.model.is_bert)).step(flows)
 
 

@@ -100,8 +100,9 @@ class Work:
         return [(form.inside, form.h, form.proj_columns // parts)] * parts
 
     def mlp(self) -> list[Product]:
-        form = self.form
-        return [(form.inside, form.ffn_in, form.h), (form.inside, form.h, form.ffn)]
+        form, pieces = self.form, self.form.kernels.mlp_chunks
+        tokens = -(-form.inside // pieces)
+        return [(tokens, form.ffn_in, form.h), (tokens, form.h, form.ffn)] * pieces
 
     def _forward(self, products: Sequence[Product]) -> float:
         return sum(product_seconds(self.gpu, product, self.form.e) for product in products)
@@ -162,9 +163,10 @@ class Work:
         """The same backward: products and bytes twice, the activation made again, attention by its own kernel."""
         parts = [self._backward(part) for part in (self.qkv(), self.out(), self.mlp())]
         weights = sum(weight for _, weight in parts)
+        remade = self._forward(self.mlp()[::2]) if self.form.chunked else 0.0  # --mlp-chunks keeps nothing of fc1
         moved = self._elementwise(2, 3) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
-        return Pass(sum(sum(part) for part in parts), self.attention(True), moved, weights, qkv, out)
+        return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out)
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:
         """What backward makes again of a block on average; ``share`` of the blocks are recomputed as a whole."""
@@ -180,15 +182,15 @@ class Work:
         for tokens in sizes:
             one: list[Product] = [(tokens, form.rows, form.h)]
             products += self._forward(one) + sum(self._backward(one))
-        logits = form.inside * form.rows * form.wide
+        logits = form.head_tokens * form.rows * form.wide
         moved = 7 * logits + 8 * form.stream
         return Pass(products, 0.0, self._moved(moved) + len(sizes) * 10 * self.gpu.launch_us * 1e-6)
 
     def _chunks(self) -> Iterator[int]:
         form = self.form
-        yield from [form.head_chunk] * (form.inside // form.head_chunk)
-        if form.inside % form.head_chunk:
-            yield form.inside % form.head_chunk
+        yield from [form.head_chunk] * (form.head_tokens // form.head_chunk)
+        if form.head_tokens % form.head_chunk:
+            yield form.head_tokens % form.head_chunk
 
     # once a step
 
