@@ -23,7 +23,7 @@ from megatron_sp.training.memory import Form
 from megatron_sp.training.planner import report
 from megatron_sp.training.planner.advice import find_changes, least_memory
 from megatron_sp.training.planner.command import read_model
-from megatron_sp.training.planner.layouts import Layout, frames, micro_batches, savings
+from megatron_sp.training.planner.layouts import Layout, frames, micro_batches, saves_no_less, savings
 from megatron_sp.training.planner.machine import Machine
 from megatron_sp.training.planner.search import Findings, search
 from megatron_sp.training.remedies import plan_of
@@ -68,6 +68,13 @@ def test_what_is_tried() -> None:
     assert micro_batches(base, given, 1, 1) == [1, 2] and micro_batches(base, given, 1, 4) == [1, 2, 4, 8]
     assert micro_batches(base, given, 4, 1) == [1, 2], "they make up the global batch"
     assert savings(base, given, 1) == [(0, None), (0, "selective"), (0, "full")] and len(savings(base, given, 4)) == 12
+
+
+def test_only_what_costs_time_too_is_passed_over() -> None:
+    assert saves_no_less((1, None), (3, None)) and saves_no_less((1, None), (1, "full")) and saves_no_less((2, "selective"), (3, "full"))
+    assert (
+        not saves_no_less((3, None), (1, "full")) and not saves_no_less((1, "full"), (3, None)) and not saves_no_less((1, None), (1, None))
+    )
 
 
 def test_what_is_given_stays() -> None:
@@ -256,6 +263,8 @@ def test_a_fixed_field_that_hurts_is_named() -> None:
     changes = {change.what: change for change in find_changes(base, given, machine(4, (free[0] + 2**20) / 2**30))}
     change = changes["leave --zero-stage to the planner"]
     assert change.fits and change.needs == free[0]
+    fits = [change.fits for change in find_changes(base, given, machine(4, 1.5))]
+    assert True in fits and False in fits and fits == sorted(fits, reverse=True), "what suffices comes first"
 
 
 def test_no_torch_is_loaded_for_gpus() -> None:

@@ -141,9 +141,8 @@ class _Clock:
         inside = [self._exchange(flow, self._cover(flow)) for flow in flows if flow.group in ("tp", "sp")]
         yield from inside
         crosses = self.machine.between is not None and self._crosses(flows)
-        taken = sum(e.seconds for e in inside if (self._is_between(e.flow)) == crosses)
-        each = taken / 2 if not self.is_stage_3 else taken
-        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp")], each)
+        taken = sum(e.seconds for e in inside if self._is_between(e.flow) == crosses)
+        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp")], taken)
 
     @property
     def is_stage_3(self) -> bool:
