@@ -148,6 +148,7 @@ def test_the_base_is_not_changed_by_a_search() -> None:
         "--zero-stage 2 --global-batch-size 16 --no-overlap-grad-reduce", "--recompute-granularity selective --tp-size 2",
         "--zero-stage 3 --recompute-granularity full --tp-size 2 --sequence-parallel",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        "--offload-activations --zero-stage 1", "--mlp-chunks 4 --tp-size 2", "--model-family bert --norm-placement post",
     ],
 )  # fmt: skip
 def test_a_few_blocks_tell_what_all_of_them_do(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,8 @@ def test_a_tight_winner_comes_with_a_roomier_one(capsys: pytest.CaptureFixture[s
         ("--gpus 8 --gpu h200 --num-layer 4", "--num-layer is unknown: did you mean --num-layers"),
         ("--gpus 8 --gpu h200 --hidden-size 1000 --kv-channels 0", "must be at least 1"),
         ("--gpus 8 --gpu h200 --dry-run", "--dry-run is for a run's own program"),
-        ("--gpus 8 --gpu h200 --offload-optimizer", "its copies are not part of the prediction"),
+        ("--gpus 8 --gpu h200 --offload-optimizer", "--offload-optimizer: its copies are not part of the prediction"),
+        ("--gpus 8 --gpu h200 --offload-activations", "--offload-activations: its copies are not part of the prediction"),
         ("--gpus 8 --gpu h200 --tp-size 3 --ffn-hidden-size 3072", "no layout is possible:\n  tp 3, sp 1"),
         ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1", "global_batch_size (3) must be a multiple of"),
         ("--gpus 8 --gpu h200 --picture nowhere/x.png", "there is no folder nowhere"),
