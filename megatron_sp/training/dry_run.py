@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_sp.config import Config, ModelConfig
 from megatron_sp.training.console import format_bytes, format_count
-from megatron_sp.training.memory import Form, Line, MemoryPlan
+from megatron_sp.training.memory import Form
+from megatron_sp.training.memory_plan import Line, MemoryPlan
 from megatron_sp.training.remedies import Device, Remedy, find_remedies, head_share, plan_of
 from megatron_sp.training.traffic import TrafficPlan, traffic_plan
 

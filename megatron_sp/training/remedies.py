@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from megatron_sp.config import Config
 from megatron_sp.config_rules import normalize, violations
 from megatron_sp.training.console import format_bytes
-from megatron_sp.training.memory import MemoryPlan, memory_plan
+from megatron_sp.training.memory import memory_plan
+from megatron_sp.training.memory_plan import MemoryPlan
 
 Device = Literal["cpu", "cuda"]
 _NUMBER = 3

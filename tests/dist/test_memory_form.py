@@ -15,7 +15,9 @@ from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelC
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 from megatron_sp.training import memory_zero
-from megatron_sp.training.memory import Form, MemoryPlan, lm_head_chunk_tokens, memory_plan
+from megatron_sp.training.memory import Form, memory_plan
+from megatron_sp.training.memory_plan import MemoryPlan
+from megatron_sp.training.memory_sizes import lm_head_chunk_tokens
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 

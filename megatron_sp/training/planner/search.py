@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_sp.config import Config
 from megatron_sp.config_rules import violations
 from megatron_sp.training.flops import step_flops_per_token
-from megatron_sp.training.memory import MemoryPlan
+from megatron_sp.training.memory_plan import MemoryPlan
 from megatron_sp.training.planner.layouts import Given, Layout, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.training.planner.machine import Machine, reserve
 from megatron_sp.training.planner.timing import StepTime, step_time
