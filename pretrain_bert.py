@@ -47,7 +47,7 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
     """What the sums are divided by: masked tokens, and sequences; each twice in validation, where hits are counted too."""
     counts = [batch["loss_mask"].sum()]
     if "order" in batch:
-        counts.append(torch.tensor(float(len(batch["order"])), device=counts[0].device))
+        counts.append(torch.full((), float(len(batch["order"])), device=counts[0].device))
     return counts if torch.is_grad_enabled() else counts * 2
 
 
