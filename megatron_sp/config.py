@@ -260,7 +260,10 @@ class KernelConfig:
     )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     lm_head_chunk_tokens: int | None = flag(
-        None, "tokens per chunk of the LM head and its loss (default: about 64 MiB of logits)", unit="tokens", low=1
+        None,
+        "tokens per chunk of the LM head and its loss (default: on a CPU about 50 MiB of logits and at most 512 tokens, on a GPU 512 MiB)",
+        unit="tokens",
+        low=1,
     )
     mlp_chunks: int = flag(
         1,

@@ -192,17 +192,17 @@ def _cheap_weights(device: Any) -> Iterator[None]:
     """Draw initial weights on the device: billions of them on the CPU would take minutes, and their values do not matter."""
     import torch
 
-    from megatron_sp.models import gpt, transformer
+    from megatron_sp.models import language_model, transformer
 
     def draw(shape: tuple[int, ...], std: float, seed: int, name: str) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std)
 
-    before = gpt.draw_normal, transformer.draw_normal
-    gpt.draw_normal = transformer.draw_normal = draw  # type: ignore[assignment]
+    before = language_model.draw_normal, transformer.draw_normal
+    language_model.draw_normal = transformer.draw_normal = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        gpt.draw_normal, transformer.draw_normal = before
+        language_model.draw_normal, transformer.draw_normal = before
 
 
 def _deepspeed_attention_class() -> Any:

@@ -26,14 +26,17 @@ from megatron_sp.parallel.linear import rows_of
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 
 _CHUNK_BYTES = {"cpu": 52 * 2**20, "cuda": 2**29}
+_MOST_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
 def default_chunk_tokens(vocab_rows: int, device_type: str = "cpu") -> int:
     """Tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU): large enough for full-speed GEMMs, small enough not to matter.
 
-    Each chunk reads and writes the whole gradient of the weight once: with few tokens that takes a GPU longer than the product itself.
+    Each chunk reads and writes the whole gradient of the weight once: with few tokens that takes a GPU longer than the product itself. On a
+    CPU 512 tokens are enough for any vocabulary.
     """
-    return max(128, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (4 * vocab_rows) // 64 * 64)
+    kind = device_type if device_type in _CHUNK_BYTES else "cuda"
+    return min(_MOST_TOKENS[kind], max(128, _CHUNK_BYTES[kind] // (4 * vocab_rows) // 64 * 64))
 
 
 def lm_head_loss(

@@ -157,6 +157,11 @@ class Form(Sizes):
         """The reduction of the gradient of x starts while the last chunk of logits still exists."""
         gone = ("head's input of a chunk, weighted, or the last chunk's logits", "gradient of the table, one chunk")
         kept = [line for line in self._head_lines() if line.name not in gone]
+        last = self.head_tokens % min(self.head_tokens, self.head_chunk)
+        if last:  # it has taken the place of the others' logits
+            logits = "one chunk of logits", "its gradient"
+            shorter = last / min(self.head_tokens, self.head_chunk)
+            kept = [Line(line.name, round(line.num_bytes * shorter)) if line.name in logits else line for line in kept]
         return Moment(
             "forward",
             "end of the LM head",

@@ -20,11 +20,12 @@ from megatron_sp.utils.numbers import round_up
 _MIB = 2**20
 _BLOCK_BYTES = 2**20  # of ops/memory.py :: blocks on the CPU, one thread
 _LM_HEAD_BYTES = {"cpu": 52 * _MIB, "cuda": 512 * _MIB}  # of parallel/lm_head.py; a test holds them together
+_LM_HEAD_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
 def lm_head_chunk_tokens(vocab_rows: int, device: str = "cpu") -> int:
     """Tokens per chunk of the LM head when no flag says so."""
-    return max(128, _LM_HEAD_BYTES[device] // (4 * vocab_rows) // 64 * 64)
+    return min(_LM_HEAD_TOKENS[device], max(128, _LM_HEAD_BYTES[device] // (4 * vocab_rows) // 64 * 64))
 
 
 class Sizes:

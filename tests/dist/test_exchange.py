@@ -187,7 +187,7 @@ class LinearCore:
 
 def _linear_norm(patch: pytest.MonkeyPatch) -> None:
     """The norm in front of the region is not linear: leave it out."""
-    patch.setattr(ulysses, "norm_forward", lambda x, *_: (x, ()))
+    patch.setattr(ulysses, "normed_by", lambda x, *_: (x, ()))
 
     def gradients(ctx: Any, grad: Tensor, *rest: Any) -> tuple[Tensor, tuple[None, None]]:
         passed = rest[-1]

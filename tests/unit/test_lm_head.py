@@ -214,11 +214,12 @@ def test_the_logits_of_a_sequence_never_exist(dtype: torch.dtype) -> None:
     assert seen.numel == chunk * vocab
 
 
-def test_default_chunks_take_about_64_mib() -> None:
-    for rows in (8192, 50304, 256000):
+def test_default_chunks_take_about_50_mib_and_at_most_512_tokens() -> None:
+    for rows in (30592, 50304, 256000):
         chunk = default_chunk_tokens(rows)
         assert chunk % 64 == 0 and 32 * 2**20 < chunk * rows * 4 <= max(64 * 2**20, 128 * rows * 4)
-    assert default_chunk_tokens(10**7) == 128
+    assert default_chunk_tokens(8192) == default_chunk_tokens(10) == 512 and default_chunk_tokens(10**7) == 128
+    assert default_chunk_tokens(8192, "cuda") > 512
 
 
 def test_logits_for_generation_leave_padding_out() -> None:
