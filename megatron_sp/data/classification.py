@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_sp.data.dataset import Sample, hash_of
-from megatron_sp.data.tokenizers.tokenizer import Tokenizer
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
 from megatron_sp.utils.errors import ConfigError, DataError
 
 
@@ -51,87 +52,121 @@ GLUE: dict[str, TextTable] = {
 }
 """STS-B is not here: its labels are scores, and nothing of it is classified."""
 
+_LEAST_LENGTH = 8  # [CLS], two times [SEP], and a few tokens of text
+
 
 class Example(NamedTuple):
     """One labelled text, or pair of texts."""
 
     first: str
     second: str | None
-    label: str | None
+    label: str
     group: str | None
-
-
-def read_examples(path: str | Path, table: TextTable, *, needs_label: bool = True) -> list[Example]:
-    """All examples of a .tsv or .jsonl file.
-
-    Raises:
-        DataError: no such file, no example, or a line that is not one; the message has the line's number.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from None
-    rows = _json_rows(path, text) if path.suffix in (".jsonl", ".json") else _tsv_rows(path, text, table.header)
-    found = [_example(path, number, get, table, needs_label) for number, get in rows]
-    if not found:
-        raise DataError(f"{path} has no examples")
-    return found
 
 
 Row = tuple[int, Callable[[str | int], str]]
 
 
-def _tsv_rows(path: Path, text: str, header: bool) -> Iterator[Row]:
+class BadLineError(DataError):
+    """A line that is no example."""
+
+
+def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = False) -> tuple[list[Example], int]:
+    """All examples of a .tsv or .jsonl file.
+
+    Args:
+        table: where the parts of an example stand.
+        skip_bad_lines: leave out lines that are no examples (QQP as it is downloaded has some) instead of stopping at the first.
+    Returns:
+        The examples, and how many lines were left out.
+    Raises:
+        DataError: no such file, no such column, no example, or a line that is not one; the message has the line's number.
+    """
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # not read_text: a carriage return within a cell ends no line
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    rows = _json_rows(path, text) if path.suffix in (".jsonl", ".json") else _tsv_rows(path, text, table)
+    found, skipped = [], 0
+    for number, get in rows:
+        try:
+            found.append(_example(path, number, get, table))
+        except BadLineError:
+            if not skip_bad_lines:
+                raise
+            skipped += 1
+    if not found:
+        raise DataError(f"{path} has no examples" + (f": {skipped} bad lines were left out" if skipped else ""))
+    return found, skipped
+
+
+def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
     """Tabs divide and nothing quotes, as in GLUE's files."""
-    lines = text.split("\n")
-    names = [name.strip() for name in lines[0].rstrip("\r").split("\t")] if header else []
-    for number, line in enumerate(lines[1 if header else 0 :], 2 if header else 1):
+    lines, skip = text.split("\n"), int(table.header)
+    names = [name.strip() for name in lines[0].rstrip("\r").split("\t")] if table.header else []
+    wanted = [column for column in (table.first, table.second, table.label, table.group) if column is not None]
+    for column in wanted:
+        if isinstance(column, str) and column not in names:
+            raise DataError(f"{path} has no column '{column}': its header has {', '.join(names)}")
+    places = {column: column if isinstance(column, int) else names.index(column) for column in wanted}
+    for number, line in enumerate(lines[skip:], 1 + skip):
         cells = line.rstrip("\r").split("\t")
         if cells == [""]:
             continue
 
         def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
-            place = column if isinstance(column, int) else names.index(column) if column in names else None
-            if place is None:
-                raise DataError(f"{path} has no column '{column}': its header has {', '.join(names)}")
-            if place >= len(cells):
-                raise DataError(f"{path} line {number} has {len(cells)} columns, and '{column}' is number {place + 1}")
-            return cells[place]
+            if places[column] >= len(cells):
+                raise BadLineError(
+                    f"{path} line {number} has {_count(len(cells), 'column')}, and {_named(column)} is number {places[column] + 1}"
+                )
+            return cells[places[column]]
 
         yield number, get
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _named(column: str | int) -> str:
+    return f"'{column}'" if isinstance(column, str) else "the one that is needed"
 
 
 def _json_rows(path: Path, text: str) -> Iterator[Row]:
+    """One object on each line."""
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path} line {number} is not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise DataError(f"{path} line {number} is not a JSON object")
-
-        def get(key: str | int, found: dict[str, Any] = found, number: int = number) -> str:
-            value = found.get(str(key))
-            if value is None or isinstance(value, (dict, list)):
-                raise DataError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found)}")
-            return str(value)
-
-        yield number, get
+        if line.strip():
+            yield number, partial(_json_value, path, number, lru_cache(1)(partial(_json_object, path, number, line)))
 
 
-def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable, needs_label: bool) -> Example:
-    first = get(table.first)
+def _json_object(path: Path, number: int, line: str) -> dict[str, object]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLineError(f"{path} line {number} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadLineError(f"{path} line {number} is not a JSON object")
+    return found
+
+
+def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], key: str | int) -> str:
+    found = load()
+    value = found.get(str(key))
+    if value is None or isinstance(value, (dict, list)):
+        raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found) or 'nothing'}")
+    return str(value)
+
+
+def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable) -> Example:
     second = None if table.second is None else get(table.second)
-    label = get(table.label) if needs_label else None
     group = None if table.group is None else get(table.group)
-    if needs_label and table.labels is not None and label not in table.labels:
-        raise DataError(f"{path} line {number}: the label '{label}' is none of {', '.join(table.labels)}")
-    return Example(first, second, label, group)
+    label = get(table.label)
+    if table.labels is not None and label not in table.labels:
+        raise BadLineError(f"{path} line {number}: the label '{label}' is none of {', '.join(table.labels)}")
+    return Example(get(table.first), second, label, group)
 
 
 def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
@@ -140,17 +175,24 @@ def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
     Raises:
         DataError: there is but one.
     """
-    labels = table.labels or tuple(sorted({example.label for example in examples if example.label is not None}))
+    labels = table.labels or tuple(sorted({example.label for example in examples}))
     if len(labels) < 2:
-        raise DataError(f"the training examples have {len(labels)} label ({', '.join(labels)}): to classify takes two at least")
+        raise DataError(f"all training examples have one label, '{', '.join(labels)}': to classify takes two at least")
     return labels
+
+
+def check_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
+    """Raises DataError if an example's label is none of ``labels``."""
+    unknown = sorted({example.label for example in examples} - set(labels))
+    if unknown:
+        raise DataError(f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}")
 
 
 class ClassificationDataset:
     """Encoded examples: [CLS] first [SEP] second [SEP], padded.
 
     Args:
-        examples: with labels, unless they are only to be predicted.
+        examples: their labels must be among ``labels``.
         labels: the classes.
         tokenizer: with the special tokens of BERT.
         seq_length: s; the longer of two texts is cut first, from its end.
@@ -163,45 +205,49 @@ class ClassificationDataset:
     def __init__(
         self, examples: Sequence[Example], labels: Sequence[str], tokenizer: Tokenizer, seq_length: int, *, multiple_of: int = 1
     ) -> None:
-        specials: list[int] = [number for name in ("cls", "sep", "pad") if (number := getattr(tokenizer, name, None)) is not None]
-        if len(specials) < 3:
-            raise ConfigError("this tokenizer has no [CLS], [SEP] and [PAD]: take the one that the model was pretrained with")
-        self._cls, self._sep, self._pad = specials
-        if seq_length < 8:
-            raise ConfigError(f"seq_length ({seq_length}) leaves no room for text: raise --seq-length")
-        numbers = {label: i for i, label in enumerate(labels)}
-        unknown = sorted({example.label for example in examples if example.label is not None} - numbers.keys())
-        if unknown:
-            raise DataError(f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}")
+        self._special = special_tokens(tokenizer)
+        if seq_length < _LEAST_LENGTH:
+            raise ConfigError(f"seq_length ({seq_length}) leaves no room for text: --seq-length must be at least {_LEAST_LENGTH}")
+        check_labels(labels, examples)
         self.examples, self._tokenizer, self._seq_length = list(examples), tokenizer, seq_length
-        self._labels = [0 if example.label is None else numbers[example.label] for example in examples]
+        self._labels = [labels.index(example.label) for example in examples]
         self._length = -(-len(self.examples) // multiple_of) * multiple_of
+        self._encoded: dict[int, tuple[list[int], list[int]]] = {}  # an epoch later they are wanted again
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
-        """``tokens``, ``types`` int64 [s], ``length``, ``label`` int64 [], ``weight`` float32 []."""
+        """``tokens``, ``types`` int64 [s], ``length``, ``label`` int64 [], ``weight`` float32 [].
+
+        Raises:
+            IndexError: no such example.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"example {i} of {len(self)}")
         real = i < len(self.examples)
         number = i if real else 0
-        tokens, types = self._encode(self.examples[number])
+        if number not in self._encoded:
+            self._encoded[number] = self._encode(self.examples[number])
+        tokens, types = self._encoded[number]
         room = self._seq_length - len(tokens)
         return {
-            "tokens": np.array(tokens + [self._pad] * room, np.int64), "types": np.array(types + [0] * room, np.int64),
+            "tokens": np.array(tokens + [self._special.pad] * room, np.int64), "types": np.array(types + [0] * room, np.int64),
             "length": np.array(len(tokens), np.int64), "label": np.array(self._labels[number], np.int64),
             "weight": np.array(float(real), np.float32),
         }  # fmt: skip
 
     def _encode(self, example: Example) -> tuple[list[int], list[int]]:
+        cls, sep = self._special.cls, self._special.sep
         first = self._tokenizer.encode(example.first)
         second = None if example.second is None else self._tokenizer.encode(example.second)
         if second is None:
             first = first[: self._seq_length - 2]
-            return [self._cls, *first, self._sep], [0] * (len(first) + 2)
+            return [cls, *first, sep], [0] * (len(first) + 2)
         room = self._seq_length - 3
         keep_first = max(min(len(first), room - min(len(second), room // 2)), 0)
         first, second = first[:keep_first], second[: room - keep_first]
-        return [self._cls, *first, self._sep, *second, self._sep], [0] * (len(first) + 2) + [1] * (len(second) + 1)
+        return [cls, *first, sep, *second, sep], [0] * (len(first) + 2) + [1] * (len(second) + 1)
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
-from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, labels_of, scores
+from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, labels_of, scores
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
@@ -22,6 +22,8 @@ from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss, MicroBatch, micro_batch_context
+from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.files import atomic_write_text
 
 
 class Classification:
@@ -31,11 +33,12 @@ class Classification:
         table: where their parts stood.
         train, valid: the examples, with labels.
     Raises:
-        DataError: fewer than two labels.
+        DataError: fewer than two labels, or one in ``valid`` that ``train`` does not have.
     """
 
     def __init__(self, table: TextTable, train: Sequence[Example], valid: Sequence[Example]) -> None:
         self.train, self.valid, self.labels = train, valid, labels_of(table, train)
+        check_labels(self.labels, valid)
 
     def fit(self, config: Config, world_size: int) -> None:
         """Settle the batch, and let a validation see every example once."""
@@ -72,12 +75,16 @@ class Classification:
         predicted = all_reduce(self._classified_here(run), run.groups.control).numpy()
         if run.launch.rank != 0:
             return
-        true = np.array([self.labels.index(example.label or "") for example in self.valid])
+        true = np.array([self.labels.index(example.label) for example in self.valid])
         found = scores(predicted, true, self.labels, [example.group for example in self.valid])
         run.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found)
         rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
-        (run.run_dir / "predictions.tsv").write_text("\n".join(["index\tpredicted\tlabel", *rows]) + "\n", encoding="utf-8")
+        path = run.run_dir / "predictions.tsv"
+        try:
+            atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
+        except OSError as error:
+            raise DiskError(f"{path} cannot be written: {error.strerror}; free some space, and the same command does the rest") from None
 
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:
@@ -89,6 +96,7 @@ class Classification:
         run.model.eval()
         with BatchLoader(dataset, micro_batch_size=plan.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
             for start in range(0, len(dataset), plan.full):
+                run.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
                 run.weights.start_step(len(batches), run.model.unit_order(backward=False))  # type: ignore[operator]
                 events = UnitWork(run.weights, None)
