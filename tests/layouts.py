@@ -24,6 +24,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Direction, Recorder
 from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
@@ -57,6 +58,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     mask: float = 0.7
     bert: bool = False  # masked tokens and sentence order, each sequence with padding behind it unless packed
+    classes: int = 0  # with ``bert``: a classifier instead
     packed: bool = False  # several documents in a sequence, which do not see each other
     padding: bool = False  # bidirectional, with padding at the end of each sequence but the last
     ragged: bool = False  # the last third of each sequence, so the last sp rank, has no loss token
@@ -73,7 +75,7 @@ class Case:
         parts = [
             f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
         ]
-        parts += ["bert"] if self.bert else []
+        parts += ["classifier" if self.classes else "bert"] if self.bert else []
         parts += [f"s{self.seq}"] if self.seq != tiny.S else []
         parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
         parts += [word for word in ("packed", "padding") if getattr(self, word)]
@@ -172,11 +174,16 @@ def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
     if case.bert:
         batch["types"] = torch.randint(0, 2, shape, generator=g)
         batch["order"] = torch.randint(0, 2, shape[:1], generator=g)
+    if case.classes:
+        batch["label"] = torch.randint(0, case.classes, shape[:1], generator=g)
+        batch["weight"] = torch.rand(shape[:1], generator=g, dtype=torch.float64)
     return batch
 
 
 def loss_of(model: LanguageModel, batch: tiny.Batch, ctx: ForwardContext, events: Any = None) -> Tensor:
     """The sum over this rank's share; BERT's second task counts more, so that a wrong factor shows."""
+    if isinstance(model, BertClassifier):
+        return model(batch["tokens"], batch["types"], batch["label"], batch["weight"], ctx, events).sum
     if not isinstance(model, BertModel):
         return cast("Tensor", model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, events)[0])
     made = model(batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch["order"], ctx, events)
@@ -255,7 +262,7 @@ class Sharded:
         self.layout = Layout.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
         )
-        self.model = tiny.build(config, KernelConfig(**case.kernels), seed=5, dtype=case.dtype, layout=self.layout)
+        self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
         self.specs = shard_specs(self.model)
         weights = dict(whole.named_parameters())
         for name, p in self.model.named_parameters():
@@ -333,12 +340,12 @@ class OneProcess:
 
     def __init__(self, case: Case) -> None:
         self.config = tiny.shape(**{"seq_length": case.seq, "model_family": "bert" if case.bert else "gpt", **case.model})
-        self.whole = tiny.make_model(self.config, dtype=case.dtype)
+        self.whole = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
         self.want = want_of(case, self.whole)
         self.weights = self._after_steps(case) if case.steps else {}
 
     def _after_steps(self, case: Case) -> dict[str, Tensor]:
-        model = tiny.make_model(self.config, dtype=case.dtype)
+        model = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
         gradients = tiny.flatten(model)
         optimizer = FlatOptimizer(gradients.units, UPDATE)
         batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext, attach_sink
 from megatron_sp.ops.attention import AttentionMask
@@ -64,14 +65,16 @@ def context(config: ModelConfig, batch: Batch, **overrides: Any) -> ForwardConte
     return ForwardContext(AttentionMask(), **{"kernel": "reference" if config.attention_dropout else "sdpa", "dropout": keys} | overrides)
 
 
-def build(config: ModelConfig, kernels: KernelConfig, **more: Any) -> Any:
-    """The model of the configuration's family."""
+def build(config: ModelConfig, kernels: KernelConfig, classes: int = 0, **more: Any) -> Any:
+    """The model of the configuration's family, or a classifier."""
+    if classes:
+        return BertClassifier(config, kernels, num_classes=classes, **more)
     return (BertModel if config.is_bert else GPTModel)(config, kernels, **more)
 
 
-def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64, perturb: bool = True, **kernels: Any) -> Any:
+def make_model(config: ModelConfig, dtype: torch.dtype = torch.float64, perturb: bool = True, classes: int = 0, **kernels: Any) -> Any:
     """A model whose norms and biases are not at their initial ones and zeros, which would hide mistakes."""
-    model = build(config, KernelConfig(**kernels), seed=5, dtype=dtype)
+    model = build(config, KernelConfig(**kernels), classes, seed=5, dtype=dtype)
     if perturb:
         g = torch.Generator().manual_seed(11)
         for p in model.parameters():

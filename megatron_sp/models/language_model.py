@@ -204,7 +204,13 @@ class LanguageModel(nn.Module):
         Args:
             backward: with the backward pass; else the forward pass alone.
         """
-        return unit_order(self.kernels, len(self.stack.layers), tied=self.is_tied, backward=backward)
+        layers, again = len(self.stack.layers), self._reads_embedding_again
+        return unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
+
+    @property
+    def _reads_embedding_again(self) -> bool:
+        """The norm of the embedding needs its weight in backward; a table that the head reads keeps the embedding whole until then."""
+        return self.embedding.layernorm is not None and not self.is_tied
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
         """[b, s] token ids (and segments) -> [s/(sp * parts), b, h], this rank's positions after the norm behind the blocks."""
@@ -218,7 +224,8 @@ class LanguageModel(nn.Module):
         x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx, mine)
         layers = cast("list[TransformerBlock]", list(self.stack.layers))
         offload = self._offload_pass(x, ctx)
-        below: int | None = None  # the unit whose parameters backward reads next, when it is through with what comes now
+        # the unit whose parameters backward reads next, when it is through with what comes now
+        below: int | None = 0 if self._reads_embedding_again else None
         for first, last, again in recompute_plan(self.kernels, len(layers)):
             again = again and torch.is_grad_enabled()
             if first == last:

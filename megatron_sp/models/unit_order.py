@@ -19,7 +19,7 @@ def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, in
     return [(i, min(i + number, num_layers), True) for i in range(0, num_layers, number)]
 
 
-def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool) -> list[int]:
+def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False) -> list[int]:
     """Units in the order in which a pass reads their parameters.
 
     Args:
@@ -27,6 +27,7 @@ def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: 
         num_layers: blocks.
         tied: the head reads the embedding's table.
         backward: with the backward pass; else the forward pass alone.
+        embedding_again: the embedding reads parameters in backward too, and is not there still for the head.
     """
     forward = list(range(num_layers + 2)) + ([0] if tied else [])
     if not backward:
@@ -36,4 +37,4 @@ def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: 
         if again:
             back += range(first + 1, last + 1)
         back += reversed(range(first + 1, last if again else last + 1))
-    return forward + back
+    return forward + back + ([0] if embedding_again else [])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import ForwardContext
@@ -67,22 +68,26 @@ def bert_names(post: bool) -> dict[str, str]:
     )  # fmt: skip
     names = {f"encoder.layers.{i}.{a}": f"bert.encoder.layer.{i}.{b}" for i in range(LAYERS) for a, b in layer.items()}
     names |= {"embedding.layernorm": "bert.embeddings.LayerNorm"} if post else {"encoder.final_layernorm": "bert.encoder.ln"}
-    return names | {
-        "lm_head.dense": "cls.predictions.transform.dense", "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
-        "pooler.dense": "bert.pooler.dense", "binary_head": "cls.seq_relationship",
-    }  # fmt: skip
+    return names | {"pooler.dense": "bert.pooler.dense"}
 
 
-def bert_tensors(of: dict[str, Tensor], post: bool) -> dict[str, Tensor]:
-    """Weights, or gradients, of theirs by our names."""
+PRETRAINING = {
+    "lm_head.dense": "cls.predictions.transform.dense", "lm_head.layernorm": "cls.predictions.transform.LayerNorm",
+    "binary_head": "cls.seq_relationship",
+}  # fmt: skip
+
+
+def bert_tensors(of: dict[str, Tensor], post: bool, heads: dict[str, str]) -> dict[str, Tensor]:
+    """Weights, or gradients, of theirs by our names; ``heads``: names of what stands behind the pooler."""
     embeddings = "bert.embeddings."
-    found = {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in bert_names(post).items() for kind in ("weight", "bias")}
+    found = {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in {**bert_names(post), **heads}.items() for kind in ("weight", "bias")}
     found |= {
         "embedding.word_embeddings.weight": of[f"{embeddings}word_embeddings.weight"],
         "embedding.position_embeddings.weight": of[f"{embeddings}position_embeddings.weight"],
         "embedding.tokentype_embeddings.weight": of[f"{embeddings}token_type_embeddings.weight"],
-        "output_layer.bias": of["cls.predictions.bias"],
     }
+    if "cls.predictions.bias" in of:
+        found["output_layer.bias"] = of["cls.predictions.bias"]
     for i in range(LAYERS):
         for kind in ("weight", "bias"):
             q, k, v = (of[f"bert.encoder.layer.{i}.attention.self.{part}.{kind}"] for part in ("query", "key", "value"))
@@ -90,22 +95,28 @@ def bert_tensors(of: dict[str, Tensor], post: bool) -> dict[str, Tensor]:
     return found
 
 
+def their_bert(task: str, post: bool, **more: Any) -> Any:
+    """Their class for a task, in fp64, with weights that hide nothing."""
+    kind = "Bert" if post else "MegatronBert"
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=F, max_position_embeddings=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-12, attn_implementation="eager",
+        initializer_range=0.2, **more,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}{task}")(config).double()
+    give_noise(model)
+    return model
+
+
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
 @pytest.mark.parametrize("post", [True, False], ids=["BertForPreTraining", "MegatronBertForPreTraining"])
 def test_bert(post: bool, gelu: str) -> None:
     torch.manual_seed(0)
-    kind = "Bert" if post else "MegatronBert"
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=F, max_position_embeddings=16,
-        hidden_act="gelu" if gelu == "none" else "gelu_pytorch_tanh", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        layer_norm_eps=1e-12, attn_implementation="eager", initializer_range=0.2,
-    )  # fmt: skip
-    theirs = getattr(transformers, f"{kind}ForPreTraining")(config).double()
-    give_noise(theirs)
+    theirs = their_bert("ForPreTraining", post, hidden_act="gelu" if gelu == "none" else "gelu_pytorch_tanh")
     shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, gelu_approximate=gelu)  # type: ignore[arg-type]
     ours = BertModel(shape, KernelConfig(), seed=1, dtype=torch.float64)
     params: dict[str, Any] = dict(theirs.named_parameters())
-    copy_into(ours, bert_tensors(params, post))
+    copy_into(ours, bert_tensors(params, post, PRETRAINING))
     g = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(1, V, (B, S), generator=g) for _ in range(2))  # theirs gives the row of token 0, padding, no gradient
     types, order = torch.randint(0, 2, (B, S), generator=g), torch.tensor([0, 1, 1])
@@ -119,7 +130,29 @@ def test_bert(post: bool, gelu: str) -> None:
     assert made.order is not None
     loss = made.masked / masked.sum() + made.order / B
     loss.backward()
-    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post), their_loss)
+    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post, PRETRAINING), their_loss)
+
+
+@pytest.mark.parametrize("post", [True, False], ids=["BertForSequenceClassification", "MegatronBertForSequenceClassification"])
+def test_classifier(post: bool) -> None:
+    torch.manual_seed(0)
+    theirs, head = their_bert("ForSequenceClassification", post, num_labels=4), {"classification_head": "classifier"}
+    shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, gelu_approximate="none")  # type: ignore[arg-type]
+    ours = BertClassifier(shape, KernelConfig(), num_classes=4, seed=1, dtype=torch.float64)
+    params: dict[str, Any] = dict(theirs.named_parameters())
+    copy_into(ours, bert_tensors(params, post, head))
+    g = torch.Generator().manual_seed(1)
+    tokens, types = torch.randint(1, V, (B, S), generator=g), torch.randint(0, 2, (B, S), generator=g)
+    label, real = torch.tensor([3, 0, 2]), torch.arange(S) < LENGTHS[:, None]
+    answer = theirs(tokens, attention_mask=real.long(), token_type_ids=types, labels=label)
+    answer.loss.backward()
+    context = ForwardContext(AttentionMask(causal=False, key_lengths=LENGTHS))
+    made = ours(tokens, types, label, torch.ones(B, dtype=torch.float64), context)
+    loss = made.sum / B
+    loss.backward()
+    assert_same(ours, loss, bert_tensors({n: p.grad for n, p in params.items()}, post, head), answer.loss)
+    assert made.logits is not None and int(made.hits) == int((answer.logits.argmax(1) == label).sum())
+    assert_law({"logits": made.logits}, {"logits": answer.logits.detach()}, FP64)
 
 
 def gpt2_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
