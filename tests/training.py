@@ -38,6 +38,7 @@ from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.training.arguments import parse_config
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.faults import FAULT_VARIABLE
+from pretrain_bert import bert_task
 from pretrain_gpt import GPT
 
 TINY = (
@@ -48,6 +49,20 @@ TINY = (
 MOCK = ("--mock-data", "--vocab-size", "60")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 KILLED = -signal.SIGKILL
+
+
+Program = Callable[[list[str]], None]
+
+
+def gpt(words: list[str]) -> None:
+    """``pretrain_gpt.py``."""
+    pretrain(parse_config(words, prog="pretrain_gpt.py"), GPT)
+
+
+def bert(words: list[str]) -> None:
+    """``pretrain_bert.py``."""
+    config = parse_config(words, prog="pretrain_bert.py", family="bert")
+    pretrain(config, bert_task(config))
 
 
 @dataclass
@@ -81,6 +96,7 @@ class Outcome:
 def train(
     tmp_path: Path, *flags: object, ranks: int = 1, fault: str = "", attempt: int = 0, setup: Callable[[int], None] | None = None,
     during: Callable[[list[int]], None] | None = None, timeout_s: float = 60.0, data: Sequence[object] = MOCK,
+    program: Program | None = None,
 ) -> Outcome:  # fmt: skip
     """Train the tiny model on ``ranks`` forked processes, for six steps if the flags do not say how many.
 
@@ -93,6 +109,7 @@ def train(
         during: called here with the children's pids while they run.
         timeout_s: after which all are killed and the case fails.
         data: flags of data and tokenizer.
+        program: what is run with the words of the command line; None: ``pretrain_gpt.py``.
     """
     length = () if "--train-samples" in flags or "--train-iters" in flags else ("--train-iters", 6)
     words = [str(word) for word in (*TINY, *length, *data, *flags)] + (["--enable-fault-injection"] if fault else [])
@@ -102,7 +119,7 @@ def train(
     tmp_path.mkdir(parents=True, exist_ok=True)
     files = [tmp_path / f"rank{rank}-{time.monotonic_ns()}.txt" for rank in range(ranks)]
     began = time.monotonic()
-    pids = [_fork(rank, words, environment, files[rank], setup, tmp_path) for rank in range(ranks)]
+    pids = [_fork(rank, words, environment, files[rank], setup, tmp_path, program or gpt) for rank in range(ranks)]
     codes: dict[int, int] = {}
     ended: dict[int, float] = {}
     try:
@@ -160,7 +177,10 @@ def _store_address() -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_store_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path, setup: Callable[[int], None] | None, cwd: Path) -> int:
+def _fork(
+    rank: int, words: list[str], environment: dict[str, str], output: Path, setup: Callable[[int], None] | None, cwd: Path,
+    program: Program,
+) -> int:  # fmt: skip
     pid = os.fork()
     if pid:
         return pid
@@ -179,7 +199,7 @@ def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path
             del os.environ[FAULT_VARIABLE]
         if setup is not None:
             setup(rank)
-        pretrain(parse_config(words, prog="pretrain_gpt.py", world_size=int(environment["WORLD_SIZE"])), GPT)
+        program(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:
@@ -191,7 +211,7 @@ def _fork(rank: int, words: list[str], environment: dict[str, str], output: Path
 
 
 def run_once(
-    factory: pytest.TempPathFactory, layouts: Mapping[str, tuple[int, tuple[object, ...]]], *flags: object
+    factory: pytest.TempPathFactory, layouts: Mapping[str, tuple[int, tuple[object, ...]]], *flags: object, program: Program = gpt
 ) -> Callable[[str], Path]:
     """Runs that several tests look at, each made when it is asked for first: a layout's, by its name, with a checkpoint after step 3.
 
@@ -203,7 +223,7 @@ def run_once(
     @cache
     def run_of(name: str) -> Path:
         folder, (ranks, its_own) = factory.mktemp("run"), layouts[name]
-        train(folder, *its_own, "--save", folder / "run", "--save-interval", 3, *flags, ranks=ranks).expect(0)
+        train(folder, *its_own, "--save", folder / "run", "--save-interval", 3, *flags, ranks=ranks, program=program).expect(0)
         return folder / "run"
 
     return run_of
