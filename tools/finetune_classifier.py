@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.data.classification import GLUE, TextTable, labels_of, read_examples
+from megatron_sp.data.classification import GLUE, Example, TextTable, check_labels, labels_of, read_examples
 from megatron_sp.training.arguments import parse_config
-from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.errors import ConfigError, ReportedError
 
 _COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group": "group"}
 
@@ -43,11 +44,20 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--group", metavar="NAME", help="column that says which examples are right together or not at all (exact match)")
     parser.add_argument("--pretrained-checkpoint", metavar="RUN", help="run, or step folder, to start from (default: random weights)")
     parser.add_argument("--epochs", type=float, default=3.0, metavar="N", help="passes over the training examples (default: 3)")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave out lines that are no examples, and count them, instead of stopping"
+    )
     return parser.parse_known_args(argv)
 
 
 def table_of(options: argparse.Namespace) -> TextTable:
-    """Where the examples' parts stand."""
+    """Where the examples' parts stand.
+
+    Raises:
+        ConfigError: --epochs is no number of passes.
+    """
+    if not 0 < options.epochs < 1e6:
+        raise ConfigError(f"--epochs ({options.epochs}) must be above 0: passes over the training examples")
     table = GLUE.get(options.task, TextTable())
     given = {field: getattr(options, flag.replace("-", "_")) for flag, field in _COLUMNS.items()}
     return replace(table, **{field: value for field, value in given.items() if value is not None})
@@ -56,17 +66,22 @@ def table_of(options: argparse.Namespace) -> TextTable:
 def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:
     """The command line of the run: what the user has not said comes from the checkpoint or from the data."""
     flags = ["--train-data-path", options.train_data, "--valid-data-path", options.valid_data, "--dataloader-type", "cyclic"]
-    flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
+    if not _names(rest, "--train-iters", "--train-samples"):
+        flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
     if options.pretrained_checkpoint is not None:
         flags += ["--load", options.pretrained_checkpoint, "--finetune", "--use-checkpoint-args", *stored_tokenizer(options, rest)]
     return [*flags, *rest]
+
+
+def _names(words: list[str], *flags: str) -> bool:
+    return any(word.split("=")[0].replace("_", "-") in flags for word in words)
 
 
 def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """The checkpoint's tokenizer, if the command line names none."""
     from megatron_sp.checkpoint.checkpointer import Checkpointer
 
-    if any(word.split("=")[0] in ("--tokenizer-type", "--tokenizer-model", "--vocab-file") for word in rest):
+    if _names(rest, "--tokenizer-type", "--tokenizer-model", "--vocab-file"):
         return []
     reader = Checkpointer(None)
     data = reader.read_state(reader.find(options.pretrained_checkpoint)).get("config", {}).get("data", {})
@@ -74,16 +89,32 @@ def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return [word for flag, value in found if value is not None for word in (flag, str(value))]
 
 
+def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], None]) -> tuple[list[Example], list[Example]]:
+    """The training and the validation examples."""
+    found = []
+    for path in (options.train_data, options.valid_data):
+        examples, skipped = read_examples(path, table, skip_bad_lines=options.skip_bad_lines)
+        if skipped:
+            say(f"warning: {path}: {skipped} bad lines were left out")
+        found.append(examples)
+    return found[0], found[1]
+
+
 def main(argv: list[str] | None = None) -> None:
     options, rest = parse(argv)
-    table = table_of(options)
+    talks = os.environ.get("RANK", "0") == "0"
+
+    def say(line: str) -> None:
+        if talks:
+            print(f"finetune_classifier.py: {line}", file=sys.stderr)
+
     try:
-        train, valid = read_examples(options.train_data, table), read_examples(options.valid_data, table)
-        labels_of(table, train)
+        table = table_of(options)
+        train, valid = read(options, table, say)
+        check_labels(labels_of(table, train), valid)
         flags = pretraining_flags(options, rest, len(train))
     except ReportedError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"finetune_classifier.py: {error}", file=sys.stderr)
+        say(str(error))
         raise SystemExit(error.exit_code) from None
     config = parse_config(flags, description="Fine-tune a classifier.", family="bert")
     from megatron_sp.training.classification import Classification

@@ -177,9 +177,10 @@ _REFUSED = {
         pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
-    "GPT and BERT are the models today; T5 and fine-tuning tasks are not there yet": """
-        bert-load pretrained-checkpoint task epochs train-data valid-data
-        decoder-num-layers decoder-seq-length retriever-seq-length""",
+    "a classifier is trained by tools/finetune_classifier.py, which has this flag; pretraining has no use for it": """
+        pretrained-checkpoint task epochs train-data valid-data""",
+    "GPT and BERT are the models today; T5 and retrieval are not there yet": """
+        bert-load decoder-num-layers decoder-seq-length retriever-seq-length""",
     "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), BertWordPieceLowerCase or BertWordPieceCase"
     " (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
         merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",

@@ -197,3 +197,5 @@ def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> None:
         unnamed = config.model.seq_length is None or "seq_length" in config.preset_fields
         if name not in keep or (name == "seq_length" and unnamed):
             setattr(config.model, name, getattr(old.model, name))
+    if config.model.position_embedding_type == "learned_absolute" and old.model.seq_length is not None:
+        config.model.max_position_embeddings = old.model.max_positions  # also where a sequence is shorter now
