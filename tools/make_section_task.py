@@ -1,0 +1,42 @@
+"""Make a task to fine-tune on: ``python tools/make_section_task.py --corpus corpus.jsonl --output sections``.
+
+Which part of Python's own text does a passage come from? The answer is one of eight: the language reference, and packages of the standard
+library. train.jsonl and valid.jsonl are for tools/finetune_classifier.py --task jsonl; all classes have the same number of passages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
+
+from megatron_sp.data.section_task import write_task
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--corpus", required=True, metavar="FILE", help="what tools/make_corpus.py wrote")
+    add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
+    add("--classes", type=int, default=8, metavar="N", help="the largest ones (default: 8)")
+    add("--train", type=int, default=240, metavar="N", help="passages of each class to train on (default: 240)")
+    add("--valid", type=int, default=50, metavar="N", help="passages of each class to validate on (default: 50)")
+    args = parser.parse_args(argv)
+    if min(args.train, args.valid) < 1 or args.classes < 2:
+        parser.error("there must be two classes at least, and a passage of each to train and to validate on")
+    try:
+        task = write_task(args.corpus, args.output, args.classes, args.train, args.valid)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    classes = sorted({section for section, _ in task.train})
+    print(f"{args.output}: {len(task.train)} passages to train on, {len(task.valid)} to validate on, from {', '.join(classes)}")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
