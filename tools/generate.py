@@ -17,23 +17,24 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError, ReportedError
+from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_sp.checkpoint.checkpointer import Checkpointer
-    from megatron_sp.config import Config
     from megatron_sp.data.tokenizers import Tokenizer
     from megatron_sp.models.generation import NewToken, Sampling
     from megatron_sp.models.gpt import GPTModel
 
 EXIT_INTERRUPTED = 130
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
+INSTEAD = {
+    "BERT": "which sees both sides of a word and cannot continue a text: tools/fill_mask.py has it guess words that you hide",
+    "classifier": "which puts texts into classes and writes none: tools/finetune_classifier.py says how well",
+}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,61 +112,19 @@ def load(options: argparse.Namespace) -> tuple[GPTModel, Tokenizer, str]:
     """
     import torch
 
-    from megatron_sp.checkpoint.checkpointer import Checkpointer
-    from megatron_sp.config import Config
-    from megatron_sp.data.tokenizers import build_tokenizer
+    from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.training.stored_model import find_stored
 
     device = choose_device(options.device)
-    checkpointer = Checkpointer(None)
-    step_dir = checkpointer.find(options.load, options.ckpt_step)
-    state = checkpointer.read_state(step_dir)
-    config, warnings = Config.from_dict(state.get("config"))
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    config.normalize()
-    vocab_size = config.model.vocab_size = _stored_vocab_size(checkpointer, step_dir)
-    if options.tokenizer_model is not None:
-        config.data.tokenizer_type, config.data.tokenizer_model = "SentencePieceTokenizer", options.tokenizer_model
-    # only numbers-as-text take their vocabulary from the model
-    has_own = config.data.tokenizer_type in ("SentencePieceTokenizer", "ByteTokenizer") or bool(config.data.tokenizer_model)
-    tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab_size}: it is not the model's own;"
-            " give that with --tokenizer-model"
-        )
-    dtype = options.dtype if options.dtype != "auto" else config.precision.params_dtype if device.type == "cuda" else "float32"
-    model = load_weights(checkpointer, step_dir, config, device, getattr(torch, dtype))
+    stored = find_stored(options.load, options.ckpt_step, "GPT", INSTEAD, _warn, options.tokenizer_model)
+    dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if device.type == "cuda" else "float32"
+    model = cast("GPTModel", stored.load(GPTModel, device, getattr(torch, dtype)))
     count = sum(p.numel() for p in model.parameters())
-    return model, tokenizer, f"{step_dir}: {count:,} parameters in {dtype} on {device}, step {state.get('step')}"
+    return model, stored.tokenizer, f"{stored.folder}: {count:,} parameters in {dtype} on {device}, step {stored.step}"
 
 
-def _stored_vocab_size(checkpointer: Checkpointer, step_dir: Path) -> int:
-    shapes = checkpointer.tensor_shapes(step_dir)
-    if WORD_EMBEDDINGS not in shapes:
-        raise CheckpointError(f"{step_dir} holds no GPT: it has no tensor {WORD_EMBEDDINGS}")
-    return shapes[WORD_EMBEDDINGS][0][0]
-
-
-def load_weights(checkpointer: Checkpointer, step_dir: Path, config: Config, device: torch.device, dtype: torch.dtype) -> GPTModel:
-    """Build the model without drawing initial weights and fill it from the checkpoint; no other tensor is read."""
-    import torch
-
-    from megatron_sp.checkpoint.pieces import GlobalTensor
-    from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.models.transformer import shard_specs
-
-    with torch.device("meta"):
-        model = GPTModel(config.model, config.kernels, seed=0, dtype=dtype)
-    model.to_empty(device=device)
-    specs, wanted = shard_specs(model), {}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if parameter.shape != specs[name].shape:
-            parameter.zero_()  # rows that pad the vocabulary are not on the disk
-        wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
-    checkpointer.load(step_dir, wanted, partial=True, cast=True)
-    return model.eval()
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 class Printer:

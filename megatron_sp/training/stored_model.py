@@ -1,0 +1,98 @@
+"""The model and the tokenizer of a checkpoint, for tools that use a model and do not train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.config import WORDPIECE, Config
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.models.transformer import shard_specs
+from megatron_sp.utils.errors import CheckpointError, DataError
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
+_OF_A_CLASSIFIER = "classification_head.weight"
+_HAS_OWN_VOCABULARY = ("SentencePieceTokenizer", "ByteTokenizer", *WORDPIECE)  # numbers-as-text take theirs from the model
+
+
+class Stored(NamedTuple):
+    """What a step folder holds: how to build its model, its tokenizer, and where it is in the run."""
+
+    folder: Path
+    config: Config
+    tokenizer: Tokenizer
+    step: object
+    checkpointer: Checkpointer
+
+    def load(self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype) -> LanguageModel:
+        """The model with its weights, to be used and not trained; no other tensor is read.
+
+        Args:
+            cls: of the model; all its parameters must be in the checkpoint.
+        """
+        with torch.device("meta"):  # initial weights need not be drawn
+            model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype)
+        model.to_empty(device=device)
+        specs, wanted = shard_specs(model), {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if parameter.shape != specs[name].shape:
+                parameter.zero_()  # rows that pad the vocabulary are not on the disk
+            wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
+        self.checkpointer.load(self.folder, wanted, partial=True, cast=True)
+        return model.eval()
+
+
+def find_stored(
+    run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None], tokenizer_file: str | None = None
+) -> Stored:
+    """What a run's checkpoint says, once it is clear that it is of the right kind.
+
+    Args:
+        run: a run, its checkpoints folder, or one step folder.
+        step: this one instead of the newest.
+        what: "GPT" or "BERT".
+        instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
+        warn: told about what the configuration has that this version does not know.
+        tokenizer_file: SentencePiece model, or vocab.txt, in place of the one that training named.
+    Raises:
+        CheckpointError: there is none, or it is of another kind.
+        ConfigError, DataError: what is wrong with the tokenizer.
+    """
+    checkpointer = Checkpointer(None)
+    folder = checkpointer.find(run, step)
+    state = checkpointer.read_state(folder)
+    config, warnings = Config.from_dict(state.get("config"))
+    for warning in warnings:
+        warn(warning)
+    config.normalize()
+    shapes = checkpointer.tensor_shapes(folder)
+    if WORD_EMBEDDINGS not in shapes:
+        raise CheckpointError(f"{folder} holds no {what}: it has no tensor {WORD_EMBEDDINGS}")
+    kind = "classifier" if _OF_A_CLASSIFIER in shapes else "BERT" if config.model.is_bert else "GPT"
+    if kind != what:
+        raise CheckpointError(f"{folder} holds a {kind}, {instead[kind]}")
+    vocab_size = config.model.vocab_size = shapes[WORD_EMBEDDINGS][0][0]
+    if tokenizer_file is not None:
+        _take_tokenizer(config, tokenizer_file)
+    has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(config.data.tokenizer_model or config.data.vocab_file)
+    tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab_size}: it is not the model's own;"
+            " give that with --tokenizer-model"
+        )
+    return Stored(folder, config, tokenizer, state.get("step"), checkpointer)
+
+
+def _take_tokenizer(config: Config, file: str) -> None:
+    if config.data.tokenizer_type in WORDPIECE or config.data.vocab_file:
+        config.data.vocab_file = file
+    else:
+        config.data.tokenizer_type, config.data.tokenizer_model = "SentencePieceTokenizer", file
