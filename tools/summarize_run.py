@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import DataError, ReportedError
-from megatron_sp.utils.run_history import are_equal, repetitions
+from megatron_sp.utils.run_history import accuracies, are_equal, repetitions
 from megatron_sp.utils.run_log import read_records
 
 
@@ -42,6 +42,9 @@ def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
         last = [r for r in records if r.get("kind") == kind]
         if last:
             rows.append((f"{kind} loss", f"{float(last[-1]['loss']):.4f} (perplexity {math.exp(min(float(last[-1]['loss']), 700)):.1f})"))
+            rows += [(f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %") for name in accuracies(last[-1])]
+    for found in [r for r in records if r.get("kind") == "classification"][-1:]:
+        rows.append((f"{found['examples']} classified", f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}"))
     return rows
 
 

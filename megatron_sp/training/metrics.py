@@ -3,8 +3,8 @@
 Nothing in here may stop training: a full or read-only disk costs one warning and the records written meanwhile.
 
 Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: its configuration and where it runs),
-``train`` (a logged step), ``valid``, ``test``, ``save`` and ``prediction`` (beside what was measured). Floats that a resumed run must
-reproduce are also stored as hexadecimal (``loss_hex``), where no digit is lost.
+``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's last word), ``save`` and ``prediction`` (beside what was
+measured). Floats that a resumed run must reproduce are also stored as hexadecimal (``loss_hex``), where no digit is lost.
 """
 
 from __future__ import annotations

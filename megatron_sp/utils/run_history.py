@@ -133,3 +133,8 @@ def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
 def are_equal(taken: Iterable[Record]) -> bool:
     """Whether a step had the same loss, gradient norm and samples each time, to the last bit."""
     return len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
+
+
+def accuracies(record: Record) -> list[str]:
+    """The shares of hits that a validation has found, by their names in the record, in its order."""
+    return [name for name in record if name.endswith("accuracy")]

@@ -40,6 +40,16 @@ def test_an_uninterrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "interruptions" not in text and "twice" not in text
 
 
+def test_what_was_right_is_said_in_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    valid = {"kind": "valid", "step": 2, "loss": 5.0, "perplexity": 148.4, "order_loss": 0.7, "lm_accuracy": 0.3126, "order_accuracy": 0.5}
+    last = {"kind": "classification", "step": 2, "examples": 400, "accuracy": 0.8725, "f1": 0.87, "exact_match": 0.8725, "matthews": 0.85}
+    write(tmp_path, start(0), step(1), {**valid, "step": 1, "lm_accuracy": 0.1}, step(2), valid, {**last, "accuracy": 0.5}, last)
+    assert tool.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "valid lm accuracy     31.3 %" in text and "valid order accuracy  50.0 %" in text and "order loss" not in text
+    assert "400 classified        87.2 % right, F1 0.870" in text
+
+
 def test_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, start(0), step(1), step(2), step(3), start(1), step(2), step(3), step(4), end='{"kind": "tr')
     assert tool.main([str(tmp_path)]) == 0

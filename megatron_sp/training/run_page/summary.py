@@ -12,7 +12,7 @@ from megatron_sp.training.console import format_count, format_duration
 from megatron_sp.training.run_page.html import Html, join, show, table, tag
 from megatron_sp.training.run_page.reading import RunFiles
 from megatron_sp.training.run_page.time_use import Attempt, time_line, totals
-from megatron_sp.utils.run_history import are_equal, number
+from megatron_sp.utils.run_history import accuracies, are_equal, number
 
 SILENT_S = 120.0  # after which a run that says it is running is not believed
 
@@ -159,6 +159,7 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
         ("Tokens", show(f.tokens, "si"), f"{show(f.tokens, 'count')} consumed" if math.isfinite(f.tokens) else "", ""),
         ("Best validation loss", show(f.best, "loss"), _perplexity(f.best, f.best_step), ""),
+        *_accuracy_tiles(run),
         ("Throughput", f"{show(f.tokens_per_s, 'si')}", "tokens/s, median of the logged steps", ""),
         ("MFU", show(f.mfu, "percent"), "median; causal attention counted once", ""),
         ("Peak memory", show(f.memory, "bytes"), "most that rank 0 has held", ""),
@@ -167,6 +168,24 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("Skipped steps", show(f.skipped, "count"), "not finite, weights unchanged", "warn" if f.skipped > 0 else ""),
     ]
     return tag("div", [_tile(*row) for row in rows], class_="tiles")
+
+
+def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    """Shares that were right, of the last validation, and of a classifier's last word."""
+    found = []
+    for last in list(run.history.valid.values())[-1:]:
+        about = f"in the validation at step {last['step']:,}"
+        found += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
+    for last in run.of_kind("classification")[-1:]:
+        about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
+        found.append(("Classified right", show(number(last.get("accuracy")), "percent"), about, ""))
+    return found
+
+
+def _title(name: str) -> str:
+    """``lm_accuracy`` as a heading: what it is of, in words."""
+    words = {"lm_accuracy": "Masked tokens found", "order_accuracy": "Sentence order found"}
+    return words.get(name, name.replace("_", " ").capitalize())
 
 
 def _tile(name: str, value: str, about: str, look: str) -> Html:
