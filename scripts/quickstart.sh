@@ -1,15 +1,36 @@
 #!/usr/bin/env bash
-# From a clean clone to a trained GPT on real text: bash scripts/quickstart.sh
+# From a clean clone to a trained model on real text:
+#
+#   bash scripts/quickstart.sh        a GPT
+#   bash scripts/quickstart.sh bert   a BERT
 #
 # Everything it makes is in runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over.
 set -euo pipefail
+family="${1:-gpt}"
+case "$family" in
+gpt) # sequences: in a step, of each process; mark: in the names of what both leave in one folder
+    usual_steps=280 sequences=4 mark=""
+    model=(--num-layers 4 --hidden-size 256 --seq-length 256)
+    pace=(--lr 2e-3 --min-lr 2e-4 --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95)
+    ;;
+bert) # only one token in seven is guessed, so a smaller model and more steps; it finds neighbours sooner by rotary positions
+    usual_steps=1500 sequences=8 mark="bert-"
+    model=(--num-layers 3 --hidden-size 128 --seq-length 128 --position-embedding-type rope --init-method-std 0.05)
+    pace=(--lr 3e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --weight-decay 0.05 --adam-beta2 0.98)
+    ;;
+*)
+    echo "quickstart.sh: unknown word '$family': it is gpt (which is meant without a word) or bert" >&2
+    exit 2
+    ;;
+esac
 cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh runtime
 
 out="${QUICKSTART_OUT:-runs/quickstart}"
-run="$out/gpt"
+run="$out/$family"
+killed="$out/${mark}killed"
 python=.venv/bin/python
-steps="${QUICKSTART_STEPS:-280}"
+steps="${QUICKSTART_STEPS:-$usual_steps}"
 every=$((steps / 4 > 0 ? steps / 4 : 1)) # validate and save four times
 log=$((every / 12 > 0 ? every / 12 : 1))
 mkdir -p "$out"
@@ -18,12 +39,23 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
 say "1. Text: the Python reference and the standard library's sources"
 [ -f "$out/corpus.jsonl" ] || "$python" tools/make_corpus.py --output "$out/corpus.jsonl"
-say "2. Tokenizer: 8,000 pieces"
-[ -f "$out/tokenizer.model" ] || "$python" tools/train_tokenizer.py --input "$out/corpus.jsonl" --output "$out/tokenizer.model"
-say "3. Tokens: Megatron's .bin/.idx"
-tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$out/tokenizer.model")
-[ -f "$out/corpus_text_document.idx" ] ||
-    "$python" tools/preprocess_data.py --input "$out/corpus.jsonl" --output-prefix "$out/corpus" "${tokenizer[@]}" --append-eod --workers 2
+if [ "$family" = bert ]; then
+    say "2. Tokenizer: WordPiece, lower case, 8,000 pieces"
+    [ -f "$out/vocab.txt" ] || "$python" tools/train_tokenizer.py --type wordpiece --input "$out/corpus.jsonl" --output "$out/vocab.txt"
+    say "3. Tokens: Megatron's .bin/.idx, a sequence for each sentence"
+    tokenizer=(--tokenizer-type BertWordPieceLowerCase --vocab-file "$out/vocab.txt")
+    data="$out/corpus_text_sentence"
+    preprocess=(--split-sentences)
+else
+    say "2. Tokenizer: 8,000 pieces"
+    [ -f "$out/tokenizer.model" ] || "$python" tools/train_tokenizer.py --input "$out/corpus.jsonl" --output "$out/tokenizer.model"
+    say "3. Tokens: Megatron's .bin/.idx"
+    tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$out/tokenizer.model")
+    data="$out/corpus_text_document"
+    preprocess=(--append-eod)
+fi
+[ -f "$data.idx" ] ||
+    "$python" tools/preprocess_data.py --input "$out/corpus.jsonl" --output-prefix "$out/corpus" "${tokenizer[@]}" "${preprocess[@]}" --workers 2
 
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
 if [ "$gpus" -gt 0 ]; then
@@ -40,11 +72,11 @@ sp=$((nproc < heads ? nproc : heads))
 while [ $((nproc % sp)) -ne 0 ]; do sp=$((sp - 1)); done
 layout=()
 [ "$sp" -eq 1 ] || layout=(--sequence-parallel-size "$sp" --sp-overlap-comm)
-train=(pretrain_gpt.py
-    --num-layers 4 --hidden-size 256 --num-attention-heads "$heads" --seq-length 256
-    --attention-dropout 0 --hidden-dropout 0 --data-path "$out/corpus_text_document" --split 96,3,1 "${tokenizer[@]}"
-    --micro-batch-size $((4 * sp)) --global-batch-size $((4 * nproc)) --train-iters "$steps"
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
+train=("pretrain_$family.py"
+    "${model[@]}" --num-attention-heads "$heads"
+    --attention-dropout 0 --hidden-dropout 0 --data-path "$data" --split 96,3,1 "${tokenizer[@]}"
+    --micro-batch-size $((sequences * sp)) --global-batch-size $((sequences * nproc)) --train-iters "$steps"
+    "${pace[@]}" --lr-decay-style cosine
     --eval-interval "$every" --eval-iters 8 --log-interval "$log"
     --save "$run" --save-interval "$every" --auto-resume
     ${precision[@]+"${precision[@]}"} ${layout[@]+"${layout[@]}"})
@@ -56,10 +88,10 @@ reached() {
     echo "${step:-0}"
 }
 
-if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
+if [ ! -f "$killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "4. Training on $nproc processes, each sequence cut over $sp of them; half-way it will be killed without warning"
     victim=$((steps / 2 + every / 2))
-    bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/first_attempt.err" & # torchrun reports the kill at length
+    bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/${mark}first_attempt.err" & # torchrun reports the kill at length
     job=$!
     trap 'kill -TERM $job 2>/dev/null || true' EXIT
     while kill -0 "$job" 2>/dev/null && [ "$(reached)" -lt "$victim" ]; do sleep 0.2; done
@@ -67,12 +99,12 @@ if [ ! -f "$out/killed" ] && [ ! -f "$run/run_status.json" ]; then
         pids="$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1]))["pids"])' "$run/run_status.json")"
         # shellcheck disable=SC2086  # a list of numbers
         kill -9 $pids || true
-        touch "$out/killed"
+        touch "$killed"
     fi
     wait "$job" 2>/dev/null || true
     trap - EXIT
-    if [ ! -f "$out/killed" ]; then
-        cat "$out/first_attempt.err" >&2
+    if [ ! -f "$killed" ]; then
+        cat "$out/${mark}first_attempt.err" >&2
         echo "training ended before it could be killed" >&2
         exit 1
     fi
@@ -83,17 +115,36 @@ fi
 bash scripts/launch.sh "$nproc" "${train[@]}"
 
 say "6. What it has learned"
-"$python" tools/generate.py --load "$run" --prompt "def " --prompt "The statement " --max-new-tokens 60 --temperature 0.7 --top-p 0.9 || exit $?
-"$python" tools/plot_metrics.py "$run" -o "$out/loss.png"
-"$python" tools/report.py "$run" -o "$out/report.html"
-"$python" tools/summarize_run.py "$run" --extra "picture of the losses=$out/loss.png" --extra "page about the run=$out/report.html" \
-    --extra "tokenizer=$out/tokenizer.model" --extra "data=$out/corpus_text_document.{bin,idx}"
+extra=()
+if [ "$family" = bert ]; then
+    "$python" tools/fill_mask.py --load "$run" --text "def __init__([MASK], name):" --text "for i in range([MASK](self.items)):" \
+        --text "raise [MASK]('no such file')" || exit $?
+    extra+=(--extra "always the most frequent token=$("$python" tools/fill_mask.py --load "$run" --baseline)")
+else
+    "$python" tools/generate.py --load "$run" --prompt "def " --prompt "The statement " --max-new-tokens 60 --temperature 0.7 --top-p 0.9 || exit $?
+fi
+"$python" tools/plot_metrics.py "$run" -o "$out/${mark}loss.png"
+"$python" tools/report.py "$run" -o "$out/${mark}report.html"
+"$python" tools/summarize_run.py "$run" ${extra[@]+"${extra[@]}"} --extra "picture of the losses=$out/${mark}loss.png" \
+    --extra "page about the run=$out/${mark}report.html" --extra "tokenizer=${tokenizer[3]}" --extra "data=$data.{bin,idx}"
+
 echo "this call took $((SECONDS - began)) s"
+if [ "$family" = bert ]; then
+    cat <<EOF
+
+What next:
+  bash scripts/test.sh                                                 prove the code on this machine
+  $python tools/fill_mask.py --load $run          guess the words that you hide
+  docs/bert.md                                                         your own text, and a classifier on your own labels
+  rm -r $run $killed && QUICKSTART_STEPS=6000 bash scripts/quickstart.sh bert   train four times longer
+EOF
+    exit
+fi
 cat <<EOF
 
 What next:
   bash scripts/test.sh                                                        prove the code on this machine
   $python tools/generate.py --load $run --interactive               talk to it
   $python pretrain_gpt.py --help                                       every flag
-  rm -r $run $out/killed && QUICKSTART_STEPS=1000 bash scripts/quickstart.sh   train four times longer
+  rm -r $run $killed && QUICKSTART_STEPS=1000 bash scripts/quickstart.sh   train four times longer
 EOF

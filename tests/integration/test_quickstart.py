@@ -59,6 +59,32 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.torchrun
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_venv
+def test_quickstart_bert_from_text_to_summary(tmp_path: Path) -> None:
+    """With a tenth of the text, a small vocabulary and few steps; that it learns is not to be seen here."""
+    python = shlex.quote(str(ROOT / ".venv/bin/python"))
+    corpus, vocab = (shlex.quote(str(tmp_path / name)) for name in ("corpus.jsonl", "vocab.txt"))
+    run(f"{python} tools/make_corpus.py --output {corpus}", ROOT)
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines(keepends=True)
+    small = [line for line in lines if len(line) < 30_000]
+    (tmp_path / "corpus.jsonl").write_text("".join(small[:150]))
+    run(f"{python} tools/train_tokenizer.py --type wordpiece --vocab-size 600 --input {corpus} --output {vocab}", ROOT)
+    variables = {"QUICKSTART_OUT": str(tmp_path), "QUICKSTART_STEPS": "8"}
+    said = run("bash scripts/quickstart.sh bert", ROOT, **variables)
+    starts = [r["step"] for r in read_records(tmp_path / "bert")[0] if r["kind"] == "start"]
+    assert starts[0] == 0 and len(starts) == 2 and starts[1] in (4, 6), "it was killed once, after half of the steps, and resumed"
+    assert "all equal to the last bit" in said and "each sequence cut over 2 of them" in said
+    for promised in ("valid lm accuracy", "valid order accuracy", "always the most frequent token", "def __init__([MASK], name):"):
+        assert promised in said, promised
+    assert "</html>" in (tmp_path / "bert-report.html").read_text() and (tmp_path / "bert-loss.png").exists()
+    assert not (tmp_path / "gpt").exists() and not (tmp_path / "killed").exists(), "the GPT's quickstart has its own places"
+    wrong = subprocess.run(["bash", "scripts/quickstart.sh", "brt"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "unknown word 'brt': it is gpt" in wrong.stderr and not wrong.stdout
+
+
+@pytest.mark.torchrun
 @pytest.mark.timeout(300)
 @needs_venv
 def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
