@@ -296,6 +296,7 @@ def test_ways_without_communication_leave_the_collectives_as_they_were() -> None
     assert (weights.all_gather_async, weights.all_reduce_async) == (gather, reduce)
 
 
+@pytest.mark.long
 def test_longest_sequence_fits_as_predicted(tmp_path: Path) -> None:
     done = run("longest_sequence.py", "--smoke", "--json", str(tmp_path / "l.json"))
     assert done.returncode == 0, done.stderr
