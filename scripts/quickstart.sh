@@ -14,7 +14,7 @@ gpt) # sequences: in a step, of each process; mark: in the names of what both le
     pace=(--lr 2e-3 --min-lr 2e-4 --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95)
     ;;
 bert) # only one token in seven is guessed, so a smaller model and more steps; it finds neighbours sooner by rotary positions
-    usual_steps=1500 sequences=8 mark="bert-"
+    usual_steps=1200 sequences=8 mark="bert-"
     model=(--num-layers 3 --hidden-size 128 --seq-length 128 --position-embedding-type rope --init-method-std 0.05)
     pace=(--lr 3e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --weight-decay 0.05 --adam-beta2 0.98)
     ;;
@@ -136,7 +136,7 @@ What next:
   bash scripts/test.sh                                                 prove the code on this machine
   $python tools/fill_mask.py --load $run          guess the words that you hide
   docs/bert.md                                                         your own text, and a classifier on your own labels
-  rm -r $run $killed && QUICKSTART_STEPS=6000 bash scripts/quickstart.sh bert   train four times longer
+  rm -r $run $killed && QUICKSTART_STEPS=4800 bash scripts/quickstart.sh bert   train four times longer
 EOF
     exit
 fi
