@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--corpus", required=True, metavar="FILE", help="what tools/make_corpus.py wrote")
     add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
     add("--classes", type=int, default=8, metavar="N", help="the largest ones (default: 8)")
-    add("--train", type=int, default=240, metavar="N", help="passages of each class to train on (default: 240)")
+    add(
+        "--train", type=int, default=390, metavar="N", help="passages of each class to train on, if the smallest has so many (default: 390)"
+    )
     add("--valid", type=int, default=50, metavar="N", help="passages of each class to validate on (default: 50)")
     args = parser.parse_args(argv)
     if min(args.train, args.valid) < 1 or args.classes < 2:

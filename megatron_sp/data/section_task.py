@@ -58,7 +58,8 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
     Args:
         documents: (source, text), as in the corpus.
         num_classes: those with the most passages are taken.
-        num_train, num_valid: passages of each class.
+        num_train: passages of each class, at most: all have as many as the smallest can give.
+        num_valid: passages of each class.
     Raises:
         DataError: there are not so many.
     """
@@ -69,11 +70,13 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
         if all(times[line] == 1 for line in _telling_lines(passage)):
             of.setdefault(section, []).append(passage)
     largest = sorted(of, key=lambda section: (-len(of[section]), section))[:num_classes]
-    if len(largest) < num_classes or len(of[largest[-1]]) < num_train + num_valid:
+    enough = len(largest) == num_classes
+    num_train = min(num_train, len(of[largest[-1]]) - num_valid) if enough else 0
+    if num_train < 1:
         have = ", ".join(f"{section} {len(of[section])}" for section in largest)
         raise DataError(
-            f"{num_classes} classes of {num_train} + {num_valid} passages are wanted, and there are {have or 'none'}: ask for fewer, or"
-            " take the corpus of tools/make_corpus.py and a Python with its whole standard library"
+            f"{num_classes} classes with {num_valid} passages to validate on, and more to train on, are wanted, and there are"
+            f" {have or 'none'}: ask for fewer, or take the corpus of tools/make_corpus.py and a Python with its whole standard library"
         )
     train, valid = [], []
     for section in sorted(largest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,17 @@ def test_classes_are_of_one_size_and_no_text_is_in_both_halves() -> None:
 
 
 def test_too_little_text_is_said() -> None:
-    with pytest.raises(DataError, match=r"9 classes of 5 \+ 2 passages are wanted, and there are .*email"):
+    with pytest.raises(DataError, match=r"9 classes with 2 passages to validate on, .* there are .*email"):
         make_task(corpus(), 9, 5, 2)
-    with pytest.raises(DataError, match="3 classes of 500"):
-        make_task(corpus(), 3, 500, 2)
+    with pytest.raises(DataError, match="3 classes with 500"):
+        make_task(corpus(), 3, 5, 500)
+
+
+def test_all_classes_have_as_many_as_the_smallest_can_give() -> None:
+    task = make_task(corpus(), 3, 10**6, 2)
+    counts = Counter(label for label, _ in task.train)
+    assert len(counts) == 3 and len(set(counts.values())) == 1 and counts.total() > 15
+    assert Counter(label for label, _ in task.valid) == dict.fromkeys(counts, 2)
 
 
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,5 +83,5 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")]
     assert [len(text.splitlines()) for text in first] == [15, 6] and set(json.loads(first[1].splitlines()[0])) == {"label", "text"}
     assert tool.main(words) == 0 and [(tmp_path / f"task/{half}.jsonl").read_text() for half in ("train", "valid")] == first
-    assert tool.main([*words[:-1], "200"]) == 4 and "ask for fewer" in capsys.readouterr().err
+    assert tool.main([*words[:-1], "2000"]) == 4 and "ask for fewer" in capsys.readouterr().err
     assert tool.main(["--corpus", str(tmp_path / "absent"), *words[2:]]) == 4
