@@ -33,3 +33,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if wanted(item)]
+    items.sort(key=lambda item: "integration" not in item.path.parts)  # the longest first: at the end two workers share small ones

@@ -117,7 +117,7 @@ def grid_case(choice: dict[str, Any]) -> Case | None:
     kernels = {} if choice["recompute"] is None else {"recompute_granularity": choice["recompute"]}
     return Case(
         tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
-        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=5,
+        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=3,
         bert="bert" in choice["family"],
     )  # fmt: skip
 

@@ -80,7 +80,9 @@ def check_trace(found: dict[str, Any]) -> None:
     assert under, "no exchange lies under a computation"
 
 
-@pytest.mark.parametrize("case, numbers", list(zip(CASES, NUMBERS, strict=True)), ids=str)
+@pytest.mark.parametrize("case, numbers", [
+    pytest.param(case, numbers, marks=pytest.mark.long if i in (1, 3) else ()) for i, (case, numbers) in enumerate(zip(CASES, NUMBERS, strict=True))
+], ids=str)  # fmt: skip
 def test_recording_changes_nothing_and_is_sane(case: Case, numbers: dict[str, tuple[int, int]], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

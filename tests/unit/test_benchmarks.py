@@ -218,6 +218,7 @@ def test_the_replay_puts_the_exchange_back() -> None:
     assert receive.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
 
 
+@pytest.mark.long
 def test_the_zero_step_runs_without_deepspeed(tmp_path: Path) -> None:
     arguments = ["--smoke", "--no-peer", "--rounds", "1", "--steps", "1", "--warmup", "0", "--references", "--cells", "2:loopback"]
     done = run("zero_step.py", *arguments, "--json", str(tmp_path / "z.json"))
