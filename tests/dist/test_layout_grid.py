@@ -1,17 +1,23 @@
-"""The grid of layouts: pairwise in every run, the full product with ``make test-full``."""
+"""The grid of layouts: pairwise in every run (eight ranks, dear on two cores, with ``make test-all``), the full product with ``make test-full``."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 from layouts import AXES, grid_case, pairwise_grid, run_cases
 
 PAIRWISE = pairwise_grid()
+GRIDS = sorted({(case.tp, case.sp, case.dp) for case in PAIRWISE})
+EIGHT = [axes for axes in GRIDS if math.prod(axes) == 8]
 
 
-@pytest.mark.parametrize("axes", sorted({(case.tp, case.sp, case.dp) for case in PAIRWISE}), ids=lambda axes: "tp{}-sp{}-dp{}".format(*axes))
+@pytest.mark.parametrize(
+    "axes", [pytest.param(axes, marks=pytest.mark.long if axes in EIGHT[1:] else ()) for axes in GRIDS],
+    ids=lambda axes: "tp{}-sp{}-dp{}".format(*axes),
+)  # fmt: skip
 def test_pairwise(axes: tuple[int, int, int], tmp_path: Path) -> None:
     """All cases of the same axes in one set of processes; the message names the case."""
     cases = [case for case in PAIRWISE if (case.tp, case.sp, case.dp) == axes]
