@@ -19,10 +19,15 @@ step() { printf '== %s\n' "$1"; shift; "$@"; }
 
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check --quiet . || { echo "run: make style"; exit 1; }
-step "mypy" "$python" -m mypy
+types="$(mktemp)"
+trap 'rm -f "$types"' EXIT
+"$python" -m mypy >"$types" 2>&1 & # half a minute on a fresh clone: beside the first tests
+mypy=$!
 step "codespell" "$python" -m codespell_lib
 # two workers at least: half of the tests wait for processes of their own; more only where there are cores for those
 workers="$("$python" -c 'import os; print(max(2, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
 step "pytest" tests -n "$workers" --dist worksteal --quiet-machine skip "$@"
+wait "$mypy" || { printf '== mypy\n'; cat "$types"; exit 1; }
+step "mypy" cat "$types"
 step "pytest, one at a time" tests --quiet-machine only "$@"
 [ "$empty" -lt 2 ] || { echo "no test fits: $*"; exit 5; }

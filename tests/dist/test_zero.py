@@ -219,8 +219,8 @@ def _named(models: list[nn.Module]) -> list[tuple[str, Tensor]]:
     return [(f"{i}.{n}", p.detach()) for i, m in enumerate(models) for n, p in m.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_odd_sizes_frozen_units_and_ranks_without_gradient(tmp_path: Path, world_size: int, stage: int) -> None:
     run_ranks(_odd, world_size, tmp_path, stage)
 
