@@ -15,7 +15,7 @@ EIGHT = [axes for axes in GRIDS if math.prod(axes) == 8]
 
 
 @pytest.mark.parametrize(
-    "axes", [pytest.param(axes, marks=pytest.mark.long if axes in EIGHT[1:] else ()) for axes in GRIDS],
+    "axes", [pytest.param(axes, marks=pytest.mark.long if axes in EIGHT else ()) for axes in GRIDS],
     ids=lambda axes: "tp{}-sp{}-dp{}".format(*axes),
 )  # fmt: skip
 def test_pairwise(axes: tuple[int, int, int], tmp_path: Path) -> None:
