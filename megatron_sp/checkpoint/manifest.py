@@ -12,13 +12,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
-
-from megatron_sp.checkpoint.safetensors_file import DTYPES, FileRecord
+from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.strict_json import is_count, is_counts, parse_object, read_small_file
 from megatron_sp.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -45,6 +46,8 @@ class Manifest:
         return sum(record.num_bytes for record in self.files.values())
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        from megatron_sp.checkpoint.safetensors_file import DTYPES  # a look at a run's checkpoints need not load torch
+
         return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
 
     def encode(self) -> bytes:
@@ -145,7 +148,9 @@ def _file_record(path: Path, name: str, value: Any) -> FileRecord:
 
 
 def _tensor(path: Path, name: str, value: Any) -> tuple[str, tuple[int, ...]]:
-    if not (isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] in DTYPES and is_counts(value.get("shape"))):
+    if not (
+        isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] in ITEM_BYTES and is_counts(value.get("shape"))
+    ):
         raise CheckpointError(f"{path} is malformed: the entry of tensor {name[:200]!r} needs a known dtype and a shape")
     return value["dtype"], tuple(value["shape"])
 

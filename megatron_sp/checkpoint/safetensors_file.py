@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.checkpoint.strict_json import is_counts, open_regular, parse_object
 from megatron_sp.utils.errors import CheckpointError
@@ -63,13 +64,6 @@ class StoredPiece(NamedTuple):
     begin: int  # byte at which its contents start in the file; row-major
 
 
-class FileRecord(NamedTuple):
-    """What the manifest says about a file."""
-
-    num_bytes: int
-    sha256: str
-
-
 def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[NamedPiece]]:
     """Deal the pieces of a rank out to files: no name twice in a file, about ``max_bytes`` each, the first that fits.
 
@@ -93,13 +87,19 @@ def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[Nam
     return files
 
 
-def write_file(path: Path, items: Sequence[NamedPiece], before_sync: Callable[[], None] = lambda: None) -> FileRecord:
+def write_file(
+    path: Path,
+    items: Sequence[NamedPiece],
+    before_sync: Callable[[], None] = lambda: None,
+    contents: Callable[[NamedPiece], Tensor] | None = None,
+) -> FileRecord:
     """Write one new file and put it on the disk.
 
     Args:
         path: must not exist.
         items: pieces with different names, on any device, contiguous or not.
         before_sync: called when everything is written and nothing is on the disk for certain.
+        contents: gives a piece's contents when its turn comes (by default those it carries); they are let go before the next ones.
     Returns:
         Its size and SHA-256, taken from the bytes as they were written.
     Raises:
@@ -108,26 +108,27 @@ def write_file(path: Path, items: Sequence[NamedPiece], before_sync: Callable[[]
     items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        blocks = _blocks(items)
         size = 0
-        for block in blocks:
+        for block in _blocks(items, contents or (lambda item: item.piece.tensor)):
             hashed = hasher.submit(digest.update, block)  # both calls release the interpreter lock
             written = 0
             while written < len(block):
                 written += file.write(block[written:])
             hashed.result()
             size += len(block)
+            del block  # else a tensor stays in memory while the next one is made
         before_sync()
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
 
 
-def _blocks(items: Sequence[NamedPiece]) -> Iterable[memoryview]:
+def _blocks(items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> Iterable[memoryview]:
     yield memoryview(_header(items))
     for item in items:
-        data = _bytes_of(item.piece.tensor.detach().cpu().contiguous())
+        data = _bytes_of(contents(item).detach().cpu().contiguous())
         for start in range(0, len(data), _BLOCK_BYTES):
             yield data[start : start + _BLOCK_BYTES]
+        del data
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -178,7 +179,7 @@ def _stored_piece(path: Path, name: str, entry: Any, info: Any, data_start: int)
         raise CheckpointError(f"{path}: the header's entry for {name[:200]!r} has no known dtype, shape and data_offsets")
     if not (is_counts(offsets) and len(offsets) == len(shape)):
         raise CheckpointError(f"{path}: the header does not say where {name[:200]!r} lies in its tensor (saved_offsets)")
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    expected = math.prod(shape) * ITEM_BYTES[dtype]
     if span[1] - span[0] != expected:
         raise CheckpointError(f"{path}: {name[:200]!r} is {dtype} {shape}, {expected:,} bytes, but data_offsets {span} say otherwise")
     return StoredPiece(name, dtype, Rect(tuple(offsets), tuple(shape)), path.name, data_start + span[0])
@@ -190,7 +191,7 @@ def _check_no_holes(path: Path, pieces: list[StoredPiece], data_start: int, size
         if piece.begin != position:
             problem = "overlaps another tensor" if piece.begin < position else "leaves a hole before it"
             raise CheckpointError(f"{path}: {piece.name[:200]!r} starts at byte {piece.begin:,}, expected {position:,}: it {problem}")
-        position += piece.rect.numel * DTYPES[piece.dtype].itemsize
+        position += piece.rect.numel * ITEM_BYTES[piece.dtype]
     if position != size:
         raise CheckpointError(f"{path} has {size:,} bytes, its header describes {position:,}")
 
@@ -217,19 +218,3 @@ def read_into(file: Any, tensor: Tensor, position: int) -> None:
         if not count:
             raise CheckpointError(f"{file.name} ended at byte {position + done:,} while it was read: is another process changing it?")
         done += count
-
-
-def io_threads() -> int:
-    """Files to read or write at once: the cores this process may use, shared with the other ranks of its host, at most four."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
-    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks_here))
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's contents, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(1 << 20))
-    with open(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()

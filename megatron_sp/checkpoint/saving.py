@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.checkpoint import commit
+from megatron_sp.checkpoint.file_records import FileRecord, io_threads
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest
 from megatron_sp.checkpoint.plan import SavePlan
-from megatron_sp.checkpoint.safetensors_file import FileRecord, NamedPiece, cut_into_files, io_threads, write_file
+from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, write_file
 from megatron_sp.utils.files import free_bytes, fsync_dir
 
 logger = logging.getLogger(__name__)

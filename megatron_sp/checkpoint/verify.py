@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_sp.checkpoint.file_records import hash_file, io_threads
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron_sp.checkpoint.safetensors_file import hash_file, io_threads
 from megatron_sp.checkpoint.strict_json import open_regular
 from megatron_sp.utils.errors import CheckpointError
 

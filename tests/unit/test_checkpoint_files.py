@@ -18,9 +18,10 @@ import torch
 from safetensors import safe_open
 
 from megatron_sp.checkpoint import safetensors_file
+from megatron_sp.checkpoint.file_records import FileRecord, hash_file
 from megatron_sp.checkpoint.manifest import Manifest, decode_manifest, encode_state
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.safetensors_file import DTYPES, FileRecord, NamedPiece, hash_file, read_header, read_into, write_file
+from megatron_sp.checkpoint.safetensors_file import DTYPES, NamedPiece, read_header, read_into, write_file
 from megatron_sp.checkpoint.strict_json import open_regular, parse_object, read_small_file
 from megatron_sp.utils.errors import CheckpointError
 

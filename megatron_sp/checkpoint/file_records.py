@@ -1,0 +1,36 @@
+"""What can be said of a checkpoint's files without torch: sizes, hashes, and how many bytes an element of each kind has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.checkpoint.strict_json import open_regular
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""By safetensors' names of dtypes."""
+
+
+class FileRecord(NamedTuple):
+    """What the manifest says about a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+def io_threads() -> int:
+    """Files to read or write at once: the cores this process may use, shared with the other ranks of its host, at most four."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's contents, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()

@@ -1,0 +1,237 @@
+"""A checkpoint written or read by one process with one tensor in memory at a time, whatever its size: for converters and tools.
+
+What is written is an ordinary step folder of a world of one, loaded in any layout; it appears as a training's does, whole or not at all.
+A ``NativeReader`` puts tensors together from the rectangles that any number of ranks have written, in full or by rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint import commit, load, saving, verify
+from megatron_sp.checkpoint.file_records import FileRecord
+from megatron_sp.checkpoint.lock import RunLock
+from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest, read_state
+from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
+from megatron_sp.checkpoint.plan import describe, make_plan
+from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, write_file
+from megatron_sp.utils.errors import CheckpointError, DiskError
+from megatron_sp.utils.files import fsync_dir
+
+MAX_FILE_BYTES = 1 << 30
+BLOCK_BYTES = 64 << 20
+
+
+class TensorInfo(NamedTuple):
+    """Of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be written.
+
+    Attributes:
+        read: gives it when its turn comes; asked once, or once more if the tensor is larger than a file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def write_checkpoint(
+    run_dir: str | Path, step: int, tensors: Mapping[str, Source], state: dict[str, Any], *, max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Path:  # fmt: skip
+    """Write ``run_dir/checkpoints/step-NNNNNN`` and name it in ``latest``.
+
+    Args:
+        run_dir: a run folder without checkpoints, or one that is to be made. Its lock is held meanwhile.
+        step: of the folder's name and its state.
+        tensors: by their names; at most one of them is in memory (two where it is not contiguous).
+        state: state.json, with ``format_version`` and ``step`` added.
+        max_file_bytes: of tensors in a file; a larger tensor is cut along its rows over several.
+        progress: told how many bytes each tensor, or part of one, has as its turn comes.
+    Returns:
+        The step folder.
+    Raises:
+        CheckpointError: the folder has checkpoints already, or a tensor is not what was announced.
+        LockError: a job writes there.
+        DiskError: no space, no permission, or a failing disk; nothing is left behind.
+        ValueError, TypeError: a dtype that safetensors does not have, or a state that is not JSON.
+    """
+    run_dir = Path(run_dir)
+    data = encode_state(step, state)
+    announced = {name: GlobalTensor(tuple(t.shape), t.dtype, list(_rows(t, max_file_bytes))) for name, t in tensors.items()}
+    plan = make_plan([describe(announced)])
+    require_no_checkpoint(run_dir)  # before anything is made
+    is_new = not run_dir.exists()
+    outcome: dict[str, Any] = {"failed": "interrupted"}
+    try:
+        with RunLock(run_dir):
+            require_no_checkpoint(run_dir)
+            commit.log_notes(commit.sweep(run_dir / "checkpoints"))
+            opened = saving.open_staging(run_dir / "checkpoints", step, sum(plan.rank_bytes), lambda: None)
+            if "staging" not in opened:
+                raise DiskError(f"nothing was written: {opened['failed']}; free some, or write elsewhere")
+            staging = Path(opened["staging"])
+            try:
+                files = cut_into_files(plan.items_of(0, announced), max_file_bytes)
+                records = _write_files(staging, files, _Contents(tensors, progress))
+                outcome = saving.commit_staging(staging, step, data, plan, [{"files": records}], lambda point: None)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise DiskError(f"nothing was written: {saving.explain(error, run_dir)}") from None
+    finally:
+        if "failed" in outcome and is_new:
+            with contextlib.suppress(OSError):
+                (run_dir / "checkpoints").rmdir()
+                run_dir.rmdir()
+    if "failed" in outcome:
+        raise DiskError(f"nothing was written: {outcome['failed']}")
+    return run_dir / "checkpoints" / commit.step_name(step)
+
+
+def require_no_checkpoint(run_dir: Path) -> None:
+    """Refuse to write beside the checkpoints of a run that is there. Raises CheckpointError."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise CheckpointError(f"{run_dir} is a file; a folder is made there: name another one")
+    if steps := commit.list_steps(run_dir / "checkpoints"):
+        names = ", ".join(path.name for path in list(steps.values())[:4])
+        raise CheckpointError(f"{run_dir}/checkpoints has {names}{', ...' if len(steps) > 4 else ''} already: name another folder")
+
+
+def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
+    """Stand-ins without memory for the parts in which a tensor is written: blocks of rows."""
+    rest, rows = tuple(tensor.shape[1:]), tensor.shape[0] if tensor.shape else 1
+    at_once = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
+    for first in range(0, rows, at_once):
+        shape = (min(at_once, rows - first), *rest) if tensor.shape else ()
+        yield Piece((first, *[0] * len(rest)) if tensor.shape else (), torch.empty(shape, dtype=tensor.dtype, device="meta"))
+
+
+class _Contents:
+    """Reads a tensor when a part of it is asked for, and lets it go before the next one."""
+
+    def __init__(self, tensors: Mapping[str, Source], progress: Callable[[int], None]) -> None:
+        self._tensors, self._progress = tensors, progress
+        self._name: str | None = None
+        self._tensor: Tensor | None = None
+
+    def __call__(self, item: NamedPiece) -> Tensor:
+        if self._name != item.name or self._tensor is None:
+            self._tensor = None  # before the next one is made
+            self._tensor, self._name = self._read(item.name), item.name
+        self._progress(item.num_bytes)
+        tensor, stand_in = self._tensor, item.piece.tensor
+        return tensor if stand_in.shape == tensor.shape else tensor.narrow(0, item.piece.offsets[0], stand_in.shape[0])
+
+    def _read(self, name: str) -> Tensor:
+        wanted, tensor = self._tensors[name], self._tensors[name].read()
+        if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise CheckpointError(f"{name} was announced as {wanted.dtype} {list(wanted.shape)}, but is {found}: nothing was written")
+        return tensor
+
+
+def _write_files(staging: Path, files: list[list[NamedPiece]], contents: _Contents) -> dict[str, FileRecord]:
+    records = {}
+    for number, items in enumerate(files):
+        path = staging / f"rank00000-{number:05d}.safetensors"
+        records[path.name] = write_file(path, items, contents=contents)
+    fsync_dir(staging)
+    return records
+
+
+class TensorReader:
+    """Tensors out of a step folder, one at a time or by rows; see ``NativeReader``, which checks it first.
+
+    Args:
+        step_dir: the folder.
+        tensors: what is in it.
+        index: the rectangles of each.
+    """
+
+    def __init__(self, step_dir: Path, tensors: Mapping[str, TensorInfo], index: load.Index) -> None:
+        self.step_dir, self._tensors, self._index = step_dir, tensors, index
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Shape and dtype of every tensor, by name, in the order of names."""
+        return dict(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU, contiguous. Raises CheckpointError: a file that ends early; KeyError: no such name."""
+        shape, dtype = self._tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        load.fill(self.step_dir, self._index, {name: GlobalTensor.whole(tensor)})
+        return tensor
+
+    def read_rows(self, name: str, first: int, count: int) -> Tensor:
+        """Rows ``first`` to ``first + count`` along dim 0. Raises as ``read``; ValueError: rows that the tensor does not have."""
+        shape, dtype = self._tensors[name]
+        if not shape or not 0 <= first <= first + count <= shape[0]:
+            raise ValueError(f"{name} {list(shape)} has no rows {first} to {first + count}")
+        tensor = torch.empty((count, *shape[1:]), dtype=dtype)
+        wanted = GlobalTensor(shape, dtype, [Piece((first, *[0] * (len(shape) - 1)), tensor)])
+        load.fill(self.step_dir, self._index, {name: wanted})
+        return tensor
+
+    def blocks(self, name: str, max_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
+        """The tensor from front to back, in blocks of whole rows of about ``max_bytes`` (at least one row)."""
+        shape, dtype = self._tensors[name]
+        if not shape:
+            yield self.read(name)
+            return
+        rows = max(1, max_bytes // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))
+        for first in range(0, shape[0], rows):
+            yield self.read_rows(name, first, min(rows, shape[0] - first))
+
+
+class NativeReader(TensorReader):
+    """The tensors of a step folder, whoever wrote it.
+
+    Args:
+        step_dir: a step folder.
+        verified: its contents have been checked already, or need not be; otherwise every byte is, against the manifest.
+    Raises:
+        CheckpointError: files missing, cut or changed, headers that contradict the manifest, or tensors that are not there in full.
+    """
+
+    def __init__(self, step_dir: str | Path, *, verified: bool = False) -> None:
+        folder = Path(step_dir)
+        self.manifest = read_manifest(folder)
+        verify.require_none(folder, verify.missing_or_cut(folder, self.manifest))
+        files = load.data_files(self.manifest)
+        if not verified:
+            verify.require_none(folder, verify.changed(folder, self.manifest, [*files, STATE_NAME]))
+        index = load.make_index(folder, self.manifest, load.read_headers(folder, files))
+        load.check_tiling(folder, self.manifest, index, self.manifest.tensors)
+        super().__init__(folder, tensor_infos(self.manifest), index)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """state.json."""
+        return read_state(self.step_dir)
+
+
+def tensor_infos(manifest: Manifest) -> dict[str, TensorInfo]:
+    """Of all tensors, in the order of their names."""
+    return {name: TensorInfo(shape, dtype) for name, (shape, dtype) in sorted(manifest.shapes().items())}
