@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_doctor, _add_data, _add_presets, _add_plan):
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert):
         add(commands)
     return parser
 
@@ -81,6 +81,24 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )  # fmt: skip
     options.add_arguments(plan)
     plan.set_defaults(run=_plan)
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/convert.md has the formats"
+    from megatron_sp.convert import arguments
+
+    parser = commands.add_parser(
+        "convert", help=text, description=text[0].upper() + text[1:] + ".", epilog=arguments.EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    arguments.add_arguments(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megatron_sp.convert import command
+
+    return command.run(args)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -105,25 +105,51 @@ def write_file(
     Raises:
         OSError: no space, for example; what was written so far stays.
     """
-    items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
     digest = hashlib.sha256()
+    size = _write(path, items, _header, contents or _own_contents, before_sync, digest.update)
+    return FileRecord(size, digest.hexdigest())
+
+
+def write_plain_file(path: Path, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> int:
+    """Write whole tensors as every other program does, without our own entries in the header and without a hash.
+
+    Args:
+        path, items, contents: as ``write_file`` has them.
+    Returns:
+        Its size.
+    Raises:
+        OSError: what was written so far stays.
+    """
+    return _write(path, items, _plain_header, contents, lambda: None, None)
+
+
+def _own_contents(item: NamedPiece) -> Tensor:
+    return item.piece.tensor
+
+
+def _write(
+    path: Path, items: Sequence[NamedPiece], header: Callable[[Sequence[NamedPiece]], bytes], contents: Callable[[NamedPiece], Tensor],
+    before_sync: Callable[[], None], update: Callable[[memoryview], None] | None,
+) -> int:  # fmt: skip
+    items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         size = 0
-        for block in _blocks(items, contents or (lambda item: item.piece.tensor)):
-            hashed = hasher.submit(digest.update, block)  # both calls release the interpreter lock
+        for block in _blocks(header(items), items, contents):
+            hashed = None if update is None else hasher.submit(update, block)  # both calls release the interpreter lock
             written = 0
             while written < len(block):
                 written += file.write(block[written:])
-            hashed.result()
+            if hashed is not None:
+                hashed.result()
             size += len(block)
             del block  # else a tensor stays in memory while the next one is made
         before_sync()
         os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
+    return size
 
 
-def _blocks(items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> Iterable[memoryview]:
-    yield memoryview(_header(items))
+def _blocks(header: bytes, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> Iterable[memoryview]:
+    yield memoryview(header)
     for item in items:
         data = _bytes_of(contents(item).detach().cpu().contiguous())
         for start in range(0, len(data), _BLOCK_BYTES):
@@ -139,7 +165,15 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _header(items: Sequence[NamedPiece]) -> bytes:
     info = {item.name: {"saved_offsets": list(item.piece.offsets), "global_shape": list(item.shape)} for item in items}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}}
+    return _encode(items, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)})
+
+
+def _plain_header(items: Sequence[NamedPiece]) -> bytes:
+    return _encode(items, {"format": "pt"})
+
+
+def _encode(items: Sequence[NamedPiece], metadata: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for item in items:
         begin, end = end, end + item.num_bytes
@@ -150,9 +184,11 @@ def _header(items: Sequence[NamedPiece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> list[StoredPiece]:
+def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
     """Every rectangle in a file, after checking the header against the file's size and itself.
 
+    Args:
+        whole: the file is another program's: each of its tensors is a whole one.
     Raises:
         CheckpointError: a header that is too long, no JSON, or whose tensors overlap, leave holes or reach past the end.
     """
@@ -166,17 +202,18 @@ def read_header(path: Path) -> list[StoredPiece]:
     metadata = header.pop("__metadata__", {})
     info_text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     info = parse_object(info_text.encode("utf-8"), f"DCP_SHARDING_INFO of {path}") if isinstance(info_text, str) else {}
-    pieces = [_stored_piece(path, name, entry, info.get(name), 8 + length) for name, entry in header.items()]
+    pieces = [_stored_piece(path, name, entry, None if whole else info, 8 + length) for name, entry in header.items()]
     _check_no_holes(path, pieces, 8 + length, size)
     return pieces
 
 
-def _stored_piece(path: Path, name: str, entry: Any, info: Any, data_start: int) -> StoredPiece:
+def _stored_piece(path: Path, name: str, entry: Any, info: dict[str, Any] | None, data_start: int) -> StoredPiece:
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    offsets = info.get("saved_offsets") if isinstance(info, dict) else None
     if not (isinstance(dtype, str) and dtype in DTYPES and is_counts(shape) and is_counts(span) and len(span) == 2):
         raise CheckpointError(f"{path}: the header's entry for {name[:200]!r} has no known dtype, shape and data_offsets")
+    placed = {"saved_offsets": [0] * len(shape)} if info is None else info.get(name)
+    offsets = placed.get("saved_offsets") if isinstance(placed, dict) else None
     if not (is_counts(offsets) and len(offsets) == len(shape)):
         raise CheckpointError(f"{path}: the header does not say where {name[:200]!r} lies in its tensor (saved_offsets)")
     expected = math.prod(shape) * ITEM_BYTES[dtype]

@@ -272,7 +272,7 @@ class Run:
                 raise CheckpointError(
                     "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"
                 ) from None
-        elif old != new and not optimizer.override_opt_param_scheduler:
+        elif old is not None and old != new and not optimizer.override_opt_param_scheduler:  # None: converted, it is not known
             old = old if isinstance(old, dict) else {}
             rows = "\n".join(f"  {k}: {old.get(k)} in the checkpoint, {v} here" for k, v in new.items() if old.get(k) != v)
             raise ConfigError(
@@ -282,7 +282,7 @@ class Run:
 
     def _check_data(self, stored: dict[str, Any]) -> None:
         old, new = stored.get("data_fingerprint"), self.datasets.fingerprint
-        if old != new and not self.config.checkpoint.accept_data_change:
+        if old is not None and old != new and not self.config.checkpoint.accept_data_change:  # None: converted, it is not known
             raise CheckpointError(
                 f"the training data is not what the checkpoint was trained on (fingerprint {old}, now {new}): data files, split, sequence"
                 " length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out; restore them, or add"

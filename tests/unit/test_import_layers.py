@@ -12,7 +12,7 @@ PACKAGE = ROOT / "megatron_sp"
 LEVELS = {
     "__init__": 0, "config": 0, "config_rules": 0, "config_rules_data": 0, "presets": 0,
     "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2,
-    "checkpoint": 2, "models": 3, "schedule": 4, "training": 5, "cli": 5, "doctor": 5,
+    "checkpoint": 2, "models": 3, "schedule": 4, "convert": 4, "training": 5, "cli": 5, "doctor": 5,
 }  # fmt: skip
 TORCH_FREE = (
     "config",
@@ -22,6 +22,7 @@ TORCH_FREE = (
     "cli",
     "utils/errors",
     "utils/field_kinds",
+    "convert/arguments",
     "training/arguments",
     "training/config_file",
     "training/flops",

@@ -1,0 +1,47 @@
+"""The flags of ``megatron-sp convert``; nothing heavy is loaded for them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+FORMAT_NAMES = ("megatron_sp", "hf", "megatron", "megatron-dist", "megatron-deepspeed")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+EPILOG = """\
+examples:
+  megatron-sp convert --input llama-3.2-1b --to megatron_sp --output runs/llama            Hugging Face's folder -> a run to train on
+  megatron-sp convert --input runs/llama --to hf --output llama-tuned --verify             and back, compared by logits
+  megatron-sp convert --input ckpt/iter_0005000 --to megatron_sp --output runs/gpt --vocab-size 50257
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All of them."""
+    where = parser.add_argument_group("from and to")
+    where.add_argument("--from", dest="source", choices=("auto", *FORMAT_NAMES), default="auto", help="what --input is (default: look)")
+    where.add_argument(
+        "--input", type=Path, required=True, metavar="DIR", help="a run or step folder, a model's folder, a checkpoints folder"
+    )
+    where.add_argument("--to", dest="target", choices=FORMAT_NAMES, required=True, help="what to write")
+    where.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet; appears when all is done"
+    )
+    where.add_argument("--step", type=int, metavar="N", help="of the checkpoint to read (default: the newest)")
+    unsaid = parser.add_argument_group("what files may not say")
+    unsaid.add_argument("--qkv-layout", choices=("interleaved", "flat", "v0", "v1"), help="order of the rows of fused projections")
+    unsaid.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, without rows that only pad it")
+    unsaid.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or file of the tokenizer (default: the source's own)")
+    written = parser.add_argument_group("what is written")
+    written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    written.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state behind")
+    written.add_argument(
+        "--target-tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of tp to write files for (default: 1)"
+    )
+    written.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="N", help="stages to write files for (default: 1)")
+    written.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file for hf (default: 5GB)")
+    checks = parser.add_argument_group("checks")
+    checks.add_argument("--verify", action="store_true", help="compare the logits of both sides afterwards; exit code 5 if they differ")
+    checks.add_argument("--verify-text", metavar="TEXT", help="compare on this text too (needs a tokenizer)")
+    checks.add_argument("--show-tensors", action="store_true", help="list what became of every tensor")
+    checks.add_argument("--report", type=Path, metavar="FILE", help="write conversion.json there too")

@@ -1,0 +1,116 @@
+"""``megatron-sp convert``: the flags, what is printed, and the order of things."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megatron_sp import __version__
+from megatron_sp.convert.formats.format import Format
+from megatron_sp.convert.formats.registry import FORMATS, detect
+from megatron_sp.convert.model import Model
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.progress import Bar
+from megatron_sp.convert.run import convert, require_absent
+from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError
+from megatron_sp.utils.files import atomic_write_text
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert as the flags say.
+
+    Returns:
+        The exit code.
+    Raises:
+        ReportedError: what is wrong.
+    """
+    options = _options(args)
+    require_absent(args.output)
+    if not args.input.is_dir():
+        raise CheckpointError(
+            f"--input {args.input} is {'a file' if args.input.exists() else 'not there'}: give the folder of a checkpoint"
+        )
+    source = FORMATS[args.source] if args.source != "auto" else detect(args.input)
+    target = FORMATS[args.target]
+    model = source.read(args.input, options)
+    _tell(f"{args.input}: {source.name}, {describe(model)}")
+    for note in model.notes:
+        _tell(f"note: {note}")
+    report = _report(args, source, model)
+    started = time.perf_counter()
+    with Bar(target.size(model, options)) as bar:
+        convert(model, target, args.output, options, bar.advance, report)
+    seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
+    _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
+    _show_fates(model, everything=args.show_tensors)
+    if args.report is not None:
+        atomic_write_text(args.report, json.dumps(report, indent=1) + "\n")
+    return _verify(args, source, target, options) if args.verify or args.verify_text else EXIT_OK
+
+
+def describe(model: Model) -> str:
+    """In half a line."""
+    weights = model.weights()
+    count = sum(torch.Size(info.shape).numel() for info in weights.values())
+    dtypes = ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in weights.values()}))
+    kind = "classifier" if model.num_classes else "BERT" if model.config.is_bert else "GPT"
+    step = f", step {model.step}" if model.step else ""
+    return f"{kind} of {count:,} parameters in {dtypes}{step}, {'with' if model.has_optimizer else 'without'} optimizer state"
+
+
+def _options(args: argparse.Namespace) -> Options:
+    for flag, value in (("--vocab-size", args.vocab_size), ("--target-tensor-parallel-size", args.target_tensor_parallel_size),
+                        ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size)):  # fmt: skip
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} ({value}) must be at least 1")
+    return Options(
+        step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
+        dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
+        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size),
+    )  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB", "1GiB" or a plain number. Raises ConfigError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
+        raise ConfigError(f"--max-shard-size ({text[:40]}) must be a size: 5GB, 500MB, 1GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _report(args: argparse.Namespace, source: Format, model: Model) -> dict[str, Any]:
+    return {
+        "from": source.name, "input": str(args.input), "to": args.target, "step": model.step, "megatron_sp": __version__,
+        "tensors": [{"source": fate.name, "to": fate.went, "note": fate.why} for fate in model.fates],
+    }  # fmt: skip
+
+
+def _show_fates(model: Model, *, everything: bool) -> None:
+    dropped = [fate for fate in model.fates if not fate.went]
+    if everything:
+        for fate in model.fates:
+            print(f"{fate.name} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
+    elif dropped:
+        reasons: dict[str, int] = {}
+        for fate in dropped:
+            reasons[fate.why] = reasons.get(fate.why, 0) + 1
+        for why, count in reasons.items():
+            _tell(f"dropped {count} tensor{'s' if count > 1 else ''}: {why}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _verify(args: argparse.Namespace, source: Format, target: Format, options: Options) -> int:
+    from megatron_sp.convert.verify import verify
+
+    return verify(source, args.input, target, args.output, options, args.verify_text, _tell)

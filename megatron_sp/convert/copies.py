@@ -1,0 +1,276 @@
+"""Which part of one of our tensors is which part of one of theirs: a list that serves both directions.
+
+Every layout of weights that Megatron, DeepSpeed and Hugging Face write is a rearrangement of ours: nothing is ever computed. So a format
+says what it is by ``Copy`` records, each a region of a tensor of ours and a region of one of theirs that hold the same numbers. Reading
+gathers our tensors from theirs, writing gathers theirs from ours, with the same list; that the list covers every element of either side
+once is checked before a byte is read (``Correspondence.check``).
+
+    ours                                  theirs
+    View("...linear_qkv.weight",          View("...q_proj.weight",
+         (g, n/g + 2, d, h),                   (g, n/g, d, h))
+         [:, :n/g])
+
+Tensors come one at a time: in memory are the tensor that is made, and one that it is made from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint.stream import TensorInfo
+from megatron_sp.utils.errors import CheckpointError
+
+Index = tuple[slice | int, ...]
+
+
+class TensorStore(Protocol):
+    """Tensors by name, each read when it is asked for."""
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All of them."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One of them, as a new CPU tensor that the caller may keep or change.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class View:
+    """A region of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        shape: the tensor is seen as; None: its own.
+        index: then this part of it is taken,
+        order: and its dims are permuted.
+        stored: the tensor's own shape, where it cannot be told from the region.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    index: Index = ()
+    order: tuple[int, ...] | None = None
+    stored: tuple[int, ...] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The region, sharing the tensor's memory."""
+        if self.shape is not None:
+            tensor = tensor.view(self.shape)
+        if self.index:
+            tensor = tensor[self.index]
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def own_shape(self, region: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's, from that of the region."""
+        if self.stored is not None:
+            return self.stored
+        assert self.shape is None and not self.index, f"{self.name}: its own shape is not said"
+        if self.order is None:
+            return region
+        return tuple(region[self.order.index(dim)] for dim in range(len(region)))
+
+    @property
+    def is_whole(self) -> bool:
+        """The tensor itself, as it is."""
+        return self.shape is None and not self.index and self.order is None
+
+
+class Copy(NamedTuple):
+    """Two regions of one shape with the same contents.
+
+    Attributes:
+        ours, theirs: the regions.
+        replica: another copy of theirs holds the same region of ours: it is written, and when reading only compared.
+    """
+
+    ours: View
+    theirs: View
+    replica: bool = False
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """Between our tensors and those of another format.
+
+    Attributes:
+        ours: shapes of our tensors.
+        theirs: shapes of theirs.
+        copies: what is equal to what.
+        filled: names of theirs, with the number of elements of each that hold nothing of ours: zeros when written, ignored when read.
+    """
+
+    ours: dict[str, tuple[int, ...]]
+    theirs: dict[str, tuple[int, ...]]
+    copies: list[Copy]
+    filled: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ours: dict[str, tuple[int, ...]], copies: Iterable[Copy], filled: dict[str, int] | None = None) -> Correspondence:
+        """Work out the shapes of theirs; checked.
+
+        Raises:
+            AssertionError: the copies do not cover a tensor once, named.
+        """
+        copies = list(copies)
+        theirs: dict[str, tuple[int, ...]] = {}
+        for copy in copies:
+            shape = copy.theirs.own_shape(_shape_of(copy.ours, ours))
+            assert theirs.setdefault(copy.theirs.name, shape) == shape, f"{copy.theirs.name}: {shape} and {theirs[copy.theirs.name]}"
+        made = cls(ours, theirs, copies, filled or {})
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Require that the copies cover each tensor of either side exactly once.
+
+        Raises:
+            AssertionError: a mistake in the list, named.
+        """
+        ours, theirs = (defaultdict[str, int](int) for _ in range(2))
+        for copy in self.copies:
+            a, b = (_shape_of(view, shapes) for view, shapes in ((copy.ours, self.ours), (copy.theirs, self.theirs)))
+            assert a == b, f"{copy.ours.name} {a} against {copy.theirs.name} {b}"
+            ours[copy.ours.name] += 0 if copy.replica else math.prod(a)
+            theirs[copy.theirs.name] += math.prod(b)
+        for name, shape in self.ours.items():
+            assert ours[name] == math.prod(shape), f"{name} {shape}: {ours[name]} elements are covered"
+        for name, shape in self.theirs.items():
+            covered = theirs[name] + self.filled.get(name, 0)
+            assert covered == math.prod(shape), f"{name} {shape}: {covered} elements are covered"
+
+    def of_ours(self) -> dict[str, list[Copy]]:
+        """What makes each tensor of ours."""
+        found: dict[str, list[Copy]] = {name: [] for name in self.ours}
+        for copy in self.copies:
+            found[copy.ours.name].append(copy)
+        return found
+
+    def of_theirs(self) -> dict[str, list[Copy]]:
+        """What makes each tensor of theirs."""
+        found: dict[str, list[Copy]] = {name: [] for name in self.theirs}
+        for copy in self.copies:
+            found[copy.theirs.name].append(copy)
+        return found
+
+
+def _shape_of(view: View, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    assert view.name in shapes, f"{view.name} is not in the list of tensors"
+    return tuple(view.of(torch.empty(shapes[view.name], device="meta")).shape)
+
+
+def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[View, View]], read: Callable[[str], Tensor]) -> Tensor:
+    """Make a tensor from regions of others.
+
+    Args:
+        shape, dtype: of the new tensor; what no part fills is zero.
+        parts: (region of the new tensor, region of another).
+        read: gives the others by name; parts of one come one after another, so each is read once and let go.
+    """
+    parts = list(parts)
+    if len(parts) == 1 and parts[0][0].is_whole and parts[0][1].is_whole:
+        found = read(parts[0][1].name)
+        return found if found.dtype == dtype else found.to(dtype)
+    made = torch.zeros(shape, dtype=dtype)
+    by_source: dict[str, list[tuple[View, View]]] = defaultdict(list)
+    for to, source in parts:
+        by_source[source.name].append((to, source))
+    for name, group in by_source.items():
+        tensor = read(name)
+        for to, source in group:
+            to.of(made).copy_(source.of(tensor))
+        del tensor
+    return made
+
+
+class Gathered:
+    """Our tensors, gathered from a store of theirs when asked for (a ``TensorStore``).
+
+    Args:
+        correspondence: of the two; only our tensors in it are here.
+        store: has all of theirs.
+    """
+
+    def __init__(self, correspondence: Correspondence, store: TensorStore) -> None:
+        self._store, self._parts = store, correspondence.of_ours()
+        stored = store.tensors()
+        self._tensors = {}
+        for name, shape in correspondence.ours.items():
+            dtypes = {stored[copy.theirs.name].dtype for copy in self._parts[name]}
+            self._tensors[name] = TensorInfo(shape, widest(dtypes))
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        """As the protocol has it; replicas are compared.
+
+        Raises:
+            CheckpointError: it cannot be read, or two replicas of it differ.
+        """
+        info, copies = self._tensors[name], self._parts[name]
+        made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
+        for copy in copies:
+            if copy.replica and not _same(copy.ours.of(made), copy.theirs.of(self._store.read(copy.theirs.name)).to(info.dtype)):
+                raise CheckpointError(
+                    f"{copy.theirs.name} must be the same on every rank that holds it, and differs from that of another: the ranks of this"
+                    " checkpoint have drifted apart, or its files are of different steps"
+                )
+        return made
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but for signs of zero; NaN equals itself."""
+    return bool(torch.equal(a.contiguous(), b.contiguous())) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+class Scattered:
+    """Their tensors, made from a store of ours when asked for (a ``TensorStore``).
+
+    Args:
+        correspondence: of the two; only their tensors in it are here.
+        store: has all of ours.
+        dtype: of all of theirs that hold floating point numbers; None: as ours.
+    """
+
+    def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
+        self._store, self._parts = store, correspondence.of_theirs()
+        stored = store.tensors()
+        self._tensors = {}
+        for name, shape in correspondence.theirs.items():
+            own = widest({stored[copy.ours.name].dtype for copy in self._parts[name]})
+            self._tensors[name] = TensorInfo(shape, dtype if dtype is not None and own.is_floating_point else own)
+        self._last: tuple[str, Tensor] | None = None
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        info = self._tensors[name]
+        return assemble(info.shape, info.dtype, [(c.theirs, c.ours) for c in self._parts[name]], self._read_ours)
+
+    def _read_ours(self, name: str) -> Tensor:
+        """The last tensor is kept while more of theirs are made from it: q, k and v come one after another."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # let go first
+            self._last = (name, self._store.read(name))
+        return self._last[1]
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The one that holds the numbers of all; fp32 for fp16 beside bf16."""
+    found: torch.dtype | None = None
+    for dtype in dtypes:
+        found = dtype if found is None else torch.promote_types(found, dtype)
+    return torch.float32 if found is None else found

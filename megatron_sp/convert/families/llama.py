@@ -1,0 +1,81 @@
+"""Llama and what shares its tensors: ``LlamaForCausalLM``, ``MistralForCausalLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.copies import Copy
+from megatron_sp.convert.families.family import Tensors, misfit
+from megatron_sp.convert.families.parts import Sizes, blocks, gate_up, kinds, same, separate_qkv
+from megatron_sp.convert.families.settings import Settings
+
+_ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
+
+class Llama:
+    model_type, prefix = "llama", "model."
+
+    def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
+        heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
+        settings.require("hidden_act", "silu", "is another activation of the gated MLP")
+        settings.require("mlp_bias", False, "has biases in the MLP")
+        settings.require("attention_bias", False, "has biases in the attention")
+        config = ModelConfig(
+            num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
+            num_query_groups=settings.count("num_key_value_heads", heads), kv_channels=settings.count("head_dim", hidden // heads),
+            seq_length=settings.count("max_position_embeddings", 2048), ffn_hidden_size=settings.count("intermediate_size"),
+            vocab_size=settings.count("vocab_size"), position_embedding_type="rope", normalization="RMSNorm",
+            norm_epsilon=settings.get("rms_norm_eps", float, 1e-6), swiglu=True, disable_bias_linear=True,
+            untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, False),
+            attention_dropout=settings.get("attention_dropout", float, 0.0), hidden_dropout=0.0,
+            init_method_std=settings.get("initializer_range", float, 0.02),
+        )  # fmt: skip
+        settings.take_rotary(config)
+        return config
+
+    def renamed(self, name: str) -> str:
+        return name
+
+    def ignored(self, config: ModelConfig) -> Mapping[str, str]:
+        return {_ROTARY: "rotary frequencies, which are worked out"}
+
+    def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
+        s = Sizes.of(config)
+        yield from same("embedding.word_embeddings", "model.embed_tokens")
+        for i, ours in blocks(config):
+            theirs = f"model.layers.{i}."
+            attention = f"{theirs}self_attn."
+            qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+            yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm")
+            yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(False))
+            yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(False))
+            yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
+            yield from gate_up(f"{ours}mlp.linear_fc1", f"{theirs}mlp.gate_proj", f"{theirs}mlp.up_proj", s, kinds(False))
+            yield from same(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", kinds(False))
+        yield from same("decoder.final_layernorm", "model.norm")
+        if config.untie_embeddings_and_output_weights:
+            yield from same("output_layer", "lm_head")
+
+    def architecture(self, config: ModelConfig, num_classes: int) -> str:
+        return "LlamaForCausalLM"
+
+    def num_classes(self, tensors: Tensors) -> int:
+        return 0
+
+    def fits(self, config: ModelConfig) -> str | None:
+        return misfit(
+            config, model_family="gpt", position_embedding_type="rope", rotary_percent=1.0, normalization="RMSNorm", swiglu=True,
+            disable_bias_linear=True, add_qkv_bias=False, qk_layernorm=False, apply_layernorm_1p=False,
+        )  # fmt: skip
+
+    def document(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
+            "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size, "hidden_act": "silu",
+            "rms_norm_eps": config.norm_epsilon, "rope_theta": config.rotary_base, "attention_bias": False, "mlp_bias": False,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights, "attention_dropout": config.attention_dropout,
+            "initializer_range": config.init_method_std,
+        }  # fmt: skip

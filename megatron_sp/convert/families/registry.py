@@ -1,0 +1,44 @@
+"""All families, and which one a model belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.convert.families.bert import Bert, MegatronBert
+from megatron_sp.convert.families.family import Family
+from megatron_sp.convert.families.gpt2 import GPT2
+from megatron_sp.convert.families.llama import Llama
+from megatron_sp.convert.model import Model
+from megatron_sp.utils.errors import CheckpointError
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2(), Llama(), Bert(), MegatronBert())}
+
+
+def family_named(document: dict[str, Any], path: Path) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        CheckpointError: it does not say, or it is none of ours.
+    """
+    name = document.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(f"{path}: model_type is {str(name)[:100]!r}: only {', '.join(FAMILIES)} can be converted")
+    return FAMILIES[name]
+
+
+def family_for(model: Model) -> Family:
+    """The family whose classes compute what a model does: the one it came from, or else the first that fits.
+
+    Raises:
+        CheckpointError: there is none; says why not, for each.
+    """
+    kept = model.settings.get("hf")
+    first = kept.get("model_type") if isinstance(kept, dict) else None
+    families = sorted(FAMILIES.values(), key=lambda family: family.model_type != first)
+    problems = {family.model_type: family.fits(model.config) for family in families}
+    for family in families:
+        if problems[family.model_type] is None:
+            return family
+    told = "\n".join(f"  {name}: {problem}" for name, problem in problems.items())
+    raise CheckpointError(f"no class of Hugging Face computes what this model does:\n{told}")

@@ -1,0 +1,77 @@
+"""Does a checkpoint hold what its model needs, and nothing else? Every tensor of the source gets a fate, or the conversion ends here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from megatron_sp.convert.copies import Correspondence, TensorStore
+from megatron_sp.convert.model import Fate, nearest
+from megatron_sp.utils.errors import CheckpointError
+
+_SHOWN = 12
+
+
+class Fitted(NamedTuple):
+    """A correspondence that the source fulfils, and what becomes of the source's tensors."""
+
+    correspondence: Correspondence
+    fates: list[Fate]
+
+
+def fit(
+    where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *, tied: Mapping[str, str],
+    shown: Mapping[str, str] | None = None,
+) -> Fitted:  # fmt: skip
+    """Compare what is there with what is needed.
+
+    Args:
+        where: the checkpoint, for messages.
+        correspondence: all that is needed.
+        store: what is there.
+        ignored: regular expressions of names that are dropped, with the reason.
+        tied: other names of tensors that the model has once: they must hold the same.
+        shown: names as the files have them, for messages and fates.
+    Raises:
+        CheckpointError: tensors that are missing, of another shape, or not known, each with the nearest names.
+    """
+    shown = shown or {}
+    there, needed = store.tensors(), correspondence.theirs
+    lines = [f"  {name} is missing{nearest(name, set_of(there, needed))}" for name in needed if name not in there]
+    lines += [
+        f"  {shown.get(name, name)} is {list(there[name].shape)}, {list(shape)} is expected"
+        for name, shape in needed.items()
+        if name in there and there[name].shape != shape
+    ]
+    fates = []
+    for copy in correspondence.copies:
+        fates.append(Fate(shown.get(copy.theirs.name, copy.theirs.name), copy.ours.name, "compared only" if copy.replica else ""))
+    for name in there:
+        if name in needed:
+            continue
+        reason = _reason(name, store, ignored, tied)
+        if reason is None:
+            lines.append(f"  {shown.get(name, name)} has no place in this model{nearest(name, needed)}")
+        else:
+            fates.append(Fate(shown.get(name, name), "", reason))
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise CheckpointError(f"{where} does not fit the model that it says it is:\n" + "\n".join(lines[:_SHOWN]) + more)
+    return Fitted(correspondence, fates)
+
+
+def set_of(there: Mapping[str, object], needed: Mapping[str, object]) -> dict[str, None]:
+    """Names that are there and not needed: one of them may be the missing one under another name."""
+    return {name: None for name in there if name not in needed}
+
+
+def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Mapping[str, str]) -> str | None:
+    """Why a tensor that is not needed may be there, or None."""
+    if name in tied and tied[name] in store.tensors():
+        if torch.equal(store.read(name), store.read(tied[name])):
+            return f"the same as {tied[name]}"
+        raise CheckpointError(f"{name} must be the same as {tied[name]}, for config.json says that they are tied, and it is not")
+    return next((reason for pattern, reason in ignored.items() if re.fullmatch(pattern, name)), None)

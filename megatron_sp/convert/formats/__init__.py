@@ -1,0 +1,1 @@
+"""One file for each format: how it is recognised, read and written."""

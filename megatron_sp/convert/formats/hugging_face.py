@@ -1,0 +1,187 @@
+"""``hf``: a folder with config.json, safetensors files and a tokenizer, as ``save_pretrained`` writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
+from megatron_sp.convert.families.family import Family, Tensors
+from megatron_sp.convert.families.registry import family_for, family_named
+from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.fit import Fitted, fit
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.model import Model, parameter_shapes
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.plain_safetensors import SafetensorsFiles, divide, write_tensors
+from megatron_sp.convert.tokenizer_files import copy_files, find_files
+from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.files import fsync_dir, write_synced
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_MAX_JSON_BYTES = 16 << 20
+_DTYPES = {"torch.float32": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16", "torch.float64": "float64"}
+
+
+class HuggingFace:
+    name = "hf"
+
+    def recognises(self, path: Path) -> bool:
+        return (path / CONFIG).exists() and not (path / "latest").exists()
+
+    def read(self, path: Path, options: Options) -> Model:
+        document = _json(path / CONFIG)
+        family = family_named(document, path / CONFIG)
+        store = _Renamed(_open(path), family)
+        shapes = {name: info.shape for name, info in store.tensors().items()}
+        settings = Settings(document, str(path / CONFIG))
+        config, num_classes = family.config(settings, shapes), family.num_classes(shapes)
+        found = _fit(path, family, config, num_classes, store)
+        tokenizer = find_files(options.tokenizer or path)
+        return Model(
+            config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates, tokenizer=tokenizer,
+            settings={"hf": document},
+        )  # fmt: skip
+
+    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
+        family, store = self._prepare(model, options)
+        path.mkdir()
+        files = divide(store, options.max_shard_bytes)
+        weight_map: dict[str, str] = {}
+        for number, items in enumerate(files):
+            name = SINGLE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            write_tensors(path / name, items, _Counted(store, progress))
+            weight_map |= {item.name: name for item in items}
+        if len(files) > 1:
+            total = {"total_size": sum(info.num_bytes for info in store.tensors().values())}
+            _write_json(path / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
+        dtypes = {info.dtype for info in store.tensors().values()}
+        _write_json(path / CONFIG, _document(model, family, dtypes))
+        copy_files(model.tokenizer, path)
+        fsync_dir(path)
+
+    def size(self, model: Model, options: Options) -> int:
+        return sum(info.num_bytes for info in self._prepare(model, options)[1].tensors().values())
+
+    def _prepare(self, model: Model, options: Options) -> tuple[Family, TensorStore]:
+        family = family_for(model)
+        ours = parameter_shapes(model.config, model.num_classes)
+        correspondence = Correspondence.of(ours, family.copies(model.config, model.num_classes))
+        return family, Scattered(correspondence, model.store, options.dtype)
+
+
+class _Renamed:
+    """A store under the family's own names of today (a ``TensorStore``)."""
+
+    def __init__(self, store: TensorStore, family: Family) -> None:
+        self._store = store
+        names = {name: family.renamed(name) for name in store.tensors()}
+        if not any(new.startswith(family.prefix) for new in names.values()):  # a bare model, without its head
+            heads = ("lm_head.", "cls.", "classifier.", "embed_out.")
+            names = {old: new if new.startswith(heads) else family.prefix + new for old, new in names.items()}
+        self.old = {new: old for old, new in names.items()}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        found = self._store.tensors()
+        return {new: found[old] for new, old in self.old.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._store.read(self.old[name])
+
+
+class _Counted:
+    """A store that tells what is read (a ``TensorStore``)."""
+
+    def __init__(self, store: TensorStore, progress: Progress) -> None:
+        self._store, self._progress = store, progress
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._store.tensors()
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._store.read(name)
+        self._progress(tensor.numel() * tensor.element_size())
+        return tensor
+
+
+def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, store: _Renamed) -> Fitted:
+    correspondence = Correspondence.of(parameter_shapes(config, num_classes), family.copies(config, num_classes))
+    ignored = {**family.ignored(config), **_unused_heads(family, config, num_classes)}
+    return fit(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
+
+
+def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
+    """Second names of the embedding and of its bias, which files may have or not."""
+    if config.is_bert:
+        table = f"{family.prefix}embeddings.word_embeddings.weight"
+        return {"cls.predictions.decoder.weight": table, "cls.predictions.decoder.bias": "cls.predictions.bias"}
+    if config.untie_embeddings_and_output_weights:
+        return {}
+    table = next(copy.theirs.name for copy in family.copies(config, 0) if copy.ours.name == "embedding.word_embeddings.weight")
+    return {"lm_head.weight": table, "embed_out.weight": table}
+
+
+def _unused_heads(family: Family, config: ModelConfig, num_classes: int) -> dict[str, str]:
+    return {r"cls\..*": "heads of pretraining, which a classifier does not have"} if num_classes else {}
+
+
+def _open(path: Path) -> TensorStore:
+    if (path / INDEX).exists() or (path / INDEX).is_symlink():
+        return _open_sharded(path)
+    if (path / SINGLE).exists() or (path / SINGLE).is_symlink():
+        return SafetensorsFiles(path, [SINGLE])
+    found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
+    raise CheckpointError(
+        f"{path} has neither {SINGLE} nor {INDEX}" + (f", but {', '.join(found[:5])}" if found else "") + ": save the model as safetensors"
+    )
+
+
+def _open_sharded(path: Path) -> SafetensorsFiles:
+    weight_map = _json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path / INDEX} has no weight_map of names to files")
+    for file in set(weight_map.values()):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", file):
+            raise CheckpointError(f"{path / INDEX} names the file {file[:200]!r}: only plain names of files in the same folder are allowed")
+    store = SafetensorsFiles(path, sorted(set(weight_map.values())))
+    for name, file in weight_map.items():
+        if name not in store.tensors() or store.file_of(name) != file:
+            raise CheckpointError(f"{path / INDEX} says that {name[:200]} is in {file}, and it is not: the download is incomplete or mixed")
+    return store
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return parse_object(read_small_file(path, _MAX_JSON_BYTES), str(path))
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    write_synced(path, (json.dumps(document, indent=2) + "\n").encode("utf-8"))
+
+
+def _document(model: Model, family: Family, dtypes: Iterable[Any]) -> dict[str, Any]:
+    """config.json: the source's own where it says the same, else what the family says of the model."""
+    kept = model.settings.get("hf")
+    made = {
+        "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
+        **family.document(model.config),
+    }  # fmt: skip
+    if len(set(dtypes)) == 1:
+        made["torch_dtype"] = _DTYPES.get(str(next(iter(dtypes))), "float32")
+    if not isinstance(kept, dict) or kept.get("model_type") != family.model_type:
+        return made
+    if _says(family, kept, model) == _says(family, made, model):
+        return kept
+    return {**kept, **made}
+
+
+def _says(family: Family, document: dict[str, Any], model: Model) -> ModelConfig:
+    shapes: Tensors = {"cls.seq_relationship.weight": (2,)} if model.config.has_order_head else {}
+    shapes = {**shapes, "classifier.weight": (model.num_classes,)} if model.num_classes else shapes
+    return family.config(Settings(document, CONFIG), shapes)

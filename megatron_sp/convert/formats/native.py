@@ -1,0 +1,144 @@
+"""``megatron_sp``: a run of this package. Read from its newest sound checkpoint, written as a run with one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp import __version__
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
+from megatron_sp.config import Config
+from megatron_sp.convert import tokenizer_files
+from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
+from megatron_sp.convert.fit import fit
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.options import Options
+from megatron_sp.utils.errors import CheckpointError
+
+WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+class Native:
+    name = "megatron_sp"
+
+    def recognises(self, path: Path) -> bool:
+        return (path / "MANIFEST.json").exists() or any(path.glob("step-[0-9]*")) or any(path.glob("checkpoints/step-[0-9]*"))
+
+    def read(self, path: Path, options: Options) -> Model:
+        folder = Checkpointer(None).find(path, options.step)
+        reader = NativeReader(folder, verified=True)
+        config, state = _config(reader), reader.state
+        num_classes = reader.tensors()[CLASSES].shape[0] if CLASSES in reader.tensors() else 0
+        shapes = parameter_shapes(config.model, num_classes)
+        wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
+        found = fit(str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={})
+        kept = state.get("converted")
+        return Model(
+            config.model, reader, step=int(state.get("step", 0)), consumed_samples=_count(state, "consumed_samples"),
+            num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
+            settings={**(kept if isinstance(kept, dict) else {}), "native": state},
+        )  # fmt: skip
+
+    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
+        path.mkdir()
+        store = _Cast(model, options)
+        state = _state(model, store, path, options)
+        tensors = {name: Source(info.shape, info.dtype, _Reading(store, name)) for name, info in store.tensors().items()}
+        if model.tokenizer:
+            (path / TOKENIZER_FOLDER).mkdir()
+            tokenizer_files.copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
+        write_checkpoint(path, model.step, tensors, state, progress=progress)
+
+    def size(self, model: Model, options: Options) -> int:
+        return sum(info.num_bytes for info in _Cast(model, options).tensors().values())
+
+
+class _Reading:
+    def __init__(self, store: TensorStore, name: str) -> None:
+        self.store, self.name = store, name
+
+    def __call__(self) -> Tensor:
+        return self.store.read(self.name)
+
+
+class _Cast:
+    """A model's tensors as they are written: without the optimizer, or in another dtype, if options say so (a ``TensorStore``)."""
+
+    def __init__(self, model: Model, options: Options) -> None:
+        self._store, self._dtype = model.store, options.dtype
+        self._tensors = {}
+        for name, info in model.store.tensors().items():
+            of_optimizer = name.startswith(OPTIMIZER)
+            if of_optimizer and not options.optimizer:
+                continue
+            dtype = info.dtype if of_optimizer or options.dtype is None else options.dtype
+            self._tensors[name] = TensorInfo(info.shape, dtype)
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        return self._store.read(name).to(self._tensors[name].dtype)
+
+
+def _config(reader: NativeReader) -> Config:
+    config, _ = Config.from_dict(reader.state.get("config"))
+    config.normalize()
+    tensors = reader.tensors()
+    if WORD_EMBEDDINGS not in tensors:
+        raise CheckpointError(f"{reader.step_dir} has no tensor {WORD_EMBEDDINGS}: it holds no language model")
+    config.model.vocab_size = tensors[WORD_EMBEDDINGS].shape[0]
+    return config
+
+
+def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
+    """Of the optimizer's tensors; each that is there at all must be there for every parameter but frozen ones."""
+    found = {}
+    for name in reader.tensors():
+        if name.startswith(OPTIMIZER):
+            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
+            if kind in KINDS and parameter in shapes:
+                found[name] = shapes[parameter]
+    return found
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    value = state.get(name, 0)
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _tokenizer(config: Config, folder: Path, options: Options) -> dict[str, Path]:
+    """Files of the tokenizer that a run used, so far as they are still there."""
+    if options.tokenizer is not None:
+        return tokenizer_files.find_files(options.tokenizer)
+    beside = folder.parent.parent / TOKENIZER_FOLDER
+    if beside.is_dir():
+        return tokenizer_files.find_files(beside)
+    named = config.data.tokenizer_model or config.data.vocab_file
+    return tokenizer_files.find_files(Path(named)) if named and Path(named).is_file() else {}
+
+
+def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:
+    """state.json: what a run would have written, so far as it is known."""
+    native = model.settings.get("native")
+    has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
+    if isinstance(native, dict):  # rewritten: all but the optimizer's part is as it was
+        kept = {name: value for name, value in native.items() if name not in ("format_version", "step")}
+        return {**kept, "has_optimizer": has_optimizer}
+    config = Config(model=model.config)
+    dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER)}
+    config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
+    tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
+    return {
+        "consumed_samples": model.consumed_samples, "consumed_tokens": 0, "bad_steps": 0, "skipped_steps": 0,
+        "num_updates": model.step if has_optimizer else 0, "has_optimizer": has_optimizer, "loss_scaler": {"dynamic": False},
+        "schedule": None, "data_fingerprint": None, "layout": {"world_size": 1}, "config": config.to_dict(),
+        "versions": {"megatron_sp": __version__, "torch": str(torch.__version__)}, "converted": model.settings,
+    }  # fmt: skip

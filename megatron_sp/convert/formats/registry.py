@@ -1,0 +1,25 @@
+"""All formats by name, and which one a folder has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_sp.convert.formats.format import Format
+from megatron_sp.convert.formats.hugging_face import HuggingFace
+from megatron_sp.convert.formats.native import Native
+from megatron_sp.utils.errors import CheckpointError
+
+FORMATS: dict[str, Format] = {format.name: format for format in (Native(), HuggingFace())}
+
+
+def detect(path: Path) -> Format:
+    """The one format whose files are there.
+
+    Raises:
+        CheckpointError: none, or several.
+    """
+    found = [format for format in FORMATS.values() if format.recognises(path)]
+    if len(found) == 1:
+        return found[0]
+    what = "looks like " + " and ".join(format.name for format in found) if found else "holds no checkpoint that is known here"
+    raise CheckpointError(f"{path} {what}: say with --from which of {', '.join(FORMATS)} it is")

@@ -1,0 +1,88 @@
+"""What is handed from a reader to a writer: a checkpoint in our own terms, whatever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.convert.copies import TensorInfo, TensorStore
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.models.transformer import shard_specs
+
+OPTIMIZER = "optimizer."
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
+
+
+class Fate(NamedTuple):
+    """What became of a tensor of the source."""
+
+    name: str
+    went: str  # the tensor of ours that it is part of; empty: nowhere
+    why: str  # it was dropped, or what else is worth saying
+
+
+@dataclass
+class Model:
+    """A checkpoint in our own terms.
+
+    Attributes:
+        config: shape of the model; ``vocab_size`` is set.
+        store: its tensors by our names: all weights, perhaps those of the optimizer.
+        step: optimizer steps that made it; 0: not known.
+        consumed_samples: likewise.
+        num_classes: of a classifier; 0: it is none.
+        fates: one for every tensor of the source.
+        tokenizer: files, by the names that they had.
+        settings: what the source says that has no place of its own here, JSON values: for the way back.
+        notes: what the user should know.
+    """
+
+    config: ModelConfig
+    store: TensorStore
+    step: int = 0
+    consumed_samples: int = 0
+    num_classes: int = 0
+    fates: list[Fate] = field(default_factory=list)
+    tokenizer: dict[str, Path] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def weights(self) -> dict[str, TensorInfo]:
+        """Without those of the optimizer."""
+        return {name: info for name, info in self.store.tensors().items() if not name.startswith(OPTIMIZER)}
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith(OPTIMIZER) for name in self.store.tensors())
+
+
+def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """The model of this shape, on the meta device."""
+    with torch.device("meta"):
+        if num_classes:
+            return BertClassifier(config, KernelConfig(), num_classes=num_classes, seed=0, dtype=dtype)
+        return (BertModel if config.is_bert else GPTModel)(config, KernelConfig(), seed=0, dtype=dtype)
+
+
+def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tuple[int, ...]]:
+    """Name and global shape of every parameter of a model, in its own order; a vocabulary is not padded."""
+    model = build(config, num_classes)
+    specs = shard_specs(model)
+    return {name: specs[name].shape for name, _ in model.named_parameters()}
+
+
+def nearest(name: str, among: Mapping[str, Any]) -> str:
+    """The end of a sentence about a name that is not there."""
+    import difflib
+
+    close = difflib.get_close_matches(name, among, 3, 0.6)
+    return f" (nearest: {', '.join(close)})" if close else ""

@@ -1,0 +1,39 @@
+"""What the command line says about a conversion, for readers and writers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
+
+
+@dataclass
+class Options:
+    """Attributes are named like flags.
+
+    Attributes:
+        step: of the checkpoint that is read; None: the newest.
+        qkv_layout: of the fused projection in files that do not say it.
+        vocab_size: entries of the vocabulary, where files only know the padded number of rows.
+        tokenizer: folder or file to take the tokenizer from, instead of the source's own.
+        optimizer: take the optimizer's state along, where the source has it and the target can hold it.
+        dtype: of the written weights; None: as they are.
+        tp, pp: ranks to write for, where a format has files of ranks.
+        max_shard_bytes: files are cut at about this size.
+        output: the folder that everything will be in at last.
+    """
+
+    step: int | None = None
+    qkv_layout: Literal["interleaved", "flat", "v0", "v1"] | None = None
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    optimizer: bool = True
+    dtype: torch.dtype | None = None
+    tp: int = 1
+    pp: int = 1
+    max_shard_bytes: int = 5 << 30
+    output: Path | None = None

@@ -1,0 +1,80 @@
+"""One conversion: read, check, write beside the target, rename."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.convert.formats.format import Format, Progress
+from megatron_sp.convert.model import Model
+from megatron_sp.convert.options import Options
+from megatron_sp.utils.errors import CheckpointError, DiskError
+from megatron_sp.utils.files import free_bytes, fsync_dir, write_synced
+
+REPORT = "conversion.json"
+_SPACE_FACTOR = 1.05
+
+
+def convert(model: Model, target: Format, output: Path, options: Options, progress: Progress, report: dict[str, Any]) -> None:
+    """Write ``output``, whole or not at all.
+
+    Args:
+        model: as the reader gave it.
+        output: must not exist; appears by one rename when everything is on the disk.
+        report: written into it as conversion.json.
+    Raises:
+        CheckpointError: it exists, or the target cannot hold the model.
+        DiskError: no space, no permission, a failing disk; nothing is left.
+    """
+    require_absent(output)
+    options.output = output.absolute()
+    needed = int(_SPACE_FACTOR * target.size(model, options))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if (free := free_bytes(output.parent)) < needed:
+            raise DiskError(f"{output.parent} has {free / 2**30:.2f} GiB free, {needed / 2**30:.2f} GiB are needed: nothing was written")
+        staging = output.parent / f".{output.name}.part-{uuid.uuid4().hex[:12]}"
+        with _removed_unless_done(staging):
+            target.write(model, staging, options, progress)
+            write_synced(staging / REPORT, (json.dumps(report, indent=1) + "\n").encode("utf-8"))
+            fsync_dir(staging)
+            require_absent(output)
+            staging.rename(output)
+            fsync_dir(output.parent)
+    except OSError as error:
+        raise DiskError(f"{output} was not written: {error.strerror or error} ({error.filename or output})") from None
+
+
+def require_absent(output: Path) -> None:
+    """Raises CheckpointError if there is something at ``output`` already."""
+    if output.exists() or output.is_symlink():
+        raise CheckpointError(f"--output {output} is there already: nothing is ever written over, name a folder that does not exist")
+
+
+@contextmanager
+def _removed_unless_done(staging: Path) -> Iterator[None]:
+    """The folder does not outlive a failure, SIGTERM included; after SIGKILL it keeps its name, which nothing reads."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop) if _in_main_thread() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+        if staging.exists():
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
