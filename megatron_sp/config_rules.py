@@ -55,6 +55,11 @@ def violations(config: Config, world_size: int) -> list[str]:
     ]  # fmt: skip
 
 
+def model_violations(config: Config) -> list[str]:
+    """As ``violations``, of the model alone: for a shape that was not given by flags."""
+    return list(_ranges(config)) or list(_model(config))
+
+
 def _ranges(config: Config) -> Iterator[str]:
     """Smallest values, from the fields themselves."""
     from megatron_sp.config import GROUPS

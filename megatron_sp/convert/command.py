@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     _tell(f"{args.input}: {source.name}, {describe(model)}")
     for note in model.notes:
         _tell(f"note: {note}")
+    if model.has_optimizer and options.optimizer and not target.holds_optimizer:
+        _tell(f"note: the optimizer's state stays behind: {target.name} has no place for it")
     report = _report(args, source, model)
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:

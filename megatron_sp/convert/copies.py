@@ -38,7 +38,7 @@ class TensorStore(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """One of them, as a new CPU tensor that the caller may keep or change.
+        """One of them, on the CPU; the caller does not change it.
 
         Raises:
             CheckpointError: it cannot be read.

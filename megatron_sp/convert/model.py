@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.config import Config, KernelConfig, ModelConfig
+from megatron_sp.config_rules import model_violations
 from megatron_sp.convert.copies import TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
+from megatron_sp.utils.errors import CheckpointError
 
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -63,6 +65,21 @@ class Model:
     @property
     def has_optimizer(self) -> bool:
         return any(name.startswith(OPTIMIZER) for name in self.store.tensors())
+
+
+def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
+    """Refuse sizes that no model has, before anything of that size is made.
+
+    Args:
+        num_tensors: that the files hold.
+    Raises:
+        CheckpointError: with all that is wrong.
+    """
+    problems = model_violations(Config(model=config))
+    if not problems and (config.num_layers or 0) > num_tensors:
+        problems = [f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer has several"]
+    if problems:
+        raise CheckpointError(f"{where} describes a model that cannot be: " + "; ".join(problems))
 
 
 def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.float32) -> LanguageModel:

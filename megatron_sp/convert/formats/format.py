@@ -21,6 +21,11 @@ class Format(Protocol):
         """On the command line."""
         ...
 
+    @property
+    def holds_optimizer(self) -> bool:
+        """Whether the optimizer's state has a place in it."""
+        ...
+
     def recognises(self, path: Path) -> bool:
         """Whether there is something of this format, judged by the names of files."""
         ...

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
@@ -18,7 +19,7 @@ from megatron_sp.convert.families.registry import family_for, family_named
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import Model, parameter_shapes
+from megatron_sp.convert.model import Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.plain_safetensors import SafetensorsFiles, divide, write_tensors
 from megatron_sp.convert.tokenizer_files import copy_files, find_files
@@ -27,11 +28,10 @@ from megatron_sp.utils.files import fsync_dir, write_synced
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_JSON_BYTES = 16 << 20
-_DTYPES = {"torch.float32": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16", "torch.float64": "float64"}
 
 
 class HuggingFace:
-    name = "hf"
+    name, holds_optimizer = "hf", False
 
     def recognises(self, path: Path) -> bool:
         return (path / CONFIG).exists() and not (path / "latest").exists()
@@ -43,6 +43,7 @@ class HuggingFace:
         shapes = {name: info.shape for name, info in store.tensors().items()}
         settings = Settings(document, str(path / CONFIG))
         config, num_classes = family.config(settings, shapes), family.num_classes(shapes)
+        require_sound(config, len(shapes), str(path / CONFIG))
         found = _fit(path, family, config, num_classes, store)
         tokenizer = find_files(options.tokenizer or path)
         return Model(
@@ -172,12 +173,13 @@ def _document(model: Model, family: Family, dtypes: Iterable[Any]) -> dict[str, 
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
         **family.document(model.config),
     }  # fmt: skip
-    if len(set(dtypes)) == 1:
-        made["torch_dtype"] = _DTYPES.get(str(next(iter(dtypes))), "float32")
+    dtype = next(iter(dtypes)) if len(set(dtypes)) == 1 else torch.float32
+    made["torch_dtype"] = str(dtype).removeprefix("torch.")
     if not isinstance(kept, dict) or kept.get("model_type") != family.model_type:
         return made
     if _says(family, kept, model) == _says(family, made, model):
-        return kept
+        named = {name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}
+        return {**kept, **named}
     return {**kept, **made}
 
 

@@ -26,7 +26,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 class Native:
-    name = "megatron_sp"
+    name, holds_optimizer = "megatron_sp", True
 
     def recognises(self, path: Path) -> bool:
         return (path / "MANIFEST.json").exists() or any(path.glob("step-[0-9]*")) or any(path.glob("checkpoints/step-[0-9]*"))

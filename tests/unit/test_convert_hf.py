@@ -1,0 +1,296 @@
+"""Conversion to Hugging Face's folders and back: bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_sp.cli import main
+from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def run(*words: Any) -> int:
+    return main(["convert", *map(str, words)])
+
+
+def to_hf(source: Path, target: Path, *more: Any) -> None:
+    assert run("--input", source, "--to", "hf", "--output", target, *more) == 0
+
+
+def to_native(source: Path, target: Path, *more: Any) -> None:
+    assert run("--input", source, "--to", "megatron_sp", "--output", target, *more) == 0
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to be copied and damaged."""
+    path = tmp_path_factory.mktemp("convert")
+    to_hf(write_run(random_model("llama"), path / "run"), path / "hf")
+    return path / "hf"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    dtype = list(DTYPES.values())[sorted(MODELS).index(name) % 4]
+    model = random_model(name, dtype)
+    to_hf(write_run(model, tmp_path / "run"), tmp_path / "hf")
+    to_native(tmp_path / "hf", tmp_path / "again")
+    assert_equal(stored(tmp_path / "again"), contents(model))
+    to_hf(tmp_path / "again", tmp_path / "hf2", "--max-shard-size", "2KB")
+    assert_equal(tensors_of(tmp_path / "hf2"), tensors_of(tmp_path / "hf"))
+    assert json.loads((tmp_path / "hf2" / "config.json").read_text()) == json.loads((tmp_path / "hf" / "config.json").read_text())
+    index = json.loads((tmp_path / "hf2" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    to_native(tmp_path / "hf2", tmp_path / "third")
+    assert_equal(stored(tmp_path / "third"), contents(model))
+
+
+def test_nothing_is_changed_where_the_configuration_says_the_same(tmp_path: Path, llama: Path) -> None:
+    folder = damaged(tmp_path, llama, eos_token_id=5, transformers_version="4.99", rope_theta=5000)
+    to_native(folder, tmp_path / "run")
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+def test_a_cast(tmp_path: Path, llama: Path) -> None:
+    to_native(llama, tmp_path / "run", "--dtype", "bfloat16")
+    expected = {name: t.bfloat16() for name, t in contents(random_model("llama")).items()}
+    assert_equal(stored(tmp_path / "run"), expected)
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_every_tensor_is_reported(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file({**tensors_of(folder), **extra}, folder / "model.safetensors")
+    to_native(folder, tmp_path / "run", "--show-tensors")
+    report = json.loads((tmp_path / "run" / "conversion.json").read_text())
+    assert {row["source"] for row in report["tensors"]} == set(tensors_of(folder))
+    dropped = [row for row in report["tensors"] if not row["to"]]
+    assert dropped == [{"source": next(iter(extra)), "to": "", "note": "rotary frequencies, which are worked out"}]
+    assert f"{next(iter(extra))} -> dropped: rotary" in capsys.readouterr().out
+
+
+def test_names_of_a_bare_model_and_of_older_files(tmp_path: Path) -> None:
+    to_hf(write_run(random_model("gpt2"), tmp_path / "gpt2"), tmp_path / "hf")
+    old = {name.removeprefix("transformer."): t for name, t in tensors_of(tmp_path / "hf").items()}
+    save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "hf" / "model.safetensors")
+    to_native(tmp_path / "hf", tmp_path / "again")
+    assert_equal(stored(tmp_path / "again"), contents(random_model("gpt2")))
+
+    to_hf(write_run(random_model("bert"), tmp_path / "bert"), tmp_path / "hf-bert")
+    path = tmp_path / "hf-bert" / "model.safetensors"
+    named = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t for n, t in load_file(path).items()
+    }
+    table = named["bert.embeddings.word_embeddings.weight"]
+    save_file({**named, "cls.predictions.decoder.weight": table.clone()}, path)
+    to_native(tmp_path / "hf-bert", tmp_path / "again-bert")
+    assert_equal(stored(tmp_path / "again-bert"), contents(random_model("bert")))
+
+
+def test_the_optimizer_stays_behind_and_the_message_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_model("llama", torch.bfloat16, optimizer=True)
+    to_hf(write_run(model, tmp_path / "run"), tmp_path / "hf")
+    assert "note: the optimizer's state stays behind: hf has no place for it" in capsys.readouterr().err
+    to_native(tmp_path / "run", tmp_path / "same")
+    assert_equal(stored(tmp_path / "same"), contents(model))
+    to_native(tmp_path / "run", tmp_path / "weights", "--no-optimizer")
+    assert_equal(stored(tmp_path / "weights"), {n: t for n, t in contents(model).items() if not n.startswith("optimizer.")})
+
+
+def damaged(tmp_path: Path, folder: Path, **config: Any) -> Path:
+    """A copy with other entries in config.json."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    document = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**document, **config}, indent=2) + "\n")
+    return copy
+
+
+def refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: Any) -> str:
+    """The message; nothing was written."""
+    capsys.readouterr()
+    assert run("--from", "hf", "--input", folder, "--to", "megatron_sp", "--output", tmp_path / "out", *more) == EXIT_CHECKPOINT
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba"}, ["model_type is 'mamba'", "llama"]),
+        ({"model_type": None}, ["model_type is 'None'"]),
+        ({"hidden_size": "24"}, ["hidden_size must be int", "'24'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers must be at least 1"]),
+        ({"num_hidden_layers": 1 << 40}, ["num_hidden_layers must be", "below 2**31"]),
+        ({"num_attention_heads": None}, ["has no num_attention_heads"]),
+        ({"hidden_act": "relu"}, ["hidden_act is 'relu'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", "yarn"]),
+        ({"vocab_size": 38}, ["model.embed_tokens.weight is [37, 24], [38, 24] is expected"]),
+        ({"num_hidden_layers": 2}, ["model.layers.2", "has no place in this model"]),
+        ({"num_hidden_layers": 4}, ["model.layers.3.input_layernorm.weight is missing"]),
+        ({"num_attention_heads": 5}, ["config.json describes a model that cannot be", "num_attention_heads (5)"]),
+        ({"num_hidden_layers": 1 << 30}, ["num_layers (1073741824) must not exceed the number of tensors"]),
+    ],
+)  # fmt: skip
+def test_configurations_that_cannot_be(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], words: list[str]
+) -> None:
+    message = refused(damaged(tmp_path, llama, **config), tmp_path, capsys)
+    for word in words:
+        assert word in message
+
+
+def test_a_misspelled_tensor_is_named_with_the_nearest(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    found = tensors_of(folder)
+    found["model.layers.1.mlp.gate_prj.weight"] = found.pop("model.layers.1.mlp.gate_proj.weight")
+    save_file(found, folder / "model.safetensors")
+    message = refused(folder, tmp_path, capsys)
+    assert "model.layers.1.mlp.gate_proj.weight is missing (nearest: model.layers.1.mlp.gate_prj.weight)" in message
+    assert "model.layers.1.mlp.gate_prj.weight has no place in this model (nearest: model.layers.1.mlp.gate_proj.weight" in message
+
+
+def test_a_head_that_is_tied_and_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to_hf(write_run(random_model("llama-tied"), tmp_path / "run"), tmp_path / "hf")
+    found = tensors_of(tmp_path / "hf")
+    save_file({**found, "lm_head.weight": found["model.embed_tokens.weight"] + 1}, tmp_path / "hf" / "model.safetensors")
+    assert "lm_head.weight must be the same as model.embed_tokens.weight" in refused(tmp_path / "hf", tmp_path, capsys)
+
+
+def header(path: Path, change: Any) -> None:
+    """Rewrite the header of a safetensors file."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    entries = json.loads(data[8 : 8 + length])
+    change(entries)
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def overlap(entries: dict[str, Any]) -> None:
+    a, b = (entries[f"model.layers.{i}.input_layernorm.weight"] for i in (0, 1))
+    b["data_offsets"] = a["data_offsets"]
+
+
+def wrong_shape(entries: dict[str, Any]) -> None:
+    entries["model.norm.weight"]["shape"] = [1 << 40]
+
+
+@pytest.mark.parametrize("change", [overlap, wrong_shape])
+def test_headers_that_lie(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], change: Any) -> None:
+    folder = damaged(tmp_path, llama)
+    header(folder / "model.safetensors", change)
+    message = refused(folder, tmp_path, capsys)
+    assert "model.safetensors" in message and ("overlaps" in message or "hole" in message or "data_offsets" in message)
+
+
+def test_a_header_of_a_tebibyte(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + data[8:])
+    assert "says that its header has 1,099,511,627,776" in refused(folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_file_that_is_cut(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], keep: int) -> None:
+    folder = damaged(tmp_path, llama)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:keep])
+    assert "model.safetensors" in refused(folder, tmp_path, capsys)
+
+
+def test_links_and_names_out_of_the_folder(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert "is a symbolic link" in refused(folder, tmp_path, capsys)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere"}}))
+    assert "names the file '../elsewhere'" in refused(folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_other_files_may_be_no_links_either(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder = damaged(tmp_path, llama)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/etc/hostname")
+    assert "is a symbolic link" in refused(folder, tmp_path, capsys)
+
+
+def test_an_incomplete_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to_hf(write_run(random_model("gpt2"), tmp_path / "run"), tmp_path / "hf", "--max-shard-size", "4KB")
+    second = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    second.rename(tmp_path / "kept")
+    assert f"{second.name} cannot be read" in refused(tmp_path / "hf", tmp_path, capsys)
+    first = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
+    shutil.copy(first, second)
+    assert "is in" in refused(tmp_path / "hf", tmp_path, capsys)
+
+
+def test_only_pickles_are_there(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "has neither model.safetensors nor" in refused(folder, tmp_path, capsys)
+
+
+def test_the_output_is_never_written_over(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").mkdir()
+    assert run("--input", llama, "--to", "megatron_sp", "--output", tmp_path / "there") == EXIT_CHECKPOINT
+    assert "is there already" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "there") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (["--input", "nowhere"], "nowhere is not there", EXIT_CHECKPOINT),
+        (["--max-shard-size", "5XB"], "--max-shard-size (5XB) must be a size", EXIT_CONFIG),
+        (["--vocab-size", "0"], "--vocab-size (0) must be at least 1", EXIT_CONFIG),
+        (["--from", "megatron_sp"], "no", EXIT_CHECKPOINT),
+    ],
+)  # fmt: skip
+def test_words_that_cannot_be(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str, code: int
+) -> None:
+    assert run("--input", llama, "--to", "megatron_sp", "--output", tmp_path / "out", *words) == code
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_model_that_no_class_of_theirs_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    MODELS["odd"] = ({**MODELS["llama"][0], "qk_layernorm": True}, 0)
+    try:
+        source = write_run(random_model("odd"), tmp_path / "run")
+    finally:
+        del MODELS["odd"]
+    assert run("--input", source, "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
+    message = capsys.readouterr().err
+    assert "no class of Hugging Face" in message and "llama: qk_layernorm is True, not False" in message
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_a_folder_of_nothing_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run("--input", tmp_path / "empty", "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
+    assert "say with --from which of megatron_sp, hf" in capsys.readouterr().err
