@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args, source, model)
     started = time.perf_counter()
     with Bar(target.size(model, options)) as bar:
-        convert(model, target, args.output, options, bar.advance, report)
+        convert(model, target, args.output, options, bar.advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
     _show_fates(model, everything=args.show_tensors)

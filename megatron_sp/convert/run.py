@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ REPORT = "conversion.json"
 _SPACE_FACTOR = 1.05
 
 
-def convert(model: Model, target: Format, output: Path, options: Options, progress: Progress, report: dict[str, Any]) -> None:
+def convert(
+    model: Model, target: Format, output: Path, options: Options, progress: Progress, report: dict[str, Any], tell: Callable[[str], None]
+) -> None:
     """Write ``output``, whole or not at all.
 
     Args:
         model: as the reader gave it.
         output: must not exist; appears by one rename when everything is on the disk.
         report: written into it as conversion.json.
+        tell: given what the user should know.
     Raises:
         CheckpointError: it exists, or the target cannot hold the model.
         DiskError: no space, no permission, a failing disk; nothing is left.
@@ -39,6 +43,8 @@ def convert(model: Model, target: Format, output: Path, options: Options, progre
         output.parent.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(output.parent)) < needed:
             raise DiskError(f"{output.parent} has {free / 2**30:.2f} GiB free, {needed / 2**30:.2f} GiB are needed: nothing was written")
+        for path in sorted(output.parent.glob(f".{glob.escape(output.name)}.part-*")):
+            tell(f"note: {path} is left over from a conversion that was cut off, or another one is writing it now: if not, delete it")
         staging = output.parent / f".{output.name}.part-{uuid.uuid4().hex[:12]}"
         with _removed_unless_done(staging):
             target.write(model, staging, options, progress)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 from megatron_sp.checkpoint.strict_json import open_regular
 from megatron_sp.config import DataConfig
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.files import fsync_dir
 
 NAMES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -40,6 +42,9 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
     for name, path in files.items():
         with open(open_regular(path), "rb") as source, open(folder / name, "xb") as target:
             shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+    fsync_dir(folder)
 
 
 def tell(data: DataConfig, files: dict[str, Path], folder: Path) -> None:

@@ -73,7 +73,7 @@ class HuggingFace:
 
     def _prepare(self, model: Model, options: Options) -> tuple[Family, TensorStore]:
         family = family_for(model)
-        ours = parameter_shapes(model.config, model.num_classes)
+        ours = {name: info.shape for name, info in model.weights().items()}
         correspondence = Correspondence.of(ours, family.copies(model.config, model.num_classes))
         return family, Scattered(correspondence, model.store, options.dtype)
 

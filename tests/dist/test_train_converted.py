@@ -1,0 +1,66 @@
+"""Training goes on from what a conversion has written, in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from convert_models import Tensors, contents, random_model, write_run
+from errors import FP32, assert_law
+from training import records, tensors, train
+
+from megatron_sp.cli import main
+from megatron_sp.convert.model import Model
+
+SHAPE = ("--use-checkpoint-args", "--seq-length", 16, "--attention-dropout", 0, "--hidden-dropout", 0, "--optimizer", "sgd", "--lr", "0.1")
+LAYOUTS = {
+    "tp2 sp2": (4, ("--tp-size", 2, "--sequence-parallel", "--sp-size", 2)),
+    "dp2 stage 3": (2, ("--zero-stage", 3)),
+}
+
+
+def small(name: str) -> Model:
+    """One of the models, with weights of a size that trains."""
+    model = random_model(name)
+    return replace(model, store=Tensors({n: t / 10 + (1 if t.ndim == 1 and "norm" in n else 0) for n, t in contents(model).items()}))
+
+
+@pytest.fixture(scope="module")
+def from_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint that came from Hugging Face's files."""
+    folder = tmp_path_factory.mktemp("converted")
+    write_run(small("llama"), folder / "first")
+    for source, target, output in (("first", "hf", "hf"), ("hf", "megatron_sp", "run")):
+        assert main(["convert", "--input", str(folder / source), "--to", target, "--output", str(folder / output)]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_finetuning_is_the_same_in_every_layout(tmp_path: Path, from_hf: Path, layout: str) -> None:
+    ranks, flags = LAYOUTS[layout]
+    data = ("--mock-data", "--vocab-size", 37)
+    for name, count, more in (("one", 1, ()), ("many", ranks, flags)):
+        words = (*SHAPE, "--load", from_hf, "--finetune", "--save", tmp_path / name, "--train-iters", 3, *more)
+        train(tmp_path, *words, ranks=count, data=data).expect(0, "finetuning from")
+    one, many = (records(tmp_path / name, "train") for name in ("one", "many"))
+    for a, b in zip(one, many, strict=True):
+        assert_law({k: torch.tensor(b[k]) for k in ("loss", "grad_norm")}, {k: torch.tensor(a[k]) for k in ("loss", "grad_norm")}, FP32)
+    assert_law(tensors(tmp_path / "many"), tensors(tmp_path / "one"), FP32)
+
+
+def test_a_resume_without_a_schedule_or_data_in_the_checkpoint(tmp_path: Path) -> None:
+    """They are not known; the step is, and the optimizer's state."""
+    model = small("gpt2")
+    moments = {f"optimizer.{kind}.{n}": t.abs() for kind in ("exp_avg", "exp_avg_sq") for n, t in contents(model).items()}
+    stored = replace(model, store=Tensors({**contents(model), **moments}), step=7, consumed_samples=28)
+    write_run(stored, tmp_path / "run")
+    words = ("--use-checkpoint-args", "--seq-length", 16, "--load", tmp_path / "run", "--save", tmp_path / "on", "--train-iters", 9)
+    train(tmp_path, *words, data=("--mock-data", "--vocab-size", 37)).expect(0, "resumed from")
+    assert [record["step"] for record in records(tmp_path / "on", "train")] == [8, 9]
+
+
+def test_a_conversion_without_an_optimizer_says_how_to_go_on(tmp_path: Path, from_hf: Path) -> None:
+    words = (*SHAPE, "--load", from_hf, "--save", tmp_path / "x")
+    train(tmp_path, *words, data=("--mock-data", "--vocab-size", 37)).expect(3, "has no optimizer state", "--finetune")
