@@ -1,0 +1,167 @@
+"""Collectives between layers of a model that is not ours, along any dim, with their adjoints.
+
+    name             forward           backward
+    copy_to          nothing           all_reduce        Megatron's f: a replicated tensor enters what is split
+    reduce_from      all_reduce        nothing           Megatron's g: partial sums leave it
+    gather_from      all_gather        reduce_scatter    what follows is split, each rank has a part of the gradient
+                                       slice             what follows is the same on every rank, and so is the gradient
+    scatter_to       slice             all_gather
+    reduce_scatter_to  reduce_scatter  all_gather
+
+All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost one copy where the dims in front of
+them are not 1. Source: arXiv:1909.08053, arXiv:2205.05198; which adjoint is right is the subject of Megatron's tensor_parallel_output_grad.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
+from megatron_sp.comm.groups import Group
+
+GatherGrad = Literal["reduce_scatter", "slice"]
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """``x`` itself; in backward the sum of all ranks' gradients."""
+    return x if group.size() == 1 else _Copy.apply(x, group)
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' ``x``; in backward the gradient as it is."""
+    return x if group.size() == 1 else _Reduce.apply(x, group)
+
+
+def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
+    """All ranks' ``x`` joined along ``dim``.
+
+    Args:
+        grad: reduce_scatter where ranks use the result differently, slice where all do the same with it.
+    """
+    return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
+
+
+def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of what all ranks have. Raises ValueError: the dim cannot be cut evenly."""
+    return x if group.size() == 1 else _Scatter.apply(x, group, dim % x.ndim)
+
+
+def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part of the sum of all ranks' ``x``. Raises ValueError: the dim cannot be cut evenly."""
+    return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim % x.ndim)
+
+
+def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    """Trade shards: cut along ``split``, one part for each rank, and join what arrives along ``join``; backward trades back.
+
+    Raises:
+        ValueError: the dim cannot be cut evenly.
+    """
+    return x if group.size() == 1 else _AllToAll.apply(x, group, split % x.ndim, join % x.ndim)
+
+
+def _require_even(x: Tensor, size: int, dim: int) -> int:
+    if x.shape[dim] % size:
+        raise ValueError(f"dim {dim} of {list(x.shape)} must be a multiple of the group's size ({size})")
+    return x.shape[dim] // size
+
+
+def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
+    size = group.size()
+    parts = all_gather_async(x.contiguous().unsqueeze(0), group).wait()  # [size, ...]
+    return parts.flatten(0, 1) if dim == 0 else parts.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def _by_rank(x: Tensor, size: int, dim: int) -> Tensor:
+    """[..., n, ...] -> [size, ..., n/size, ...], contiguous."""
+    each = _require_even(x, size, dim)
+    return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
+
+
+def _sliced(x: Tensor, group: Group, dim: int) -> Tensor:
+    each = _require_even(x, group.size(), dim)
+    return x.narrow(dim, group.rank() * each, each).contiguous()
+
+
+def _scattered_sum(x: Tensor, group: Group, dim: int) -> Tensor:
+    return reduce_scatter_async(_by_rank(x, group.size(), dim), group).wait()[0]
+
+
+def _traded(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    size = group.size()
+    send = _by_rank(x, size, split)
+    receive = torch.empty_like(send)
+    counts = [send[0].numel()] * size
+    all_to_all_async(send.view(-1), counts, receive.view(-1), counts, group).wait()
+    shape = list(send.shape[1:])
+    shape[join] *= size
+    return receive.movedim(0, join).reshape(shape)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
+        ctx.group, ctx.dim, ctx.grad = group, dim, grad
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        back = _scattered_sum if ctx.grad == "reduce_scatter" else _sliced
+        return back(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _sliced(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _scattered_sum(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return _traded(x, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _traded(grad, ctx.group, ctx.join, ctx.split), None, None, None

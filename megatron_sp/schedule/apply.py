@@ -1,0 +1,343 @@
+"""From the lines of a schedule to a changed model: parameters split, forwards exchanged, hooks put in place. Done once, in a fixed order:
+
+replace, set     other modules and attributes
+split            parameters; tied ones together
+forwards         of split layers: those of ``megatron_sp.parallel``
+syncs, regions   hooks where tensors enter and leave
+rng, checkpoint  around what is there then
+ulysses, zero    last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.parallel.regions import gather_from, scatter_to
+from megatron_sp.schedule import forwards
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.hooks import change_input, change_output
+from megatron_sp.schedule.kinds import Kind, find_kind, kind_of
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take
+from megatron_sp.schedule.syncs import make_change
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass
+class Applied:
+    """What has become of a model.
+
+    Attributes:
+        model: itself.
+        mesh: over which it is split.
+        specs: where each parameter lies in the whole one, by its first name; ``sums`` of those whose gradient is summed over tp.
+        splits: by name, of all names of split parameters.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    specs: dict[str, ShardSpec]
+    splits: dict[str, Split] = field(default_factory=dict)
+
+    def finish_backward(self) -> None:
+        """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.
+
+        For a training loop of one's own, once after the last backward pass of a step; the loss is divided by the number of tokens of all
+        ranks. The project's own loop and ZeRO do it themselves.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            for part in self.specs[name].sums:
+                view = parameter.grad.narrow(self.specs[name].dim, part.start, part.length) if parameter.ndim else parameter.grad
+                view.copy_(all_reduce(view.contiguous().clone(), self.mesh.tp))
+            all_reduce(parameter.grad, self.mesh.dp_sp)
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
+        spec = self.specs[name]
+        made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
+        if name in self.splits:
+            for offsets, piece in spec.pieces(local):
+                made[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
+            return all_reduce(made, self.mesh.tp)
+        return made.copy_(local)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Everything under the model's own names and shapes, on every rank, as before ``apply()``. Collective over tp."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        found, made = {}, dict[int, Tensor]()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in names:
+                if id(tensor) not in made:
+                    made[id(tensor)] = self.whole(names[id(tensor)], tensor.detach())
+                found[name] = made[id(tensor)]
+            else:
+                found[name] = tensor.detach()
+        return found
+
+    def load_full(self, state: dict[str, Tensor]) -> None:
+        """Take whole tensors, such as ``full_state_dict`` returns.
+
+        Raises:
+            ConfigError: one is missing, or has another shape.
+        """
+        for name, parameter in self.model.named_parameters():
+            if name not in state or tuple(state[name].shape) != self.specs[name].shape:
+                found = list(state[name].shape) if name in state else "missing"
+                raise ConfigError(f"{name} must be {list(self.specs[name].shape)}, and is {found}")
+            with torch.no_grad():
+                split = self.splits.get(name)
+                parameter.copy_(state[name] if split is None else take(state[name], self.specs[name], split, self.mesh.tp.size()))
+        for name, buffer in self.model.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+
+class _Compiler:
+    """The state of one ``apply``."""
+
+    def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> None:
+        self.model, self.directives, self.mesh, self.seq_dim = model, directives, mesh, seq_dim
+        self.group, self.size = mesh.tp, mesh.tp.size()
+        self.splits: dict[str, Split] = {}
+        self.summed: set[str] = set()
+
+    def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
+        """(line, path, module) of all lines of these kinds."""
+        for directive in self.directives:
+            if directive.do in kinds:
+                for path in expand(self.model, directive.on):
+                    yield directive, path, self.model.get_submodule(path)
+
+    def run(self) -> Applied:
+        self.replace()
+        self.set_attributes()
+        asked = list(self.asked())
+        self.splits = collect(asked)
+        self.extend_to_aliases()
+        check_tied(self.model, self.splits)
+        whole_shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        self.check_biases()
+        self.split()
+        self.exchange_forwards(whole_shapes)
+        self.put_syncs()
+        self.put_regions()
+        self.find_summed()
+        return Applied(self.model, self.mesh, self.specs(whole_shapes), self.splits)
+
+    # other modules, attributes
+
+    def replace(self) -> None:
+        for directive, path, module in list(self.each("replace")):
+            new = directive.args["new"]
+            new = new if isinstance(new, nn.Module) else new(path, module)
+            parent, _, last = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), last, new)
+
+    def set_attributes(self) -> None:
+        for directive, path, module in self.each("set"):
+            attribute, where = directive.args["attribute"], directive.where
+            if not hasattr(module, attribute):
+                raise ConfigError(f"{path} has no attribute {attribute!r} to set ({where})")
+            old, value = getattr(module, attribute), directive.args.get("value")
+            if (axis := directive.args.get("divide")) is not None:
+                size = self.mesh.group(axis).size()
+                if not isinstance(old, int) or old % size:
+                    raise ConfigError(f"{path}.{attribute} ({old!r}) must be a multiple of {axis} ({size}) ({where})")
+                value = old // size
+            setattr(module, attribute, value(old) if callable(value) else value)
+
+    # parameters
+
+    def asked(self) -> Iterator[Split]:
+        """All splits that lines ask for."""
+        for directive, path, module in self.each("shard", "column", "row", "vocab_parallel"):
+            args, where = directive.args, directive.where
+            if directive.do == "shard":
+                yield self.one(path, module, args["tensor"], args["axis"], args, where)
+            else:
+                yield from self.layer(directive, path, module)
+
+    def layer(self, directive: Directive, path: str, module: nn.Module) -> Iterator[Split]:
+        """The splits of a whole layer."""
+        kind, args, where = kind_of(module, path), directive.args, directive.where
+        if directive.do == "column":
+            dims = kind.out_dims
+        elif directive.do == "row":
+            dims = kind.in_dims
+            if kind.product is None:
+                raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split by rows ({where})")
+        else:
+            dims = kind.in_dims if isinstance(module, nn.Embedding) else kind.out_dims
+        for name, dim in dims.items():
+            if module._parameters.get(name) is not None:
+                yield self.one(path, module, name, dim, args, where, padded=directive.do == "vocab_parallel")
+
+    def one(self, path: str, module: nn.Module, name: str, axis: int, args: dict[str, Any], where: str, *, padded: bool = False) -> Split:
+        full = f"{path}.{name}" if path else name
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            found = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
+            raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({where}, E1)")
+        return make_split(full, tuple(parameter.shape), axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded)
+
+    def extend_to_aliases(self) -> None:
+        """Another name of a split parameter, in a module that computes nothing with it itself, is split along."""
+        for names in names_of(self.model).values():
+            chosen = [self.splits[name] for name in names if name in self.splits]
+            for name in names:
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                if chosen and name not in self.splits and find_kind(owner) is None:
+                    self.splits[name] = Split(name, *[getattr(chosen[0], f) for f in ("dim", "blocks", "heads", "padded", "where")])
+
+    def check_biases(self) -> None:
+        """Raises ConfigError: outputs are split, and the bias that is added to them is not (E4)."""
+        for name, split in self.splits.items():
+            path, _, last = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            kind = find_kind(module)
+            if kind is None or kind.out_dims.get(last) != split.dim:
+                continue
+            for other, dim in kind.out_dims.items():
+                if module._parameters.get(other) is not None and f"{path}.{other}" not in self.splits:
+                    raise ConfigError(
+                        f"{name} is split along its outputs and {path}.{other} is not ({split.where}): add"
+                        f' .shard("{other}", axis={dim}), or use .column() (E4)'
+                    )
+
+    def split(self) -> None:
+        """Put each rank's part in the place of each parameter, under all its names."""
+        by_id = names_of(self.model)
+        for names in by_id.values():
+            split = self.splits.get(names[0])
+            if split is None:
+                continue
+            path, _, last = names[0].rpartition(".")
+            old = self.model.get_submodule(path)._parameters[last]
+            assert old is not None
+            new = replaced(old, take(old.detach(), spec_of(split, tuple(old.shape), self.group), split, self.size))
+            for name in names:
+                put(self.model, name, new)
+
+    def is_split(self, path: str, name: str, dim: int) -> bool:
+        split = self.splits.get(f"{path}.{name}" if path else name)
+        return split is not None and split.dim == dim
+
+    # layers
+
+    def exchange_forwards(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        options = {path: (directive.do, directive.args) for directive, path, _ in self.each("column", "row", "vocab_parallel")}
+        for path, module in self.model.named_modules():
+            kind = find_kind(module)
+            if kind is None or self.size == 1 or "weight" not in module._parameters:
+                continue
+            do, args = options.get(path, ("", {}))
+            rows_out = self.is_split(path, "weight", kind.out_dims.get("weight", -1))
+            rows_in = self.is_split(path, "weight", kind.in_dims.get("weight", -1))
+            if rows_in and isinstance(module, nn.Embedding):
+                module.forward = forwards.vocab_embedding(module, self.group, shapes[f"{path}.weight"][0])  # type: ignore[method-assign,assignment]
+            elif rows_in:
+                self.make_row(path, module, kind, args)
+            elif rows_out and do == "vocab_parallel":
+                rows = shapes[f"{path}.weight"][kind.out_dims["weight"]]
+                module.forward = forwards.vocab_head(module, kind, self.group, rows)  # type: ignore[method-assign]
+            elif rows_out:
+                self.make_column(path, module, kind, args, asked=do == "column")
+
+    def make_column(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any], *, asked: bool) -> None:
+        self.follow(module, kind.out_attribute)
+        if forwards.is_matrix(module, kind) and (asked or args.get("gather")):
+            copies = asked and args.get("input", "copy") == "copy"
+            module.forward = forwards.column(module, kind, self.group, copies=copies, gathers=bool(args.get("gather")))  # type: ignore[method-assign]
+
+    def make_row(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any]) -> None:
+        self.follow(module, kind.in_attribute)
+        reduce, axis = args.get("reduce"), args.get("axis")
+        if reduce is None:
+            sync = next((d for d, at, _ in self.each("sync") if at == path and d.args["mode"] == "fwd_post"), None)
+            if sync is not None and sync.args["op"] in ("all_reduce", "reduce_scatter"):
+                reduce, axis = sync.args["op"], sync.args.get("axis")
+            elif module._parameters.get("bias") is not None:
+                raise ConfigError(
+                    f"{path} is split along its inputs, so each of tp ({self.size}) ranks would add its bias: say where the sum is made,"
+                    f" with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({self.splits[f'{path}.weight'].where}, E3)"
+                )
+            else:
+                return  # a partial sum, which a sync behind it completes
+        if reduce not in ("all_reduce", "reduce_scatter"):
+            raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
+        make = forwards.row if forwards.is_matrix(module, kind) else forwards.other_row
+        module.forward = make(module, kind, self.group, reduce, self.seq_dim if axis is None else axis)  # type: ignore[method-assign]
+
+    def follow(self, module: nn.Module, attribute: str | None) -> None:
+        """An attribute that holds a size holds this rank's."""
+        if attribute is not None and isinstance(getattr(module, attribute, None), int):
+            setattr(module, attribute, getattr(module, attribute) // self.size)
+
+    # hooks
+
+    def put_syncs(self) -> None:
+        for directive, path, module in self.each("sync"):
+            args, where = directive.args, directive.where
+            group = self.mesh.group(args.get("over", "tp"))
+            change = make_change(args, group, self.seq_dim, path, where)
+            if group.size() == 1:
+                continue
+            if args["mode"] != "fwd_post":
+                change_input(module, path, args.get("arg"), change, where)
+            elif not self.is_folded(directive, path, module):
+                change_output(module, path, args.get("out"), change, where)
+
+    def is_folded(self, directive: Directive, path: str, module: nn.Module) -> bool:
+        """The sum behind a layer split by rows is made in the layer, in front of its bias."""
+        kind = find_kind(module)
+        inside = kind is not None and self.is_split(path, "weight", kind.in_dims.get("weight", -1)) and not isinstance(module, nn.Embedding)
+        return inside and directive.args["op"] in ("all_reduce", "reduce_scatter")
+
+    def put_regions(self) -> None:
+        for directive, path, module in self.each("sequence"):
+            args, where = directive.args, directive.where
+            if self.size == 1:
+                continue
+            enter = make_change({"mode": "fwd_pre", "op": lambda x, group: scatter_to(x, group, self.seq_dim)}, self.group, 0, path, where)
+            change_input(module, path, args.get("arg"), enter, where)
+            leave = self.model.get_submodule(expand(self.model, args["leave"])[0])
+            change_output(leave, args["leave"], None, lambda x: gather_from(x, self.group, self.seq_dim, "slice"), where)
+            for inside in self.region(directive, path):
+                for name, _ in self.model.get_submodule(inside).named_parameters(prefix=inside):
+                    if name not in self.splits:
+                        self.summed.add(name)
+
+    def region(self, directive: Directive, enter: str) -> list[str]:
+        """The modules in a region: those that are said, or all that stand in one list with the first, and the last."""
+        globs = [directive.args["inside"]] if "inside" in directive.args else [f"{enter.rpartition('.')[0]}.*"]
+        return [*(path for glob in globs for path in expand(self.model, glob)), *expand(self.model, directive.args["leave"])]
+
+    def find_summed(self) -> None:
+        for directive, path, module in self.each("sum_gradients"):
+            names = directive.args.get("names") or [name for name, _ in module.named_parameters(recurse=False)]
+            self.summed |= {f"{path}.{name}" for name in names}
+
+    def specs(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ShardSpec]:
+        found, rank = {}, self.group.rank()
+        for name, _ in self.model.named_parameters():
+            split = self.splits.get(name)
+            if split is not None:
+                found[name] = spec_of(split, shapes[name], self.group)
+            else:
+                found[name] = ShardSpec.whole(shapes[name], rank, self.size, summed=name in self.summed)
+        return found
+
+
+def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> Applied:
+    """Change a model as these lines say. Raises ConfigError."""
+    return _Compiler(model, directives, mesh, seq_dim).run()

@@ -1,0 +1,116 @@
+"""What split linear layers and embeddings do instead of their own forward: the layers of ``megatron_sp.parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.regions import copy_to, gather_from, reduce_from, reduce_scatter_to
+from megatron_sp.parallel.tensor_parallel import TensorParallel
+from megatron_sp.schedule.kinds import Kind
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
+    """Weight [out, in], a view, and the bias."""
+    weight, bias = module.weight, module.bias if "bias" in module._parameters else None
+    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    return (weight if kind.out_dims["weight"] == 0 else weight.t()), bias
+
+
+def is_matrix(module: nn.Module, kind: Kind) -> bool:
+    """Whether it is y = x W + b, for which there are layers of ours."""
+    weight = module._parameters.get("weight")
+    return kind.product is not None and weight is not None and weight.ndim == 2
+
+
+def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
+    """Each rank computes some outputs.
+
+    Args:
+        copies: the input's gradient is summed over the ranks in here, under the weight's gradient.
+        gathers: all ranks get all outputs.
+    """
+    tp = TensorParallel(group if copies else TensorParallel().group)
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        y, _ = column_linear(x, weight, bias, tp=tp)
+        return gather_from(y, group, -1, "slice") if gathers else y
+
+    return forward
+
+
+def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
+    """Ranks' results are summed, then the bias is added, once."""
+    plain = TensorParallel(group)
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        if reduce == "all_reduce":
+            return row_linear(x, weight, bias, tp=plain)
+        y = reduce_scatter_to(row_linear(x, weight), group, axis)
+        return y if bias is None else y + bias
+
+    return forward
+
+
+def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
+    """``row`` of what is no matrix: a class that somebody has registered with a product of its own."""
+    assert kind.product is not None
+    product = kind.product
+
+    def forward(x: Tensor) -> Tensor:
+        y = product(module, x)
+        y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return y
+        shape = [1] * y.ndim
+        shape[kind.out_axis] = -1
+        return y + bias.view(shape)
+
+    return forward
+
+
+def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
+    """Rows of the table are split: each rank looks up what it has, and the results are summed."""
+    tp = TensorParallel(group)
+
+    def forward(ids: Tensor) -> Tensor:
+        if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= rows:
+                raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        if module.padding_idx is not None:  # its row gets no gradient
+            weight = _without_gradient_of(weight, module.padding_idx, group)
+        return embedding(ids.contiguous(), weight, tp=tp)
+
+    return forward
+
+
+def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
+    local = row - group.rank() * weight.shape[0]
+    if not 0 <= local < weight.shape[0]:
+        return weight
+    return torch.cat([weight[:local], weight[local : local + 1].detach(), weight[local + 1 :]])
+
+
+def vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forward:
+    """Logits of this rank's words, then of all."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        y = copy_to(x, group) @ weight.t()
+        y = y if bias is None else y + bias
+        return gather_from(y, group, -1, "slice")[..., :rows]
+
+    return forward

@@ -1,0 +1,92 @@
+"""Changing one input or one output of a module and leaving all others as they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_sp.utils.errors import ConfigError
+
+Change = Callable[[Tensor], Tensor]
+
+
+def change_input(module: nn.Module, path: str, arg: str | int | None, change: Change, where: str) -> None:
+    """From now on ``change`` is called on an input of the module.
+
+    Args:
+        arg: its name or place; None: the first.
+    Raises:
+        ConfigError: the module's forward has no such input (E13).
+    """
+    names = _parameters(module)
+    place, name = _place(names, path, arg, where, module)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if name is not None and name in kwargs:
+            return args, {**kwargs, name: _changed(kwargs[name], change, path, name)}
+        if place is not None and place < len(args):
+            return (*args[:place], _changed(args[place], change, path, name or str(place)), *args[place + 1 :]), kwargs
+        raise ConfigError(f"{path} was called without {name or f'input {place}'}, on which ranks must talk ({where}): give it by name")
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def change_output(module: nn.Module, path: str, out: int | str | None, change: Change, where: str) -> None:
+    """From now on ``change`` is called on an output of the module.
+
+    Args:
+        out: its place or key, where there are several; None: the only one, or the first.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        return _with_changed(result, out, change, path, where)
+
+    module.register_forward_hook(hook)
+
+
+def _with_changed(result: Any, out: int | str | None, change: Change, path: str, where: str) -> Any:
+    if isinstance(result, Tensor) and out is None:
+        return change(result)
+    if isinstance(result, (tuple, list)) and (out is None or isinstance(out, int)):
+        place = out or 0
+        if -len(result) <= place < len(result):
+            items = list(result)
+            items[place] = _changed(items[place], change, path, f"output {place}")
+            return type(result)(items) if type(result) in (tuple, list) else type(result)(*items)
+    if isinstance(result, dict):  # Hugging Face's outputs are such, and keep their order
+        key = out if isinstance(out, str) else list(result)[out or 0]
+        if key in result:
+            result[key] = _changed(result[key], change, path, key)
+            return result
+    found = list(result) if isinstance(result, dict) else f"{len(result)} outputs" if isinstance(result, (tuple, list)) else "one output"
+    raise ConfigError(f"{path} has no output {out!r}, but {found} of type {type(result).__name__}: give out= ({where}, E13)")
+
+
+def _changed(value: Any, change: Change, path: str, name: str) -> Any:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{path}: {name} is a {type(value).__name__}, and ranks can talk about a tensor only: give arg= or out= (E13)")
+    return change(value)
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    """Names of a forward's inputs, in their order; empty where the signature does not say."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _place(names: list[str], path: str, arg: str | int | None, where: str, module: nn.Module) -> tuple[int | None, str | None]:
+    """(place, name) of an input."""
+    if arg is None or isinstance(arg, int):
+        place = arg or 0
+        if names and place >= len(names):
+            raise ConfigError(f"{path} has no input {place}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)")
+        return place, names[place] if names else None
+    if names and arg not in names:
+        raise ConfigError(f"{path} has no input {arg!r}: {type(module).__name__}.forward takes {', '.join(names)} ({where}, E13)")
+    return (names.index(arg) if arg in names else None), arg

@@ -1,0 +1,76 @@
+"""The axes over which a schedule may split a model, with process groups or only with their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from megatron_sp.comm.groups import ALONE, Group, ParallelGroups
+from megatron_sp.utils.errors import ConfigError
+
+AXES = ("dp", "sp", "tp")
+
+
+@dataclass(frozen=True)
+class _Imagined:
+    """A group of so many ranks that nobody can talk to: for checks without a job."""
+
+    ranks: int
+    place: int = 0
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.place
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Groups along the axes.
+
+    Attributes:
+        tp, sp, dp: ranks along one axis.
+        dp_sp: dp and sp together: all that have the same parameters.
+    """
+
+    tp: Group = field(default=ALONE)
+    sp: Group = field(default=ALONE)
+    dp: Group = field(default=ALONE)
+    dp_sp: Group = field(default=ALONE)
+
+    @classmethod
+    def of(cls, groups: ParallelGroups) -> Mesh:
+        """Of a job."""
+        return cls(groups.tp, groups.sp, groups.dp, groups.dp_sp)
+
+    @classmethod
+    def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
+        """Without a job: a schedule on it can be checked and shown, and not be run, unless all sizes are 1.
+
+        Raises:
+            ConfigError: a size below 1.
+        """
+        for name, size in (("tp", tp), ("sp", sp), ("dp", dp)):
+            if size < 1:
+                raise ConfigError(f"{name} ({size}) must be at least 1")
+        return cls(imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(dp * sp, sp_rank))
+
+    def group(self, axis: str) -> Group:
+        """Of an axis. Raises ConfigError: there is no such axis."""
+        if axis not in AXES:
+            raise ConfigError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
+        return cast(Group, getattr(self, axis))
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the ranks can talk to each other."""
+        return not any(isinstance(getattr(self, axis), _Imagined) for axis in AXES)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {self.group(axis).size()}" for axis in reversed(AXES))
+
+
+def imagined(size: int, rank: int = 0) -> Group:
+    """A group that can only be asked for its size."""
+    return ALONE if size == 1 else cast(Group, _Imagined(size, rank))

@@ -1,0 +1,62 @@
+"""Modules by glob: ``model.layers.*.mlp.{gate,up}_proj``. A star stands for one name between dots, two stars for any number of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron_sp.utils.errors import ConfigError
+
+
+class PathError(ConfigError):
+    """A path that names nothing."""
+
+
+def expand(model: nn.Module, glob: str) -> list[str]:
+    """The paths of all modules that a glob names, in the model's order; "" is the model itself.
+
+    Raises:
+        PathError: none; says how far the glob leads, what is there, and which names are near.
+    """
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    pattern = re.compile(_regex(glob))
+    found = [path for path in paths if pattern.fullmatch(path)]
+    if not found:
+        raise PathError(_explain(paths, glob))
+    return found
+
+
+def _regex(glob: str) -> str:
+    tokens = []
+    for token in glob.split("."):
+        if token == "**":
+            tokens.append(r"[^.]+(?:\.[^.]+)*")
+            continue
+        escaped = re.escape(token).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
+        tokens.append(re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{'|'.join(m[1].split(','))})", escaped))
+    return r"\.".join(tokens) if glob else ""
+
+
+def _explain(paths: Iterable[str], glob: str) -> str:
+    known = list(paths)
+    tokens = glob.split(".")
+    for length in range(len(tokens) - 1, -1, -1):
+        prefix = ".".join(tokens[:length])
+        pattern = re.compile(_regex(prefix))
+        parents = [path for path in known if pattern.fullmatch(path)]
+        if parents:
+            break
+    children = list(dict.fromkeys(_child(path, parent) for parent in parents[:1] for path in known if _child(path, parent)))
+    near = difflib.get_close_matches(tokens[length], children, 3, 0.5)
+    where = f"{parents[0] or 'the model'} has {', '.join(children[:12]) or 'no modules inside'}{', ...' if len(children) > 12 else ''}"
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"{glob!r} names no module: there is no {tokens[length]!r}, {where}{hint}"
+
+
+def _child(path: str, parent: str) -> str:
+    """The name of a module right inside ``parent``, or ""."""
+    inside = path[len(parent) + 1 :] if parent and path.startswith(parent + ".") else path if not parent else ""
+    return inside if inside and "." not in inside else ""

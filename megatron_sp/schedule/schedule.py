@@ -1,0 +1,229 @@
+"""The schedule of a model: what is to be split, where ranks talk, written down line by line and applied once.
+
+    s = schedule(model, Mesh.of(groups))
+    s["model.layers.*.self_attn"].sync("fwd_pre", "copy", arg="hidden_states")
+    s["model.layers.*.self_attn.{q,k,v}_proj"].column()
+    s["model.layers.*.self_attn.o_proj"].row()
+    s.apply()
+
+Nothing changes before ``apply()``; the order of the lines does not matter. Names, hooks, tied weights and the state dict stay those of the
+model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these names; hooks take the place of its tracer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.directives import Directive, caller
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.verify import LossOf, Verdict, require, verify
+from megatron_sp.utils.errors import ConfigError
+
+
+class Schedule:
+    """Of one model on one mesh; ``schedule()`` makes it.
+
+    Attributes:
+        model: not changed before ``apply()``.
+        mesh: the axes.
+        seq_dim: the dim of activations that runs over positions.
+        directives: all lines.
+        applied: what ``apply()`` made, or None.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, seq_dim: int = 1) -> None:
+        self.model, self.mesh, self.seq_dim = model, mesh, seq_dim
+        self.directives: list[Directive] = []
+        self.applied: Applied | None = None
+
+    def __getitem__(self, glob: str) -> Selection:
+        """The modules that a glob names. Raises PathError: none."""
+        return Selection(self, glob)
+
+    def add(self, on: str, do: str, **args: Any) -> None:
+        """Write a line down.
+
+        Raises:
+            ConfigError: the schedule has been applied already (E15).
+        """
+        if self.applied is not None:
+            raise ConfigError(
+                f"{do} on {on!r} comes after apply(): a schedule is applied once, as a whole; write all lines first, then apply()"
+            )
+        self.directives.append(Directive(on, do, {k: v for k, v in args.items() if v is not None}, caller()))
+
+    def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: str | int | None = None) -> Schedule:
+        """Cut activations along the sequence over tp between two places (Megatron's sequence parallel, arXiv:2205.05198).
+
+        Args:
+            enter: the module whose input is cut: the first block.
+            leave: the module whose output is made whole again: the norm behind the last block, or that block.
+            inside: glob of the modules between them (default: all that stand in one list with ``enter``, and ``leave``); parameters in
+                there that are not split are used on a share of the positions each, so their gradients are summed over tp.
+            arg: of ``enter``: the input that is cut (default: the first).
+        """
+        self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
+        return self
+
+    def ulysses(self, axis: str = "sp", *, overlap_qkv: bool = False, **more: Any) -> Schedule:
+        """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+        self.add("", "ulysses", axis=axis, overlap_qkv=overlap_qkv, **more)
+        return self
+
+    def zero(self, stage: int, optimizer: Any = None, **more: Any) -> Schedule:
+        """Share optimizer state, gradients, parameters over dp and sp (ZeRO, arXiv:1910.02054) behind everything else."""
+        self.add("", "zero", stage=stage, optimizer=optimizer, **more)
+        return self
+
+    def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
+        """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``.
+
+        Args:
+            batch: keyword arguments of the model, the same on every rank.
+            dtype: in which both compute.
+            loss: of the model's result (default: its own).
+        Raises:
+            NumericsError: they differ; names the worst tensors, and the first module that differs.
+        """
+        if self.applied is not None:
+            raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
+        verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
+        require(verdict)
+        return verdict
+
+    def apply(self) -> nn.Module:
+        """Change the model as the lines say.
+
+        Returns:
+            The model.
+        Raises:
+            ConfigError: a line that cannot be, or a second call (E15).
+        """
+        if self.applied is not None:
+            raise ConfigError("apply() was called twice: the model is split already (E15)")
+        self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim)
+        return self.model
+
+
+class Selection:
+    """Some modules of a model, to say something of them; every method returns the selection itself."""
+
+    def __init__(self, owner: Schedule, glob: str) -> None:
+        self.schedule, self.glob = owner, glob
+        self.paths = expand(owner.model, glob)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __getitem__(self, glob: str) -> Selection:
+        """Modules inside these."""
+        return self.schedule[f"{self.glob}.{glob}" if self.glob else glob]
+
+    @property
+    def mod(self) -> nn.Module:
+        """The only module. Raises ConfigError: there are several."""
+        if len(self.paths) != 1:
+            raise ConfigError(f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ...")
+        return self.schedule.model.get_submodule(self.paths[0])
+
+    def shard(self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None) -> Selection:
+        """Split a parameter over tp along a dim.
+
+        Args:
+            tensor: its name in the module.
+            axis: of the parameter.
+            blocks: it consists of so many equal parts, or of parts of these sizes, along that dim, each of which is split: a fused q, k, v.
+            heads: the parts are cut between heads only, of which there are so many.
+        """
+        return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads)
+
+    def column(self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, gather: bool | None = None) -> Selection:
+        """Split a linear layer by its outputs, weight and bias.
+
+        Args:
+            input: copy: the layer itself sums the gradient of its input over the ranks, under the gradient of its weight; prepared: a sync
+                at a module around it does (one for q, k and v together).
+            blocks, heads: as ``shard`` has them.
+            gather: make the result whole again.
+        """
+        return self._add("column", input=input, blocks=blocks, heads=heads, gather=gather)
+
+    def row(self, reduce: str = "all_reduce", *, axis: int | None = None, blocks: Any = None, heads: int | None = None) -> Selection:
+        """Split a linear layer by its inputs; the ranks' results are summed, then the bias is added, once.
+
+        Args:
+            reduce: all_reduce, or reduce_scatter along ``axis``.
+            axis: of the result (default: the sequence).
+            blocks, heads: as ``shard`` has them.
+        """
+        return self._add("row", reduce=reduce, axis=axis, blocks=blocks, heads=heads)
+
+    def sync(
+        self, mode: str, sync_op_or_fn: Any, *, axis: int | None = None, arg: str | int | None = None, out: int | str | None = None,
+        grad: str | None = None, over: str | None = None, layouts: str | None = None,
+    ) -> Selection:  # fmt: skip
+        """Have the ranks talk where tensors enter or leave the modules.
+
+        Args:
+            mode: fwd_pre (an input), fwd_post (an output), bwd_post (the gradient of an input).
+            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward), or a function
+                (tensor, group) -> tensor, with ``layouts`` "S(1)->R" that says what it does.
+            axis: of the activation.
+            arg: which input, by name or place (default: the first).
+            out: which output, by place or key (default: the only one, or the first).
+            grad: of all_gather: reduce_scatter or slice (default: worked out).
+            over: the axis of the mesh (default: tp).
+        """
+        return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts)
+
+    def vocab_parallel(self, *, gather: bool | None = None) -> Selection:
+        """Split an embedding, or the output layer over the vocabulary, by words; tied ones are split together."""
+        return self._add("vocab_parallel", gather=gather)
+
+    def sum_gradients(self, *names: str) -> Selection:
+        """Parameters that every tp rank has whole and uses on a share of heads or positions: their gradients are summed over tp."""
+        return self._add("sum_gradients", names=list(names) or None)
+
+    def checkpoint(self, policy: str | None = None) -> Selection:
+        """Compute the inside of the modules again in backward instead of keeping it."""
+        return self._add("checkpoint", policy=policy)
+
+    def replace(self, new: Any) -> Selection:
+        """Put another module there, or what a function of (path, module) makes."""
+        return self._add("replace", new=new)
+
+    def rng(self, axis: str = "tp") -> Selection:
+        """Random numbers inside differ between the ranks of an axis: dropout of what is split."""
+        return self._add("rng", axis=axis)
+
+    def set(self, attribute: str, value: Any = None, *, divide: str | None = None) -> Selection:
+        """Give an attribute a value, or what a function of the old one makes, or divide it by the size of an axis."""
+        return self._add("set", attribute=attribute, value=value, divide=divide)
+
+    def annotate(self, parameter: str, key: str, value: Any) -> Selection:
+        """Put a note on a parameter, which stays on whatever takes its place."""
+        return self._add("annotate", parameter=parameter, key=key, value=value)
+
+    def _add(self, do: str, **args: Any) -> Selection:
+        self.schedule.add(self.glob, do, **args)
+        return self
+
+
+def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) -> Schedule:
+    """Begin the schedule of a model.
+
+    Args:
+        model: may be on the meta device, to be checked only.
+        mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to check without one; None: one rank.
+        seq_dim: the dim of activations that runs over positions: 1 of [b, s, h].
+    """
+    return Schedule(model, mesh or Mesh(), seq_dim)

@@ -1,0 +1,147 @@
+"""Which parameters are split, along which dim, into which rows: the plan, its mistakes, and the new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter.
+
+    Attributes:
+        name: of the parameter in the model.
+        dim: that is split.
+        blocks: sizes of the parts along it, each of which is split evenly; None: it is one part.
+        heads: no part is cut inside a head, of which the parameter has so many.
+        padded: the last ranks may have less than the others, and rows that only fill up (vocabularies).
+        where: who asked.
+    """
+
+    name: str
+    dim: int
+    blocks: tuple[int, ...] | None = None
+    heads: int | None = None
+    padded: bool = False
+    where: str = ""
+
+    def same_as(self, other: Split) -> bool:
+        return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
+
+
+def make_split(
+    name: str, shape: tuple[int, ...], axis: int, blocks: int | Iterable[int] | None, heads: int | None, size: int, where: str,
+    *, padded: bool = False,
+) -> Split:  # fmt: skip
+    """Check what was asked of one parameter.
+
+    Raises:
+        ConfigError: no such dim, parts that do not add up, or that so many ranks cannot share (E2).
+    """
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigError(f"{name} {list(shape)} has no axis {axis}: it has {len(shape)} ({where})")
+    dim = axis % len(shape)
+    rows = shape[dim]
+    parts = _parts(name, rows, blocks, where)
+    if padded:
+        return Split(name, dim, None, None, True, where)
+    for part in parts:
+        if part % size:
+            raise ConfigError(_cannot(name, f"axis {dim}", part, size, where))
+    if heads is not None and heads % size:
+        raise ConfigError(_cannot(name, "heads", heads, size, where))
+    return Split(name, dim, None if blocks is None else tuple(parts), heads, False, where)
+
+
+def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str) -> list[int]:
+    if blocks is None:
+        return [rows]
+    parts = [rows // blocks] * blocks if isinstance(blocks, int) and blocks > 0 else list(blocks) if not isinstance(blocks, int) else []
+    if sum(parts) != rows or not parts:
+        raise ConfigError(f"{name} has {rows} rows along the axis, blocks={blocks} makes {sum(parts)} ({where})")
+    return parts
+
+
+def _cannot(name: str, what: str, number: int, size: int, where: str) -> str:
+    works = [str(n) for n in range(2, min(number, 64) + 1) if number % n == 0]
+    return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {', '.join(works) or '1 only'} would work ({where})"
+
+
+def collect(splits: Iterable[Split]) -> dict[str, Split]:
+    """By parameter.
+
+    Raises:
+        ConfigError: a parameter is split twice (E10); names both lines.
+    """
+    found: dict[str, Split] = {}
+    for split in splits:
+        before = found.get(split.name)
+        if before is not None:
+            how = "in the same way" if before.same_as(split) else f"along {before.dim} and along {split.dim}"
+            raise ConfigError(f"{split.name} is split twice, {how}: at {before.where} and at {split.where}; leave one out (E10)")
+        found[split.name] = split
+    return found
+
+
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by identity: tied ones have several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def check_tied(model: nn.Module, splits: Mapping[str, Split]) -> None:
+    """Raises ConfigError: of a tied pair one is split and the other not, or otherwise (E9)."""
+    for names in names_of(model).values():
+        chosen = {name: splits.get(name) for name in names}
+        first = chosen[names[0]]
+        for name, split in chosen.items():
+            if (split is None) != (first is None) or (split is not None and first is not None and not split.same_as(first)):
+                one, other = (f"{n} is {'split along ' + str(s.dim) if s else 'not split'}" for n, s in ((names[0], first), (name, split)))
+                raise ConfigError(f"{names[0]} and {name} are one tied parameter, but {one} and {other}: treat both alike (E9)")
+
+
+def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
+    """This rank's part."""
+    size, rank, rows = group.size(), group.rank(), shape[split.dim]
+    if split.padded:
+        each = -(-rows // size)
+        first = min(rows, rank * each)
+        return ShardSpec.split(shape, split.dim, ((first, min(rows, first + each) - first),))
+    runs, start = [], 0
+    for part in split.blocks or (rows,):
+        runs.append((start + rank * (part // size), part // size))
+        start += part
+    return ShardSpec.split(shape, split.dim, tuple(runs))
+
+
+def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
+    """This rank's part of a tensor, filled up with zeros where ranks must have the same number of rows."""
+    part = spec.take(whole)
+    if split.padded:
+        each = -(-whole.shape[split.dim] // size)
+        missing = each - part.shape[split.dim]
+        part = torch.cat([part, part.new_zeros([*part.shape[: split.dim], missing, *part.shape[split.dim + 1 :]])], split.dim)
+    return part.detach().clone(memory_format=torch.contiguous_format)
+
+
+def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make a parameter of the model another one."""
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path)._parameters[last] = parameter
+
+
+def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
+    """A parameter with other contents that is otherwise like the old one: attributes and hooks included."""
+    new = nn.Parameter(part, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new

@@ -1,0 +1,53 @@
+"""The collectives of ``sync``: what each does forward and backward, and on which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.regions import copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
+from megatron_sp.utils.errors import ConfigError
+
+MODES = ("fwd_pre", "fwd_post", "bwd_post")
+OPS = ("all_gather", "reduce_scatter", "scatter", "all_reduce", "copy")
+
+
+def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
+    """From a sync's arguments to what is done with the tensor.
+
+    Raises:
+        ConfigError: a mode or an operation that is not known.
+    """
+    mode, op = args["mode"], args["op"]
+    if mode not in MODES:
+        raise ConfigError(f"sync on {path}: mode {mode!r} is not known, only {', '.join(MODES)} ({where})")
+    if callable(op):
+        return lambda x: op(x, group)
+    if mode == "bwd_post":
+        if op != "all_reduce":
+            raise ConfigError(f"sync on {path}: bwd_post knows all_reduce alone, not {op!r} ({where})")
+        return lambda x: copy_to(x, group)
+    if op not in OPS:
+        raise ConfigError(f"sync on {path}: {op!r} is not known, only {', '.join(OPS)}, or a function ({where})")
+    dim = args.get("axis", seq_dim)
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "all_gather": lambda x: gather_from(x, group, dim, args.get("grad") or ("reduce_scatter" if mode == "fwd_pre" else "slice")),
+        "reduce_scatter": lambda x: reduce_scatter_to(x, group, dim),
+        "scatter": lambda x: scatter_to(x, group, dim),
+        "all_reduce": lambda x: reduce_from(x, group),
+        "copy": lambda x: copy_to(x, group),
+    }
+    return _explained(changes[op], op, path, where)
+
+
+def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: str) -> Callable[[Tensor], Tensor]:
+    def changed(x: Tensor) -> Tensor:
+        try:
+            return change(x)
+        except ValueError as error:
+            raise ConfigError(f"{op} at {path}: {error}; pad the batch, or choose another number of ranks ({where}, E12)") from None
+
+    return changed

@@ -1,0 +1,187 @@
+"""Does the split model compute what the whole one did? Outputs, loss and every parameter's gradient, in fp64, on the user's own batch.
+
+Both are copies: the schedule's own model stays as it is. The measure is the project's: max|a - b| / (max|b| + 1e-3 * rms of all gradients).
+Forward results alone prove little (Slapo's verifier looks at nothing else): a schedule without the sum of an input's gradient passes that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.utils.errors import ConfigError, NumericsError
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+LossOf = Callable[[Any], Tensor]
+
+
+@dataclass
+class Row:
+    """One comparison."""
+
+    name: str
+    kind: str  # output, loss, gradient
+    error: float
+
+
+@dataclass
+class Verdict:
+    """What a verification has found; the same on every rank.
+
+    Attributes:
+        rows: all comparisons, the worst first.
+        tolerance: of each.
+        first: the first module whose result differs, or None.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    tolerance: float = 1e-10
+    first: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(row.error <= self.tolerance for row in self.rows)
+
+    def __str__(self) -> str:
+        bad = [row for row in self.rows if not row.error <= self.tolerance]
+        if not bad:
+            return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}"
+        lines = [f"  {row.kind} {row.name}: {row.error:.1e}" for row in bad[:12]]
+        first = f"; the first module that differs is {self.first}" if self.first else ""
+        return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
+
+
+def verify(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
+    dtype: torch.dtype = torch.float64, loss: LossOf | None = None,
+) -> Verdict:  # fmt: skip
+    """Compare one forward and backward pass. Collective over all ranks, with the same batch on each.
+
+    Args:
+        model: not yet split.
+        batch: keyword arguments of the model; tensors of floating point numbers are converted.
+        loss: of the model's result (default: its ``loss``, or else a fixed sum over all its tensors).
+    Raises:
+        ConfigError: what ``apply`` says of the lines.
+    """
+    batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    loss = loss or default_loss
+    whole, split = (copy.deepcopy(model).to(dtype) for _ in range(2))
+    applied = apply(split, directives, mesh, seq_dim)
+    found = {name: _run(m, batch, loss) for name, m in (("whole", whole), ("split", split))}
+    applied.finish_backward()
+    verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2))
+    for name, expected in found["whole"].outputs.items():
+        verdict.rows.append(Row(name, "output", _worst(found["split"].outputs.get(name), expected, 0.0, mesh)))
+    verdict.rows.append(Row("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
+    verdict.rows += _gradients(whole, applied, mesh)
+    verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
+    if not verdict.ok:
+        verdict.first = _first_different(found["whole"].results, found["split"].results, verdict.tolerance, mesh)
+    return verdict
+
+
+def require(verdict: Verdict) -> None:
+    """Raises NumericsError: it is not equal; with the worst tensors."""
+    if not verdict.ok:
+        raise NumericsError(str(verdict))
+
+
+def default_loss(result: Any) -> Tensor:
+    """Of a model's result: its own loss, or a sum of all its tensors in which no two elements weigh the same."""
+    own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = [t for t in tensors_of(result).values() if t.is_floating_point()]
+    if not tensors:
+        raise ConfigError("the model's result has no tensor of floating point numbers: give loss=, a function of it")
+    return torch.stack([(t * _weights(t)).sum() for t in tensors]).sum()
+
+
+def _weights(t: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, max(1, t.numel()), dtype=t.dtype, device=t.device).reshape(t.shape)
+
+
+def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested result, by their place."""
+    if isinstance(result, Tensor):
+        return {prefix or "result": result}
+    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+@dataclass
+class _Pass:
+    outputs: dict[str, Tensor]
+    loss: Tensor
+    results: dict[str, Tensor]
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf) -> _Pass:
+    results: dict[str, Tensor] = {}
+    handles = []
+    for path, module in model.named_modules():
+
+        def keep(_: nn.Module, args: Any, result: Any, path: str = path) -> None:
+            tensors = [t for t in tensors_of(result).values() if t.is_floating_point()]
+            if tensors:
+                results[path] = tensors[0].detach()
+
+        handles.append(module.register_forward_hook(keep))
+    result = model(**batch)
+    value = loss(result)
+    value.backward()
+    for handle in handles:
+        handle.remove()
+    outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
+    return _Pass(outputs, value.detach(), results)
+
+
+def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh) -> list[Row]:
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    squares = sum(float(g.square().sum()) for g in expected.values())
+    scale = (squares / max(1, sum(g.numel() for g in expected.values()))) ** 0.5
+    rows = []
+    for name, p in applied.model.named_parameters():
+        if name not in expected and p.grad is None:
+            continue
+        local = torch.zeros_like(p) if p.grad is None else p.grad
+        found = applied.whole(name, local)
+        rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
+    return rows
+
+
+def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
+    """The largest error of any rank."""
+    if found is None or found.shape != expected.shape:
+        error = float("inf")
+    else:
+        difference = (found - expected).abs().max() if found.numel() else expected.new_zeros(())
+        reference = expected.abs().max() if expected.numel() else expected.new_zeros(())
+        error = float(difference / (reference + 1e-3 * scale + 1e-300))
+    error = float("inf") if error != error else error
+    worst = torch.tensor(error, dtype=torch.float64)
+    for axis in ("tp", "sp", "dp"):
+        all_reduce(worst, mesh.group(axis), "max")
+    return float(worst)
+
+
+def _first_different(whole: dict[str, Tensor], split: dict[str, Tensor], tolerance: float, mesh: Mesh) -> str | None:
+    """Of the modules whose results have the same shape in both, the first that differs; hooks run in the order of completion."""
+    for path, expected in whole.items():
+        comparable = path in split and split[path].shape == expected.shape
+        if _worst(split[path] if comparable else expected, expected, 0.0, mesh) > 1e3 * tolerance:
+            return path or "the model itself"
+    return None
