@@ -190,7 +190,7 @@ _WAY_OUT = (
 
 def _headroom(capacity: int) -> int:
     """Bytes that the process may use above its start, for pickles of up to ``capacity`` bytes."""
-    return (48 << 20) + 32 * capacity
+    return (44 << 20) + 32 * capacity
 
 
 class _Meaningless(Exception):

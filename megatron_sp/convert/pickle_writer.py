@@ -103,11 +103,7 @@ class TreeWriter:
         self._out(b"X", struct.pack("<I", len(data)), data)
 
     def _bytes(self, value: bytes | bytearray) -> None:
-        if value:
-            self._call("_codecs.encode", bytes(value).decode("latin-1"), "latin1")
-        else:
-            self._global("builtins.bytes")
-            self._out(b")R")
+        self._call("_codecs.encode", bytes(value).decode("latin-1"), "latin1")
 
     def _group(self, items: Iterable[Any]) -> None:
         self._out(b"(")
@@ -197,7 +193,7 @@ class TreeWriter:
         self._out(b"((")
         for part in (
             "storage",
-            Name(f"torch.{_STORAGE_OF.get(name, 'UntypedStorage')}"),
+            Name(f"torch.{_STORAGE_OF.get(name, 'storage.UntypedStorage')}"),
             key,
             "cpu",
             numel if typed else numel * dtype.itemsize,

@@ -177,6 +177,8 @@ def _extent(record: TensorRecord) -> tuple[int, int, int]:
 def _what_it_is(window: Window, first: bytes) -> str:
     if not first:
         return "it is empty"
+    if window.size > 8 and window.read(8, 1) == b"{":
+        return "it is a safetensors file, which is read as such and not from here"
     if window.size >= 512 and window.read(257, 5) == b"ustar":
         return "it is a tar file as torch 0.1 wrote them; load and save it with any torch since"
     return "it is something else, or damaged"

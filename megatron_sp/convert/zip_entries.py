@@ -20,8 +20,8 @@ from megatron_sp.utils.errors import CheckpointError
 MAX_DIRECTORY_BYTES = 1 << 26
 ALIGNMENT = 64
 _BLOCK_BYTES = 8 << 20
-_LARGE = 0xFFFFFFFF  # from here on sizes and positions need the format's 64-bit fields
-_MANY = 0xFFFF
+_LARGE, _MANY = 0xFFFFFFFF, 0xFFFF  # in a narrow field: the value is in the wide one
+_narrow_limits = [_LARGE, _MANY]  # from here on values go to the wide fields; tests lower them
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")
@@ -218,34 +218,38 @@ class ZipWriter:
     def add(self, name: str, data: memoryview | bytes) -> None:
         """One entry, stored, its contents at a multiple of ALIGNMENT."""
         encoded, size, header, crc = name.encode("utf-8"), len(data), self.position, zlib.crc32(data)
-        long = size >= _LARGE
+        long = _narrow(size) != size
         extra = struct.pack("<HHQQ", 1, 16, size, size) if long else b""
         extra += _padding(header + _LOCAL.size + len(encoded) + len(extra))
-        short = min(size, _LARGE)
+        short = _narrow(size)
         flags = 0x800  # names are UTF-8
         version = 45 if long else 20
         self._out(_LOCAL.pack(0x04034B50, version, flags, 0, 0, _DATE, crc, short, short, len(encoded), len(extra)) + encoded + extra)
         for start in range(0, size, _BLOCK_BYTES):
             self._out(data[start : start + _BLOCK_BYTES])
-        wide = [value for value in (size, size, header) if value >= _LARGE]
+        wide = [value for value in (size, size, header) if _narrow(value) != value]
         extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
         fields = (0x02014B50, 45, 45 if wide else 20, flags, 0, 0, _DATE, crc, short, short, len(encoded), len(extra), 0, 0, 0, 0)
-        self._central.append(_CENTRAL.pack(*fields, min(header, _LARGE)) + encoded + extra)
+        self._central.append(_CENTRAL.pack(*fields, _narrow(header)) + encoded + extra)
 
     def finish(self) -> None:
         """The directory behind the entries."""
         start, count = self.position, len(self._central)
         self._out(b"".join(self._central))
         end = self.position
-        if count >= _MANY or end >= _LARGE:
+        few = count if count < _narrow_limits[1] else _MANY
+        if few != count or _narrow(end) != end:
             self._out(_END64.pack(0x06064B50, _END64.size - 12, 45, 45, 0, 0, count, count, end - start, start))
             self._out(_LOCATOR64.pack(0x07064B50, 0, end, 1))
-        few = min(count, _MANY)
-        self._out(_END.pack(0x06054B50, 0, 0, few, few, min(end - start, _LARGE), min(start, _LARGE), 0))
+        self._out(_END.pack(0x06054B50, 0, 0, few, few, _narrow(end - start), _narrow(start), 0))
 
     def _out(self, data: memoryview | bytes) -> None:
         self._write(data)
         self.position += len(data)
+
+
+def _narrow(value: int) -> int:
+    return value if value < _narrow_limits[0] else _LARGE
 
 
 def _padding(at: int) -> bytes:

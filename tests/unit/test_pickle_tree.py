@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import enum
 import io
@@ -116,7 +117,11 @@ HOSTILE = {
     "eval": b"c__builtin__\neval\nCOMMAND\x85R.",
     "exec": b"cbuiltins\nexec\nCOMMAND\x85R.",
     "import": b"cbuiltins\n__import__\n" + text("os") + b"\x85R.",
-    "attribute of a module": b"cbuiltins\ngetattr\ncos\n" + text("system") + b"\x86R.",
+    "attribute of a module": b"cbuiltins\ngetattr\ncbuiltins\n__import__\n"
+    + text("os")
+    + b"\x85R"
+    + text("system")
+    + b"\x86RCOMMAND\x85R.",
     "getattr called twice": b"cbuiltins\ngetattr\ncbuiltins\ngetattr\n" + text("__self__") + b"\x86RCOMMAND\x85R.",
     "partial": b"cfunctools\npartial\n" + CALL + b"COMMAND\x86R.",
     "torch's loader": b"ctorch.serialization\nload\nCOMMAND\x85R.",
@@ -186,14 +191,10 @@ WIDE = b"]" + b"q\x00" + b"]" + b"".join(b"(" + b"h%c" % n * 200 + b"tq%c" % (n 
         (tensor(storage=STORAGE.replace(b"K\x04t", b"J\xff\xff\xff\xfft") + b"Q"), "without a known class, a key and a size"),
         (b"(" + STORAGE + b"Q" + STORAGE.replace(b"K\x04t", b"K\x05t") + b"Qt.", "in two ways"),
         (b"K\x01Q.", "no storage"),
-        (b"N" * (1 << 19) + b".", None),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )
-def test_damage_is_named(reader: PickleReader, data: bytes, message: str | None) -> None:
-    if message is None:
-        assert reader.read(data, "a.pt") is None
-        return
+def test_damage_is_named(reader: PickleReader, data: bytes, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         reader.read(data, "a.pt")
     assert str(error.value).startswith("a.pt")
@@ -232,6 +233,12 @@ def test_time_is_bounded_and_the_next_file_is_read() -> None:
         assert impatient.read(b"K\x07.", "b.pt") == 7
 
 
+def test_a_larger_pickle_gets_more_memory(reader: PickleReader) -> None:
+    value = ["x" * 3_000_000] * 2
+    assert reader.read(text(value[0]) + b"q\x00h\x00\x86.", "a.pt") == tuple(value)
+    assert reader.read(b"K\x07.", "a.pt") == 7
+
+
 def test_too_large_a_pickle_is_not_even_looked_at(reader: PickleReader) -> None:
     class Large(bytes):
         def __len__(self) -> int:
@@ -259,8 +266,8 @@ def in_child(fn: Any) -> int:
 
 
 def test_hostile_pickles_cost_at_most_64_mib() -> None:
-    cases = [LAUGHS, WIDE, b"\x8e" + struct.pack("<Q", 1 << 40), b"]" * 500_000 + b".", b"]" * 90 + b"a" * 89 + b"0" + b"](" * 200_000 + b"."]
-    cases.append(b"(" + b"]" * 400_000 + b"t.")  # the most values that are let through
+    cases = [LAUGHS, WIDE, b"\x8e" + struct.pack("<Q", 1 << 40), b"](" * 50_000, b"(" + b"]" * 250_000]
+    cases.append(b"(" + b"N\x85" * 40_000 + b"t.")  # the most values that are let through
     cases.append(text("x" * 60_000) + b"q\x00(" + b"h\x00" * 60 + b"t.")
 
     def work() -> int:
@@ -271,10 +278,8 @@ def test_hostile_pickles_cost_at_most_64_mib() -> None:
             assert process is not None
             start = memory_kib(process.pid, "VmHWM")
             for data in cases:
-                try:
+                with contextlib.suppress(CheckpointError):
                     reader.read(data, "a.pt")
-                except CheckpointError:
-                    pass
             assert reader._process is process, "it was lost"
             theirs = memory_kib(process.pid, "VmHWM") - start
         return max(theirs, memory_kib("self", "VmHWM") - before)
