@@ -163,6 +163,7 @@ WIDE = b"]" + b"q\x00" + b"]" + b"".join(b"(" + b"h%c" % n * 200 + b"tq%c" % (n 
         (b"]q\x00h\x00\x85a.", "contains itself"),
         (b"]" * 2000 + b"a" * 1999 + b".", "nested deeper than 100"),
         (b"]" + b"\x85" * 101 + b".", "nested deeper than 100"),
+        (b"]" + b"\x85" * 60 + b"q\x00h\x00" + b"\x85" * 60 + b"\x86.", "nested deeper than 100"),
         (b"X\xff\xff\xff\xffabc", "cut short"),
         (b"\x8e" + b"\xff" * 8 + b"abc", "cut short"),
         (b"\x8b\xff\xff\xff\x7f" + b"1" * 100, "integer of 2,147,483,647 bytes"),
