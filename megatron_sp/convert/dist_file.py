@@ -216,6 +216,8 @@ def _with_tensors(file: TorchFile, tree: Any) -> Any:
         return file.read(tree)
     if isinstance(tree, dict):
         return {key: _with_tensors(file, value) for key, value in tree.items()}
+    if isinstance(tree, Object):
+        return Object(tree.name, tree.args, _with_tensors(file, tree.state), tree.items)
     if isinstance(tree, (list, tuple)):
         return type(tree)(_with_tensors(file, value) for value in tree)
     return tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,14 @@ def test_chunks_must_cover_the_tensor(tmp_path: Path, reader: PickleReader, chun
     assert not (tmp_path / "a" / ".metadata").exists()
     with pytest.raises(CheckpointError, match="cannot be read"):
         DistFolder(tmp_path / "a", reader)
+
+
+def test_tensors_inside_settings_are_read(tmp_path: Path, reader: PickleReader) -> None:
+    with DistFolderWriter(tmp_path / "a") as writer:
+        writer.add_object("args", argparse.Namespace(x=torch.ones(2)))
+        writer.finish()
+    with DistFolder(tmp_path / "a", reader) as folder:
+        assert torch.equal(folder.read_object("args").attributes["x"], torch.ones(2))
 
 
 def test_nothing_is_written_twice(tmp_path: Path, reader: PickleReader) -> None:
