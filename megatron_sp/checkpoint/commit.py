@@ -32,6 +32,7 @@ LATEST_NAME = "latest"
 _STEP = re.compile(r"step-([0-9]{6,18})")
 _PART = re.compile(r"step-[0-9]{6,18}\.part-[0-9a-f]+")
 _REPLACED = re.compile(r"(step-[0-9]{6,18})\.replaced-[0-9a-f]+")
+_LEFT_OVER = re.compile(r"(step-[0-9]{6,18})\.(part|replaced|abandoned)-[0-9a-f]+")
 
 
 def step_name(step: int) -> str:
@@ -57,6 +58,13 @@ def list_steps(folder: Path) -> dict[int, Path]:
         if step is not None and entry.is_dir(follow_symlinks=False):
             found[step] = folder / entry.name
     return dict(sorted(found.items()))
+
+
+def left_over(name: str) -> tuple[int, str] | None:
+    """(step, ``part``, ``replaced`` or ``abandoned``) of a folder that is left over from that step; None for any other name."""
+    match = _LEFT_OVER.fullmatch(name)
+    step = step_number(match[1]) if match else None
+    return (step, match[2]) if match and step is not None else None
 
 
 def read_latest(folder: Path) -> tuple[int | None, str | None]:
@@ -126,25 +134,41 @@ def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
     return {**old, STATE_NAME: None} == {**manifest.files, STATE_NAME: None}
 
 
+def outdated(folder: Path, keep_last: int, keep_every: int | None, is_sound: Callable[[Path], bool] = is_complete) -> list[Path]:
+    """Old steps that may go: all but the ``keep_last`` newest sound ones, multiples of ``keep_every``, and anything newer than those.
+
+    Args:
+        is_sound: asked from the newest on, until enough are.
+    Returns:
+        Step folders, oldest first; none where there are fewer sound ones than are to be kept.
+    """
+    steps, found, oldest_kept = list_steps(folder), 0, -1
+    for step, path in reversed(steps.items()):
+        found += is_sound(path)
+        if found == keep_last:
+            oldest_kept = step
+            break
+    return [path for step, path in steps.items() if step < oldest_kept and not (keep_every and step % keep_every == 0)]
+
+
+def discard(path: Path) -> None:
+    """Delete a step folder, or one that was set aside: renamed first, so that half of it is never taken for a checkpoint."""
+    dying = path.with_name(f"{path.name.partition('.')[0]}.part-{uuid.uuid4().hex[:12]}")
+    path.rename(dying)
+    shutil.rmtree(dying)
+
+
 def prune(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
-    """Delete old steps: all but the ``keep_last`` newest complete ones, multiples of ``keep_every``, and anything newer than those.
+    """Delete the steps that are ``outdated``.
 
     Returns:
         The names of the deleted folders.
     """
-    steps = list_steps(folder)
-    complete = [step for step, path in steps.items() if is_complete(path)]
-    if len(complete) <= keep_last:
-        return []
-    oldest_kept = complete[-keep_last]
     removed = []
-    for step, path in steps.items():
-        if step < oldest_kept and not (keep_every and step % keep_every == 0):
-            before_each()
-            dying = path.with_name(f"{path.name}.part-{uuid.uuid4().hex[:12]}")
-            path.rename(dying)
-            shutil.rmtree(dying)
-            removed.append(path.name)
+    for path in outdated(folder, keep_last, keep_every):
+        before_each()
+        discard(path)
+        removed.append(path.name)
     return removed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,12 @@ def io_threads() -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks_here))
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's contents, as hexadecimal digits."""
+def hash_file(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """SHA-256 of a file's contents, as hexadecimal digits; ``progress`` is told the bytes as they are read."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(1 << 20))
     with open(open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
+            progress(count)
     return digest.hexdigest()

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sp.utils.errors import LockError
 
@@ -90,7 +90,7 @@ class RunLock:
         holder, age = _read(self.path), self._age()
         if age is None:
             return None
-        who = f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
+        who = _name(holder)
         alive = _is_alive(holder)
         if alive or (alive is None and age < self._stale_s):
             raise LockError(
@@ -137,6 +137,40 @@ class RunLock:
                 os.utime(self.path)
             except OSError as error:
                 logger.warning("the heartbeat of %s failed: %s", self.path, error)
+
+
+class Holder(NamedTuple):
+    """Who a lock says holds it.
+
+    Attributes:
+        who: pid, host and since when, in words.
+        age_s: seconds since its last sign of life, by this host's clock.
+        is_alive: None where this machine cannot tell.
+    """
+
+    who: str
+    age_s: float
+    is_alive: bool | None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a save may be going on."""
+        return self.is_alive if self.is_alive is not None else self.age_s < STALE_SECONDS
+
+
+def holder_of(run_dir: str | Path) -> Holder | None:
+    """Who holds a run's lock, None if nobody does; touches nothing, so that anyone may look."""
+    path = Path(run_dir) / LOCK_NAME
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return None
+    holder = _read(path)
+    return Holder(_name(holder), max(0.0, age), _is_alive(holder))
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"pid {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (since {holder.get('started', '?')})"
 
 
 def _this_process() -> dict[str, Any]:

@@ -177,10 +177,14 @@ class TensorReader:
         """Shape and dtype of every tensor, by name, in the order of names."""
         return dict(self._tensors)
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU, contiguous. Raises CheckpointError: a file that ends early; KeyError: no such name."""
-        shape, dtype = self._tensors[name]
-        tensor = torch.empty(shape, dtype=dtype)
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole tensor, on the CPU, contiguous; converted to ``dtype`` as it is read.
+
+        Raises:
+            CheckpointError: a file ends early.
+            KeyError: there is no tensor of this name.
+        """
+        tensor = torch.empty(self._tensors[name].shape, dtype=dtype or self._tensors[name].dtype)
         load.fill(self.step_dir, self._index, {name: GlobalTensor.whole(tensor)})
         return tensor
 

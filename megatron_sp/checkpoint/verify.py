@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,13 +40,15 @@ def missing_or_cut(step_dir: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def changed(step_dir: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Which of these files have other contents than the manifest says; reads them whole."""
+def changed(
+    step_dir: Path, manifest: Manifest, names: Iterable[str], progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Which of these files have other contents than the manifest says; reads them whole, telling ``progress`` the bytes."""
 
     def problem(name: str) -> str | None:
         path, expected = step_dir / name, manifest.files[name].sha256
         try:
-            found = hash_file(path)
+            found = hash_file(path, progress)
         except (OSError, CheckpointError) as error:
             return f"{path} cannot be read: {error}"
         if found == expected:

@@ -1,0 +1,1 @@
+"""``megatron-sp ckpt``: looking at, checking, comparing, thinning out and merging checkpoints. docs/ckpt.md"""
