@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -155,10 +156,17 @@ def _text(folders: Sequence[Path], rows: list[Row], found: list[TensorRow], comp
 def _tensor_text(found: list[TensorRow]) -> list[str]:
     if not found:
         return []
-    ordered = sorted(found, key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name))
+    alone = [row for row in found if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]  # one line for many of a kind
+    rest = [row for row in found if row not in alone]
+    ordered = sorted(rest, key=lambda row: (row.max_rel is not None, kind_of(row.name)[0] != WEIGHTS, -(row.max_rel or 0.0), row.name))
     table = [("", "a", "b", "max|a-b|", "/max|b|", "values beyond"), *map(_tensor_cells, ordered[:_MAX_ROWS])]
-    more = [f"  ... and {len(found) - _MAX_ROWS} more (--json has all)"] if len(found) > _MAX_ROWS else []
-    return ["tensors:", *aligned(table, (3, 4)), *more, *_worst(found)]
+    more = [f"  ... and {len(rest) - _MAX_ROWS} more (--json has all)"] if len(rest) > _MAX_ROWS else []
+    return [*(["tensors:", *aligned(table, (3, 4)), *more] if rest else []), *_only_in_one(alone), *_worst(found)]
+
+
+def _only_in_one(alone: list[TensorRow]) -> list[str]:
+    counts = Counter((kind_of(row.name)[0], "b" if row.a is None else "a") for row in alone)
+    return [f"{kind}: {plural(count, 'tensor')} only in {side}" for (kind, side), count in sorted(counts.items())]
 
 
 def _worst(found: list[TensorRow]) -> list[str]:

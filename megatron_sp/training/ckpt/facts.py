@@ -32,9 +32,9 @@ def layout_of(manifest: Manifest, state: dict[str, Any]) -> Facts:
     layout = state.get("layout")
     found: Facts = {"world_size": manifest.world_size}
     if isinstance(layout, dict):
-        found |= {key: layout[key] for key in ("dp", "sp", "tp", "tp_seq") if isinstance(layout.get(key), int)}
+        found |= {key: layout[key] for key in ("world_size", "dp", "sp", "tp", "tp_seq") if isinstance(layout.get(key), int)}
     stage = dig(state, "config", "parallel", "zero_stage")
-    if isinstance(stage, int) and manifest.world_size > 1:
+    if isinstance(stage, int) and found["world_size"] > 1:
         found["zero_stage"] = stage
     return found
 

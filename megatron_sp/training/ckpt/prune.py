@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_sp.checkpoint import commit
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.checkpoint.saving import explain
 from megatron_sp.training.ckpt.places import Place, run_to_change
 from megatron_sp.training.ckpt.survey import survey
 from megatron_sp.training.ckpt.text import plural, warn
@@ -43,6 +42,8 @@ def run(path: Path, *, keep_last: int | None, keep_every: int | None, leftovers:
         with nullcontext() if dry_run else RunLock(place.run):
             _prune(place, keep_last, keep_every, leftovers, dry_run)
     except OSError as error:
+        from megatron_sp.checkpoint.saving import explain  # loads torch, which nothing else here needs
+
         raise DiskError(f"not everything could be deleted: {explain(error, place.folder)}") from None
     return 0
 
