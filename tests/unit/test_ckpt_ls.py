@@ -150,7 +150,7 @@ def test_other_places(run: Path, tmp_path: Path, capsys: Capture) -> None:
     assert [c["loss"] for c in one[1][0]["checkpoints"]] == [7.25] and one[1][0]["resume"] is None
     (run / "checkpoints" / "notes.txt").write_text("")
     assert "not looked at, no name of a step folder: notes.txt" in ls(capsys, run)[0]
-    assert cli.main(["ckpt", "ls", str(tmp_path / "runn")]) == 3
+    assert cli.main(["ckpt", "ls", str(tmp_path / "run-1")]) == 3
     assert "nearest: run" in capsys.readouterr().err
 
 

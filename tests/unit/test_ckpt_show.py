@@ -93,8 +93,8 @@ def test_statistics_do_not_depend_on_blocks(block_bytes: int, monkeypatch: pytes
 
 
 def test_what_cannot_be_shown(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert cli.main(["ckpt", "show", str(run), "--tensors", "embeding.word"]) == 3
-    assert "no tensor matches 'embeding.word'; nearest: embedding.word_embeddings.weight" in capsys.readouterr().err
+    assert cli.main(["ckpt", "show", str(run), "--tensors", "embedding.word"]) == 3
+    assert "no tensor matches 'embedding.word'; nearest: embedding.word_embeddings.weight" in capsys.readouterr().err
     assert cli.main(["ckpt", "show", str(run), "--ckpt-step", "5"]) == 3
     assert "has no step-000005" in capsys.readouterr().err
     weights = {"layer.weight": torch.ones(2, 3)}
