@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.config import Config
 from megatron_sp.models.transformer import shard_specs
 
+LAYERS = 1
 STATE = {"consumed_samples": 40, "consumed_tokens": 320, "num_updates": 4, "skipped_steps": 0, "bad_steps": 0, "has_optimizer": True,
          "loss_scaler": {"scale": 1.0}, "schedule": {"peak": 0.1, "length": 400}, "data_fingerprint": "ab" * 32,
          "versions": {"torch": "2.13"}}  # fmt: skip
@@ -26,7 +26,7 @@ def make_tensors(
     seed: int = 5, dtype: torch.dtype = torch.float32, optimizer: bool = True, classes: int = 0, **shape: Any
 ) -> dict[str, Tensor]:
     """Weights of the tiny model and, if asked, state of an optimizer."""
-    model = tiny.build(tiny.shape(**shape), Config().kernels, classes, seed=seed, dtype=torch.float32)
+    model = tiny.build(tiny.shape(num_layers=LAYERS, **shape), Config().kernels, classes, seed=seed, dtype=torch.float32)
     specs, found = shard_specs(model), {}
     for name, p in model.named_parameters():
         full = p.detach()[tuple(slice(n) for n in specs[name].shape)].clone() if name in specs else p.detach().clone()
@@ -41,7 +41,7 @@ def make_tensors(
 
 def make_state(tensors: dict[str, Tensor], world: dict[str, int] | None = None, **shape: Any) -> dict[str, Any]:
     config = Config()
-    config.model = replace(tiny.shape(**shape))
+    config.model = tiny.shape(num_layers=LAYERS, **shape)
     config.optimizer.lr = 0.1
     layout = {"world_size": 1, "dp": 1, "sp": 1, "tp": 1, "tp_seq": False, "sp_overlap": None} | (world or {})
     has_optimizer = any(name.startswith("optimizer.") for name in tensors)

@@ -34,7 +34,7 @@ def test_sound_ones(tmp_path: Path, capsys: Capture) -> None:
     ckpts.save(tmp_path, 1, 2, tensors=tensors, rows=3)
     code, out, err = run_verify(capsys, tmp_path, "--deep")
     listed = read_manifest(tmp_path / "checkpoints" / "step-000002")
-    said = f"{tmp_path}/checkpoints/step-000002: sound: {listed.num_bytes / 1024:.1f} KiB in {len(listed.files)} files, 160 tensors\n"
+    said = f"{tmp_path}/checkpoints/step-000002: sound: {listed.num_bytes / 1024:.1f} KiB in {len(listed.files)} files, 64 tensors\n"
     assert (code, out, err) == (0, said, "")
     assert [line.split(":")[0][-6:] for line in run_verify(capsys, tmp_path, "--all")[1].splitlines()] == ["000001", "000002"]
     assert "000001" in run_verify(capsys, tmp_path, "--ckpt-step", 1)[1]
@@ -154,7 +154,7 @@ def test_tensors_that_are_not_whole(tmp_path: Path) -> None:
     ("config", "says"),
     [
         (None, "a stored configuration must be an object"),
-        ({"model": {"num_layers": 10**9, "hidden_size": 8}}, "the configuration has 1000000000 layers, the checkpoint 120 tensors"),
+        ({"model": {"num_layers": 10**9, "hidden_size": 8}}, "the configuration has 1000000000 layers, the checkpoint 48 tensors"),
         ({"model": {"num_layers": 2, "hidden_size": -8, "num_attention_heads": 2}}, "no model can be made from the configuration"),
     ],
 )

@@ -94,7 +94,7 @@ def _config_of(state: Record) -> tuple[Config | None, list[str]]:
 
 
 def _model_words(model: ModelConfig) -> str:
-    words = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", f"{model.num_attention_heads} heads"]
+    words = [plural(model.num_layers or 0, "layer"), f"hidden {model.hidden_size}", f"{model.num_attention_heads} heads"]
     words += [f"{model.num_query_groups} kv heads"] if model.num_query_groups else []
     words += [f"ffn {model.ffn_hidden_size}"] if model.ffn_hidden_size else []
     words += [f"sequence {model.seq_length}", f"vocabulary {model.vocab_size}"]
