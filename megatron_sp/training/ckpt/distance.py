@@ -14,10 +14,12 @@ from megatron_sp.training.ckpt.values import BLOCK_BYTES
 
 @dataclass
 class Distance:
-    """Attributes:
-    max_abs: max|a-b|; inf where one is finite and the other not, or not the same infinity.
-    largest: max|b| of finite values.
-    beyond: values with |a-b| > atol + rtol*|b|; NaN at the same place is the same.
+    """Of values a from values b.
+
+    Attributes:
+        max_abs: max|a-b|; inf where one is finite and the other not, or not the same infinity.
+        largest: max|b| of finite values.
+        beyond: values with |a-b| > atol + rtol*|b|; NaN at the same place is the same.
     """
 
     max_abs: float = 0.0

@@ -15,10 +15,12 @@ CHECKPOINTS = "checkpoints"
 
 
 class Place(NamedTuple):
-    """Attributes:
-    folder: holds the step folders.
-    run: holds LOCK and metrics.jsonl; None for step folders that lie elsewhere than in a run.
-    only: the one step folder that was named, if it was one.
+    """What a path stands for.
+
+    Attributes:
+        folder: holds the step folders.
+        run: holds LOCK and metrics.jsonl; None for step folders that lie elsewhere than in a run.
+        only: the one step folder that was named, if it was one.
     """
 
     folder: Path

@@ -6,6 +6,7 @@ What is kept is read byte for byte first: a damaged checkpoint does not count as
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _prune(place: Place, keep_last: int | None, keep_every: int | None, leftover
     print(f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}")
 
 
-def _delete_leftovers(folder: Path, sound: object, dry_run: bool) -> int:
+def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
     """Unfinished folders, and those that were set aside, if there is a sound step beside them."""
     names = [name for name in sorted(os.listdir(folder)) if commit.left_over(name)]
     if not names:
@@ -95,7 +96,7 @@ def _delete_leftovers(folder: Path, sound: object, dry_run: bool) -> int:
             f" rename it to {back[-1].partition('.')[0]} yourself, or start that job, before left-over folders are deleted"
         )
     aside = [name for name in names if _left(name)[1] != "part"]
-    if aside and not any(callable(sound) and sound(path) for path in reversed(list_steps(folder).values())):
+    if aside and not any(sound(path) for path in reversed(list_steps(folder).values())):
         raise CheckpointError(f"{folder} has no sound step: {', '.join(aside)} may hold all that is left of this run and is not deleted")
     return sum(_delete(folder / name, dry_run) for name in names)
 
