@@ -4,7 +4,10 @@
 #   bash scripts/quickstart.sh        a GPT
 #   bash scripts/quickstart.sh bert   a BERT
 #
-# Everything it makes is in runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over.
+# Everything it makes is in runs/quickstart; a second call reuses what is there, and `rm -r runs/quickstart` starts over. Variables:
+#   QUICKSTART_STEPS   steps of training (280, of a BERT 1200)
+#   QUICKSTART_BYTES   bytes of text to take at most (all there is, about 10 MB)
+#   QUICKSTART_OUT     where everything goes (runs/quickstart)
 set -euo pipefail
 family="${1:-gpt}"
 case "$family" in
@@ -32,13 +35,15 @@ killed="$out/${mark}killed"
 python=.venv/bin/python
 steps="${QUICKSTART_STEPS:-$usual_steps}"
 every=$((steps / 4 > 0 ? steps / 4 : 1)) # validate and save four times
+evaluated=$((every < 8 ? every : 8))     # global batches in a validation: of a short run no more than were trained on
 log=$((every / 12 > 0 ? every / 12 : 1))
 mkdir -p "$out"
 began=$SECONDS
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
 say "1. Text: the Python reference and the standard library's sources"
-[ -f "$out/corpus.jsonl" ] || "$python" tools/make_corpus.py --output "$out/corpus.jsonl"
+[ -f "$out/corpus.jsonl" ] ||
+    "$python" tools/make_corpus.py --output "$out/corpus.jsonl" ${QUICKSTART_BYTES:+--max-bytes "$QUICKSTART_BYTES"}
 if [ "$family" = bert ]; then
     say "2. Tokenizer: WordPiece, lower case, 8,000 pieces"
     [ -f "$out/vocab.txt" ] || "$python" tools/train_tokenizer.py --type wordpiece --input "$out/corpus.jsonl" --output "$out/vocab.txt"
@@ -77,7 +82,7 @@ train=("pretrain_$family.py"
     --attention-dropout 0 --hidden-dropout 0 --data-path "$data" --split 96,3,1 "${tokenizer[@]}"
     --micro-batch-size $((sequences * sp)) --global-batch-size $((sequences * nproc)) --train-iters "$steps"
     "${pace[@]}" --lr-decay-style cosine
-    --eval-interval "$every" --eval-iters 8 --log-interval "$log"
+    --eval-interval "$every" --eval-iters "$evaluated" --log-interval "$log"
     --save "$run" --save-interval "$every" --auto-resume
     ${precision[@]+"${precision[@]}"} ${layout[@]+"${layout[@]}"})
 

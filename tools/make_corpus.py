@@ -16,14 +16,20 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     parser = argparse.ArgumentParser(description="Gather Python's language reference and standard library as JSONL, one document each.")
     parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="stop before the document that would make it more than N bytes of text (default: all there is)",
+    )
     args = parser.parse_args(argv)
     try:
-        num_documents, num_bytes = write_corpus(args.output)
+        num_documents, num_bytes = write_corpus(args.output, max_bytes=args.max_bytes)
     except ReportedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(f"{args.output}: {num_documents} documents, {num_bytes / 1e6:.1f} MB of text")
-    if num_bytes < WANTED_BYTES:
+    if args.max_bytes is None and num_bytes < WANTED_BYTES:
         print(
             f"note: {WANTED_BYTES / 1e6:.0f} MB were expected: this Python's standard library is not complete; going on with what there is"
         )

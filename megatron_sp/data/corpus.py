@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.utils.errors import DataError, DiskError
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 from megatron_sp.utils.files import atomic_write_text
 
 WANTED_BYTES = 8_000_000
@@ -62,15 +62,21 @@ def gather(stdlib: str | Path | None = None) -> list[Document]:
     return [unique[digest] for digest in sorted(unique)]
 
 
-def write_corpus(path: str | Path, stdlib: str | Path | None = None) -> tuple[int, int]:
+def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: int | None = None) -> tuple[int, int]:
     """Write the corpus as JSONL with the keys ``text`` and ``source``.
 
+    Args:
+        stdlib: as in ``gather``.
+        max_bytes: of text (UTF-8); the documents are a mixture, so the first ones are a fair sample. None: all.
     Returns:
         Documents, and bytes of text (UTF-8).
     Raises:
+        ConfigError: ``max_bytes`` is less than a corpus needs.
         DataError: this Python comes with too little text.
         DiskError: the file cannot be written; an older one is left as it was.
     """
+    if max_bytes is not None and max_bytes < LEAST_BYTES:
+        raise ConfigError(f"--max-bytes ({max_bytes}) must be at least {LEAST_BYTES}: less text than that teaches nothing")
     documents = gather(stdlib)
     num_bytes = sum(len(d.text.encode()) for d in documents)
     if num_bytes < LEAST_BYTES:
@@ -78,6 +84,8 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None) -> tuple[in
             f"this Python's standard library has only {num_bytes / 1e6:.2f} MB of source text, at least {LEAST_BYTES / 1e6:.0f} MB are"
             " needed: use a full installation, or bring your own text (JSONL) to tools/preprocess_data.py"
         )
+    if max_bytes is not None:
+        documents, num_bytes = _first(documents, max_bytes)
     lines = [json.dumps({"text": d.text, "source": d.source}) + "\n" for d in documents]
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +93,17 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None) -> tuple[in
     except OSError as error:
         raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
     return len(documents), num_bytes
+
+
+def _first(documents: list[Document], max_bytes: int) -> tuple[list[Document], int]:
+    """As many as have no more bytes of text together, and how many that are."""
+    total = 0
+    for count, document in enumerate(documents):
+        size = len(document.text.encode())
+        if total + size > max_bytes:
+            return documents[:count], total
+        total += size
+    return documents, total
 
 
 def _is_table(text: str) -> bool:

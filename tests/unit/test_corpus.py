@@ -11,7 +11,7 @@ import pytest
 
 from megatron_sp.data import corpus
 from megatron_sp.data.corpus import gather, write_corpus
-from megatron_sp.utils.errors import DataError, DiskError
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 LONG = "x = 1  # a line that is repeated until the file is long enough\n" * 10
@@ -53,6 +53,22 @@ def test_this_python_has_enough_text_and_a_fair_end(tmp_path: Path) -> None:
     assert sum(len(r["text"].encode()) for r in records) == num_bytes > corpus.LEAST_BYTES
     tail = {r["source"].split("/")[0] for r in records[-num_documents // 20 :]}
     assert tail == {"topics", "lib"}, "the end is a mixture of both kinds"
+
+
+def test_the_first_bytes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole documents, from the beginning of the same order."""
+    monkeypatch.setattr(corpus, "LEAST_BYTES", 1000)
+    everything = gather(library(tmp_path / "lib"))
+    for wanted in range(1, 5):
+        most = sum(len(d.text.encode()) for d in everything[: wanted + 1]) - 1
+        found = write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=most)
+        assert found == (wanted, sum(len(d.text.encode()) for d in everything[:wanted])) and found[1] <= most
+        assert [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()] == [
+            d.text for d in everything[:wanted]
+        ]
+    assert write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=10**9)[0] == len(everything)
+    with pytest.raises(ConfigError, match=r"--max-bytes \(999\) must be at least 1000"):
+        write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=999)
 
 
 def test_too_little_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
