@@ -113,11 +113,19 @@ rm -f "$READY"
 # ------------------------------------------------------------------------------------------------- the packages
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 pip() { .venv/bin/python -m pip "$@"; }
+# pip compiles what it installs one file after the other, a minute for all of it; this takes every core, and leaves out the thousands
+# of models in transformers, of which few are ever imported. A file that cannot be compiled is no matter: pip does not mind either.
+compile() {
+    local site
+    site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    .venv/bin/python -m compileall -q -j 0 -x '/transformers/' "$site${1:+/$1}" >/dev/null 2>&1 || true
+}
 failed() { die "installing $1 failed; without a network, start from an environment that has torch and the packages in setup.py"; }
 
 if ! found="$(usable_torch .venv/bin/python)"; then
     say "installing torch $TORCH_VERSION"
-    pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==$TORCH_VERSION" || failed torch
+    pip install --no-compile ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==$TORCH_VERSION" || failed torch
+    compile torch & # beside what is fetched next
     found="$(usable_torch .venv/bin/python)" || die "torch $TORCH_VERSION is installed but cannot be imported: .venv/bin/python -c 'import torch'"
 fi
 # The version that pip knows it by: PyPI's torch calls itself 2.13.0+cu130 and is installed as 2.13.0.
@@ -133,7 +141,9 @@ builds() {
 builds || pip uninstall -q -y setuptools >/dev/null 2>&1 || true
 builds || pip install -q -c .venv/constraints.txt "setuptools>=77.0.3,<82" || failed setuptools
 say "installing megatron_sp and what it needs ($extras)"
-pip install -q --no-build-isolation -c .venv/constraints.txt -e ".[$extras]" || failed "megatron_sp[$extras]"
+pip install -q --no-compile --no-build-isolation -c .venv/constraints.txt -e ".[$extras]" || failed "megatron_sp[$extras]"
+wait
+compile
 
 usable_torch .venv/bin/python >/dev/null || die "the environment has lost its torch ($found): remove .venv and run this again"
 printf '%s %s\n' "$wanted" "$key" >"$READY"
