@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup_env.sh dev
 python=.venv/bin/python
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start processes of their own
+unset PYTHONDONTWRITEBYTECODE                  # some containers set it: each of those would compile this package again
 empty=0
 tests() {
     local code=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -18,6 +19,19 @@ torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quiet-machine", choices=("only", "skip"), help="only, or all but, the tests that nothing may run beside")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--quiet-machine only`` the many files without such a test are not even imported."""
+    if config.getoption("--quiet-machine") == "only" and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return "pytest.mark.quiet" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: a forked rank that looks for garbage need not walk through it, which would copy every page of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import pytest
 import reference
 import tiny
 import torch
@@ -117,7 +118,7 @@ def grid_case(choice: dict[str, Any]) -> Case | None:
     kernels = {} if choice["recompute"] is None else {"recompute_granularity": choice["recompute"]}
     return Case(
         tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
-        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=3,
+        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=2,
         bert="bert" in choice["family"],
     )  # fmt: skip
 
@@ -131,23 +132,28 @@ def pairwise_grid(seed: int = 0, tries: int = 300) -> list[Case]:
     """Cases in which any two values of two axes that can meet do meet: of some random cases the best one for its cost, again and again."""
     random = Random(seed)
     names = list(AXES)
-
-    def pairs(choice: dict[str, Any]) -> set[tuple[int, int, str, str]]:
-        return {(i, j, str(choice[a]), str(choice[b])) for i, a in enumerate(names) for j, b in enumerate(names) if i < j}
-
-    missing: set[tuple[int, int, str, str]] = set()
-    for i, a in enumerate(names):
-        for j, b in enumerate(names):
-            if i < j:
-                meet = ((x, y) for x in AXES[a] for y in AXES[b] if (a, b) != ("ranks", "mode") or x[2] > 1 or y == "none")
-                missing |= {(i, j, str(x), str(y)) for x, y in meet}
+    both = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
+    missing: dict[tuple[int, int], set[tuple[int, int]]] = {}  # pairs of values, by their numbers, of each two axes
+    for i, j in both:
+        a, b = names[i], names[j]
+        missing[i, j] = {
+            (x, y) for x, rank in enumerate(AXES[a]) for y, mode in enumerate(AXES[b])
+            if (a, b) != ("ranks", "mode") or rank[2] > 1 or mode == "none"
+        }  # fmt: skip
     cases: list[Case] = []
-    while missing:
-        drawn = ({name: random.choice(values) for name, values in AXES.items()} for _ in range(tries))
-        possible = [(case, pairs(choice) & missing) for choice in drawn if (case := grid_case(choice)) is not None]
-        best, found = max(possible, key=lambda pair: len(pair[1]) / _cost(pair[0]) ** 0.5)
-        if found:
-            missing -= found
+    while any(missing.values()):
+        open_ones = [(i, j, pairs) for (i, j), pairs in missing.items() if pairs]
+        best, found, most = None, [], -1.0
+        for _ in range(tries):
+            numbers = [random.randrange(len(AXES[name])) for name in names]
+            case = grid_case({name: AXES[name][number] for name, number in zip(names, numbers, strict=True)})
+            if case is not None:
+                new = [(i, j) for i, j, pairs in open_ones if (numbers[i], numbers[j]) in pairs]
+                if (worth := len(new) / _cost(case) ** 0.5) > most:
+                    best, found, most = case, [(i, j, numbers[i], numbers[j]) for i, j in new], worth
+        for i, j, x, y in found:
+            missing[i, j].discard((x, y))
+        if best is not None and found:
             cases.append(best)
     return cases
 
@@ -409,6 +415,14 @@ def check_all(cases: list[Case]) -> None:
             check(case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
+
+
+def by_axes(cases: list[Case]) -> list[Any]:
+    """The cases as parameters of a test, those of the same axes together: one set of processes, with its groups, is enough for them."""
+    together: dict[str, list[Case]] = {}
+    for case in cases:
+        together.setdefault(f"tp{case.tp}-sp{case.sp}-dp{case.dp}", []).append(case)
+    return [pytest.param(same, id=name) for name, same in together.items()]
 
 
 def run_cases(cases: list[Case], tmp_path: Path) -> None:

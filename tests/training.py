@@ -35,7 +35,7 @@ from megatron_sp import config_rules as _  # noqa: F401 - as above
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.training.arguments import parse_config
+from megatron_sp.training.arguments import parse_config, targets
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.faults import FAULT_VARIABLE
 from pretrain_bert import bert_task
@@ -50,6 +50,8 @@ MOCK = ("--mock-data", "--vocab-size", "60")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 KILLED = -signal.SIGKILL
 
+
+targets()  # the table of all flags is kept: made here, once, and not in every child
 
 Program = Callable[[list[str]], None]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import Case, run_cases
+from layouts import Case, by_axes, run_cases
 
 DROP = {"hidden_dropout": 0.2}
 POST_DROP = {"norm_placement": "post", **DROP}
@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layout_changes_nothing(case: Case, tmp_path: Path) -> None:
-    run_cases([case], tmp_path)
+@pytest.mark.parametrize("cases", by_axes(CASES))
+def test_a_layout_changes_nothing(cases: list[Case], tmp_path: Path) -> None:
+    """The message names the case."""
+    run_cases(cases, tmp_path)
