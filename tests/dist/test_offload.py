@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 CASES = [
     ("fp32", 2, ()), ("bf16", 3, ()), ("fp16", 3, ()), ("sgd", 1, ()),
-    ("bf16", 3, ("--no-overlap-grad-reduce", "--zero3-keep-units", 1)), ("bf16", 1, ("--tp-size", 2, "--sequence-parallel")),
+    ("bf16", 3, ("--no-overlap-grad-reduce", "--zero3-keep-units", 1)), ("bf16", 1, ("--tp-size", 2, "--sequence-parallel", "--micro-batch-size", 2)),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("fp32", 0, ()), ("fp32", 1, ()), ("fp32", 3, ()), ("bf16", 1, ()), ("bf16", 0, ()), ("bf16", 2, ()), ("fp16", 1, ()), ("sgd", 3, ()), ("fp64", 2, ()),
         ("fp32", 1, ("--no-overlap-grad-reduce", "--no-overlap-param-gather")), ("fp32", 3, ("--sp-size", 2)),

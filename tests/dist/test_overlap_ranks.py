@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,13 @@ NUMBERS: list[dict[str, tuple[int, int]]] = [
     {"tp": (2, 2)},
     {"sp": (4, 4), "tp": (4, 6)},
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load_matplotlib() -> None:
+    """The picture is drawn with it, where it is installed: loaded here, once, and not by every rank 0."""
+    with contextlib.suppress(ImportError):
+        import matplotlib.pyplot  # noqa: F401
 
 
 def record(case: Case, numbers: dict[str, tuple[int, int]], run_dir: Path) -> None:
