@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from training import gpt, train
 
 from megatron_sp.utils.run_log import read_records
 
@@ -40,12 +41,14 @@ def run(command: str, cwd: Path, **variables: str) -> str:
 @pytest.mark.timeout(600)
 @needs_venv
 def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
-    first = run("bash scripts/quickstart.sh", ROOT, QUICKSTART_OUT=str(tmp_path), QUICKSTART_STEPS="16")
+    """From nothing, with a tenth of the text and few steps: what it learns is not to be seen here."""
+    variables = {"QUICKSTART_OUT": str(tmp_path), "QUICKSTART_STEPS": "8", "QUICKSTART_BYTES": "1000000"}
+    first = run("bash scripts/quickstart.sh", ROOT, **variables)
     records, notes = read_records(tmp_path / "gpt")
     starts = [r["step"] for r in records if r["kind"] == "start"]
-    assert starts[0] == 0 and len(starts) == 2 and starts[1] in (8, 12), "it was killed once, after half of the steps, and resumed"
+    assert starts[0] == 0 and len(starts) == 2 and starts[1] in (4, 6), "it was killed once, after half of the steps, and resumed"
     assert "all equal to the last bit" in first
-    assert [r["step"] for r in records if r["kind"] == "valid"][-1] == 16
+    assert [r["step"] for r in records if r["kind"] == "valid"][-1] == 8
     assert records[-1]["kind"] == "test" and not [n for n in notes if "no records" in n]
     assert json.loads((tmp_path / "gpt/run_status.json").read_text())["status"] == "done"
     assert "each sequence cut over 2 of them" in first, "two processes on a CPU"
@@ -54,7 +57,7 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for promised in ("tokens/s", "valid loss", "perplexity", "What next"):
         assert promised in first
-    again = run("bash scripts/quickstart.sh", ROOT, QUICKSTART_OUT=str(tmp_path), QUICKSTART_STEPS="16")
+    again = run("bash scripts/quickstart.sh", ROOT, **variables)
     assert "valid loss" in again and len(read_records(tmp_path / "gpt")[0]) <= len(records) + 3, "nothing was trained twice"
 
 
@@ -110,11 +113,8 @@ def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/checkpoints/step-000004/MANIFEST.json").exists()
 
 
-@pytest.mark.torchrun
-@pytest.mark.timeout(300)
-@needs_venv
 def test_the_layouts_of_the_readme_have_the_same_losses(tmp_path: Path) -> None:
-    """tp, sp, both, and neither, as the block says, with a smaller model."""
+    """tp, sp, both, and neither: flags and numbers of processes are those of the block, with a smaller model and without the launcher."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     block = next(b for b in blocks if "runs/layout-both" in b)
     shrunk = {"--num-layers 4": "--num-layers 2", "--hidden-size 256": "--hidden-size 64", "--seq-length 512": "--seq-length 50",
@@ -122,11 +122,13 @@ def test_the_layouts_of_the_readme_have_the_same_losses(tmp_path: Path) -> None:
     for long, short in shrunk.items():
         assert long in block, f"the README no longer says {long}"
         block = block.replace(long, short)
-    block = block.replace("pretrain_gpt.py", shlex.quote(str(ROOT / "pretrain_gpt.py"))).replace(
-        " scripts/", f" {shlex.quote(str(ROOT))}/scripts/"
-    )
-    said = run("set -e\n" + block, tmp_path)
-    assert "sp 2" in said and "tp 2" in said
+    (flags,) = re.findall(r'^flags="(.*?)"', block, flags=re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^bash scripts/launch.sh (\d+) pretrain_gpt.py \$flags (.*)$", block, flags=re.MULTILINE)
+    said = ""
+    for processes, own in commands:
+        run_own = lambda words, own=own: gpt([*shlex.split(f"{flags} {own}"), "--device", "cpu", "--num-threads", "1"])
+        said += train(tmp_path, ranks=int(processes), program=run_own).expect(0).text
+    assert "sp 2" in said and "tp 2" in said and len(commands) == block.count("scripts/launch.sh")
     losses = {
         name: [r["loss"] for r in read_records(tmp_path / f"runs/layout-{name}")[0] if r["kind"] == "train"]
         for name in ("dp", "sp", "tp", "both")

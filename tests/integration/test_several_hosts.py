@@ -116,31 +116,25 @@ def start_both(hosts: list[Host], tmp_path: Path, *flags: object, **variables: o
     return processes, outputs
 
 
-def test_two_hosts_train_as_one(tmp_path: Path, two_hosts: list[Host]) -> None:
-    """One rank on each, a sequence cut over both: the losses of the run on one host, to the last bit."""
-    flags = (*SP2, "--distributed-timeout-minutes", "0.5", "--train-iters", 4)
-    processes, outputs = start_both(two_hosts, tmp_path, *flags, "--save", tmp_path / "apart")
-    codes = finish(processes)
-    said = "\n".join(f.read_text() for f in outputs)
-    assert codes == [0, 0], said
-    assert f"host 1 of 2 ({two_hosts[1].address})" in said
-    train(tmp_path, *flags, "--save", tmp_path / "together", ranks=2).expect(0)
-    apart, together = ([(r["step"], r["loss_hex"], r["grad_norm_hex"]) for r in records(tmp_path / n)] for n in ("apart", "together"))
-    assert apart == together and len(apart) == 4
+def test_two_hosts_train_as_one_and_stop_together(tmp_path: Path, two_hosts: list[Host]) -> None:
+    """One rank on each, a sequence cut over both: the losses of the run on one host, to the last bit.
 
-
-def test_sigterm_to_one_host_stops_and_saves_both(tmp_path: Path, two_hosts: list[Host]) -> None:
-    """As a scheduler does that takes one host away: all agree on the step, save it, and both shells see 75."""
-    run = tmp_path / "run"
-    processes, outputs = start_both(two_hosts, tmp_path, *SP2, "--train-iters", 5000, "--save", run, "--distributed-timeout-minutes", "0.5")
+    SIGTERM to one, as from a scheduler that takes a host away: all agree on the step, save it, and both shells see 75.
+    """
+    run, flags = tmp_path / "apart", (*SP2, "--distributed-timeout-minutes", "0.5", "--train-iters", 5000)
+    processes, outputs = start_both(two_hosts, tmp_path, *flags, "--save", run)
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, 60)
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, 60)
         processes[1].send_signal(signal.SIGTERM)
     finally:
         codes = finish(processes)
     said = "\n".join(f.read_text() for f in outputs)
     assert codes == [75, 75], said
-    assert status(run)["status"] == "preempted" and len(saved_steps(run)) == 1
+    assert f"host 1 of 2 ({two_hosts[1].address})" in said
+    assert status(run)["status"] == "preempted" and saved_steps(run) == [records(run)[-1]["step"]]
+    train(tmp_path, *flags, "--exit-interval", 3, "--save", tmp_path / "together", ranks=2).expect(0)
+    apart, together = ([(r["step"], r["loss_hex"], r["grad_norm_hex"]) for r in records(of)] for of in (run, tmp_path / "together"))
+    assert apart[:3] == together and len(together) == 3
 
 
 def slurm(tmp_path: Path) -> dict[str, object]:
