@@ -417,12 +417,16 @@ def check_all(cases: list[Case]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-def by_axes(cases: list[Case]) -> list[Any]:
-    """The cases as parameters of a test, those of the same axes together: one set of processes, with its groups, is enough for them."""
+def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
+    """The cases as parameters of a test, those of the same axes together: one set of processes, with its groups, is enough for them.
+
+    Args:
+        long: the axes that are left out of the default run.
+    """
     together: dict[str, list[Case]] = {}
     for case in cases:
         together.setdefault(f"tp{case.tp}-sp{case.sp}-dp{case.dp}", []).append(case)
-    return [pytest.param(same, id=name) for name, same in together.items()]
+    return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
 
 
 def run_cases(cases: list[Case], tmp_path: Path) -> None:

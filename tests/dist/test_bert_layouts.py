@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("cases", by_axes(CASES))
+@pytest.mark.parametrize("cases", by_axes(CASES, long="tp2-sp2-dp2"))
 def test_a_layout_changes_nothing(cases: list[Case], tmp_path: Path) -> None:
     """The message names the case."""
     run_cases(cases, tmp_path)

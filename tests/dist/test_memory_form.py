@@ -45,7 +45,10 @@ CASES = [
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
     pytest.param([Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})], marks=pytest.mark.long),
     [Layout(kernels=OFFLOAD | more, model=DEEP | WIDE) for more in ({}, FULL, PIECES)],
-    [Layout(sp=2, kernels=OFFLOAD, mode="chunked", model=DEEP), Layout(sp=2, zero=zero(3), kernels=OFFLOAD | FULL, model=DEEP)],
+    pytest.param(
+        [Layout(sp=2, kernels=OFFLOAD, mode="chunked", model=DEEP), Layout(sp=2, zero=zero(3), kernels=OFFLOAD | FULL, model=DEEP)],
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         [Layout(kernels=OFFLOAD | FULL | {"recompute_num_layers": 2}, model=DEEP), Layout(kernels=OFFLOAD, model=DROPOUT | DEEP)],
         marks=pytest.mark.long,
@@ -68,7 +71,10 @@ CASES = [
     pytest.param([Layout(dp=2, tp=2, tp_seq=True, zero=zero(stage)) for stage in (1, 2, 3)], marks=pytest.mark.long),
     [Layout(model=BERT), Layout(model=POST | WORDS), Layout(model=POST | WIDE, kernels=FULL), Layout(model=POST, micro_batches=2)],
     [Layout(sp=2, model=POST), Layout(tp=2, tp_seq=True, model=BERT), Layout(tp=2, tp_seq=True, model=POST | DROPOUT)],
-    [Layout(dp=2, zero=zero(3), model=POST | DEEP), Layout(dp=2, zero=zero(1), model=BERT | {"bert_no_binary_head": True})],
+    pytest.param(
+        [Layout(dp=2, zero=zero(3), model=POST | DEEP), Layout(dp=2, zero=zero(1), model=BERT | {"bert_no_binary_head": True})],
+        marks=pytest.mark.long,
+    ),
     [Layout(dp=3, zero=zero(3), model={"vocab_size": 301, "ffn_hidden_size": 101})],
 ]  # fmt: skip
 
