@@ -57,18 +57,18 @@ def test_this_python_has_enough_text_and_a_fair_end(tmp_path: Path) -> None:
 
 def test_the_first_bytes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole documents, from the beginning of the same order."""
-    monkeypatch.setattr(corpus, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(corpus, "LEAST_BYTES", 100)
     everything = gather(library(tmp_path / "lib"))
     for wanted in range(1, 5):
-        most = sum(len(d.text.encode()) for d in everything[: wanted + 1]) - 1
-        found = write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=most)
-        assert found == (wanted, sum(len(d.text.encode()) for d in everything[:wanted])) and found[1] <= most
-        assert [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()] == [
-            d.text for d in everything[:wanted]
-        ]
+        texts = [d.text for d in everything[: wanted + 1]]
+        sizes = [len(text.encode()) for text in texts]
+        for most in (sum(sizes[:-1]), sum(sizes) - 1):
+            assert write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=most) == (wanted, sum(sizes[:-1]))
+            lines = (tmp_path / "c.jsonl").read_text().splitlines()
+            assert [json.loads(line)["text"] for line in lines] == texts[:-1]
     assert write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=10**9)[0] == len(everything)
-    with pytest.raises(ConfigError, match=r"--max-bytes \(999\) must be at least 1000"):
-        write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=999)
+    with pytest.raises(ConfigError, match=r"--max-bytes \(99\) must be at least 100"):
+        write_corpus(tmp_path / "c.jsonl", tmp_path / "lib", max_bytes=99)
 
 
 def test_too_little_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
