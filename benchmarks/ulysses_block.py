@@ -261,7 +261,7 @@ class OurBlock:
             x = x.detach().requires_grad_()
             for param in self.params:
                 param.grad = None
-            y = self.attention(x, self.ctx, self.norm.in_front(), None)
+            y, _ = self.attention(x, self.ctx, self.norm.in_front(), None)
             y.backward(grad)
         finally:
             ulysses.all_to_all_async = real

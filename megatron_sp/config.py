@@ -15,6 +15,9 @@ from typing import Any, Literal
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
 
+ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
+"""What stands between the linear layers of an MLP; ``ops/activation.py`` computes it."""
+
 
 def flag(
     default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None, alone: int | None = None
@@ -45,7 +48,7 @@ class ModelConfig:
     )
     ffn_hidden_size: int | None = flag(
         None,
-        "width of the MLP, of one half with --swiglu (default: 4*hidden-size; with --swiglu 8/3*hidden-size rounded down to 64s)",
+        "width of the MLP, of one half with --swiglu or --geglu (default: 4*hidden-size; with these 8/3*hidden-size rounded down to 64s)",
         low=1,
     )
     kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1)
@@ -59,6 +62,33 @@ class ModelConfig:
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
     rotary_base: float = flag(10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"))
     rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]")
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0, "divide all positions by this before they turn anything, for sequences so many times longer than those of pretraining"
+    )
+    use_rope_scaling: bool = flag(
+        False, "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and later do; see the --rope-scaling flags"
+    )
+    rope_scaling_factor: float = flag(8.0, "--use-rope-scaling: frequencies that are too slow for the original length are divided by this")
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "--use-rope-scaling: too slow are those that turn less often than this over the original length"
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0, "--use-rope-scaling: those that turn more often than this over it stay as they are; in between it goes over evenly"
+    )
+    rope_scaling_original_length: int = flag(
+        8192,
+        "--use-rope-scaling: sequence length of pretraining",
+        unit="tokens",
+        aliases=("rope-scaling-original-max-position-embeddings",),
+        low=1,
+    )
+    window_size: int | None = flag(
+        None,
+        "a token attends to itself and the N - 1 tokens before it (Mistral's sliding window); Megatron's N-1,0 is understood (default: to"
+        " all before it)",
+        unit="tokens",
+        low=1,
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
     norm_epsilon: float = flag(1e-5, "added to the variance in every norm", aliases=("layernorm-epsilon",))
     apply_layernorm_1p: bool = flag(False, "store norm weights as (weight - 1), so weight decay pulls them to 1")
@@ -68,11 +98,22 @@ class ModelConfig:
         " one behind the embedding (the original BERT, Hugging Face's BertModel); BERT only",
     )
     qk_layernorm: bool = flag(False, "norm on every query and key head")
+    use_parallel_residual: bool = flag(
+        False,
+        "attention and MLP work on the same input, x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own (GPT-NeoX, Pythia)",
+    )
     swiglu: bool = flag(False, "gated SiLU MLP")
+    geglu: bool = flag(False, "gated GELU MLP (--gelu-approximate says which)")
+    relu: bool = flag(False, "ReLU MLP")
     squared_relu: bool = flag(False, "squared ReLU MLP")
     gelu_approximate: Literal["tanh", "none"] = flag("tanh", "GELU as tanh approximation (GPT-2, Megatron's fused kernel) or exact erf")
+    bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(
+        None, "BERT: activation of the head for masked tokens; gelu is the exact one (default: GELU as --gelu-approximate says)"
+    )
     disable_bias_linear: bool = flag(False, "no biases in the linear layers")
     add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection even with --disable-bias-linear")
+    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection even with --disable-bias-linear")
+    add_mlp_bias: bool = flag(False, "keep the biases of the MLP even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
     hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)", low=0)
@@ -117,11 +158,56 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP (of one half with swiglu)."""
+        """Width of the MLP (of one half where it is gated)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         hidden = _required(self.hidden_size)
-        return int(8 * hidden / 3 / 64) * 64 if self.swiglu else 4 * hidden
+        return int(8 * hidden / 3 / 64) * 64 if self.is_gated else 4 * hidden
+
+    @property
+    def rope_scaling(self) -> tuple[float, ...]:
+        """(factor, low, high, original length) of --use-rope-scaling; nothing without it."""
+        if not self.use_rope_scaling:
+            return ()
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        return self.rope_scaling_factor, low, high, self.rope_scaling_original_length
+
+    @property
+    def is_gated(self) -> bool:
+        """The first linear layer of the MLP is twice as wide as the second: one half is the gate of the other."""
+        return self.swiglu or self.geglu
+
+    @property
+    def activation(self) -> ActivationName:
+        """Of the MLP."""
+        tanh = self.gelu_approximate == "tanh"
+        if self.swiglu:
+            return "swiglu"
+        if self.geglu:
+            return "geglu_tanh" if tanh else "geglu"
+        if self.relu or self.squared_relu:
+            return "relu" if self.relu else "squared_relu"
+        return "gelu_tanh" if tanh else "gelu"
+
+    @property
+    def head_activation(self) -> ActivationName:
+        """Of BERT's head for masked tokens."""
+        return self.bert_head_activation or ("gelu_tanh" if self.gelu_approximate == "tanh" else "gelu")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projection of queries, keys and values has a bias."""
+        return not self.disable_bias_linear or self.add_qkv_bias
+
+    @property
+    def proj_bias(self) -> bool:
+        """Whether the output projection of attention has one."""
+        return not self.disable_bias_linear or self.add_proj_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether both layers of the MLP have one."""
+        return not self.disable_bias_linear or self.add_mlp_bias
 
     @property
     def max_positions(self) -> int:

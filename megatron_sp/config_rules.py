@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.config_rules_data import data_violations
+from megatron_sp.config_rules_model import model_violations
 from megatron_sp.utils.field_kinds import field_kinds
 from megatron_sp.utils.peaks import PEAK_TFLOPS
 
@@ -93,31 +94,12 @@ def _model(config: Config) -> Iterator[str]:
             yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
     if model.norm_epsilon <= 0:
         yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
-    if model.swiglu and model.squared_relu:
-        yield "--swiglu and --squared-relu exclude each other: give one activation"
     if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
         yield (
             f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
             f" raise --max-position-embeddings to {model.seq_length} or leave it out"
         )
-    yield from _bert(config)
-
-
-def _bert(config: Config) -> Iterator[str]:
-    model = config.model
-    if not model.is_bert:
-        for name, given in (("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
-                            ("bert-no-binary-head", model.bert_no_binary_head)):  # fmt: skip
-            if given:
-                yield f"--{name} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
-        return
-    if model.untie_embeddings_and_output_weights:
-        yield "--untie-embeddings-and-output-weights is for GPT: BERT predicts masked tokens with the embedding's own table; leave it out"
-    if model.has_order_head and model.num_tokentypes == 1:
-        yield (
-            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two segments: leave it out, or"
-            " add --bert-no-binary-head"
-        )
+    yield from model_violations(model)
 
 
 def _heads(config: Config) -> Iterator[str]:
@@ -139,8 +121,6 @@ def _heads(config: Config) -> Iterator[str]:
             f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
             f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
         )
-    if model.rotary_base <= 0:
-        yield f"rotary_base ({model.rotary_base}) must be above 0"
 
 
 def _head_dim_known(model: ModelConfig) -> bool:

@@ -25,7 +25,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("head: its norm is summed over tp", BERT, "alike = replace(layout, tp=replace(layout.tp, seq=False))", "alike = layout"),
     # masked tokens
     ("head: labels are not cut", BERT, "[cut.inside] for t in (labels, loss_mask)", "[: cut.inside.stop - cut.inside.start] for t in (labels, loss_mask)"),
-    ("head: activation dropped", BERT, "F.gelu(self.dense(x), approximate=self.approximate)", "self.dense(x)"),
+    ("head: activation dropped", BERT, 'F.gelu(wide, approximate="tanh" if self.activation == "gelu_tanh" else "none")', "wide"),
     ("head: hits without weights", BERT, "(made.hits * loss_mask).sum()", "made.hits.sum()"),
     ("head: hits of other tokens", HEAD, "at_label[:, 0] >= 0", "at_label[:, 0] < 0"),
     ("bias: not added", HEAD, "        logits.add_(bias)\n", "        pass\n"),
@@ -39,7 +39,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("embedding: not normed", LANGUAGE, "x = x if self.layernorm is None else self.layernorm(x)", "pass"),
     ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),
     # post-norm blocks
-    ("post-norm: the residual branch gets no gradient", ULYSSES, "return add(passed, reduced.wait()), None", "return reduced.wait(), None"),
+    ("post-norm: the residual branch gets no gradient", ULYSSES, "return add(add(passed, reduced.wait()), late), None", "return reduced.wait(), None"),
     ("post-norm: no norm behind attention", MODEL, "x = self.post_attention_layernorm(", "x = ("),
     ("post-norm: no norm behind the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
     ("post-norm: a norm behind the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),

@@ -21,10 +21,12 @@ Weights = Mapping[str, Tensor]
 
 
 def activation(name: str, u: Tensor) -> Tensor:
-    """gelu_tanh, gelu, swiglu ([gate | up]) or squared_relu."""
-    if name == "swiglu":
+    """gelu_tanh, gelu, relu, squared_relu, or gated ([gate | up]) swiglu, geglu_tanh, geglu."""
+    if "glu" in name:
         gate, up = u[..., : u.shape[-1] // 2], u[..., u.shape[-1] // 2 :]
-        return gate / (1 + torch.exp(-gate)) * up
+        return (gate / (1 + torch.exp(-gate)) if name == "swiglu" else activation("gelu" + name[5:], gate)) * up
+    if name == "relu":
+        return torch.where(u > 0, u, 0.0)
     if name == "squared_relu":
         return torch.where(u > 0, u, 0.0) ** 2
     if name == "gelu":
@@ -41,20 +43,40 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_center
     return scaled if bias is None else scaled + bias
 
 
-def rotate(x: Tensor, positions: Tensor, rotated: int, base: float) -> Tensor:
-    """Rotary embedding of one head, x [..., s, d]: channels (i, i + rotated/2) are a plane that turns by position * base^(-2i/rotated)."""
+Llama3 = tuple[float, float, float, int]
+"""Of Llama 3.1's stretch: factor, low and high frequency factor, original length."""
+
+
+def frequency(i: int, rotated: int, base: float, stretch: float | Llama3 = 1.0) -> float:
+    """Of plane i; ``stretch``: all positions are divided by it, or Llama 3.1's formulas, in wavelengths as published."""
+    plain = base ** (-2 * i / rotated)
+    if not isinstance(stretch, tuple):
+        return plain / stretch
+    factor, low, high, length = stretch
+    wavelength = 2 * math.pi / plain
+    if wavelength < length / high:
+        return plain
+    if wavelength > length / low:
+        return plain / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * plain / factor + smooth * plain
+
+
+def rotate(x: Tensor, positions: Tensor, rotated: int, base: float, stretch: float | Llama3 = 1.0) -> Tensor:
+    """Rotary embedding of one head, x [..., s, d]: channels (i, i + rotated/2) are a plane that turns by position * frequency."""
     half = rotated // 2
-    angles = positions.double()[:, None] * torch.tensor([base ** (-2 * i / rotated) for i in range(half)], dtype=torch.float64)
+    angles = positions.double()[:, None] * torch.tensor([frequency(i, rotated, base, stretch) for i in range(half)], dtype=torch.float64)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b, rest = x[..., :half], x[..., half:rotated], x[..., rotated:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, rate: float = 0.0) -> Tensor:
-    """Causal attention of one head: q, k, v [b, s, d]; ``keep`` [b, s, s] is the dropout mask."""
+def head(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, rate: float = 0.0, window: int | None = None) -> Tensor:
+    """Causal attention of one head: q, k, v [b, s, d]; ``keep`` [b, s, s] is the dropout mask; ``window`` keys, its own included."""
     s = q.shape[1]
     scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-    hidden = torch.arange(s)[None, :] > torch.arange(s)[:, None]
+    distance = torch.arange(s)[:, None] - torch.arange(s)[None, :]
+    hidden = (distance < 0) | (distance >= (window or s))
     probs = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
     return (probs if keep is None else probs * keep / (1 - rate)) @ v
 
@@ -84,14 +106,16 @@ def gpt_loss(
     if c.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][positions]
     x = drop(x, -1, SITE_EMBEDDING)
-    kind = "swiglu" if c.swiglu else "squared_relu" if c.squared_relu else "gelu_tanh" if c.gelu_approximate == "tanh" else "gelu"
+    tanh = c.gelu_approximate == "tanh"
+    kind = "swiglu" if c.swiglu else "squared_relu" if c.squared_relu else "relu" if c.relu else "geglu" if c.geglu else "gelu"
+    kind += "_tanh" if tanh and kind in ("gelu", "geglu") else ""
     for layer in range(c.num_layers):
         name = f"decoder.layers.{layer}"
         qkv = project(normed(x, f"{name}.input_layernorm"), f"{name}.self_attention.linear_qkv")
         out = _heads(c, qkv, positions, lambda t, which, name=name: normed(t, f"{name}.self_attention.{which}_layernorm"), layer, dropout)
-        x = x + drop(project(out, f"{name}.self_attention.linear_proj"), layer, SITE_ATTENTION_OUTPUT)
-        u = project(normed(x, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1")
-        x = x + drop(project(activation(kind, u), f"{name}.mlp.linear_fc2"), layer, SITE_MLP_OUTPUT)
+        y = x + drop(project(out, f"{name}.self_attention.linear_proj"), layer, SITE_ATTENTION_OUTPUT)
+        u = project(normed(x if c.use_parallel_residual else y, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1")
+        x = y + drop(project(activation(kind, u), f"{name}.mlp.linear_fc2"), layer, SITE_MLP_OUTPUT)
     x = normed(x, "decoder.final_layernorm")
     table = w.get("output_layer.weight", w["embedding.word_embeddings.weight"])[: c.vocab_size]
     logits = torch.einsum("bsh,vh->bsv", x, table)
@@ -111,14 +135,16 @@ def _heads(c: ModelConfig, qkv: Tensor, positions: Tensor, qk_norm, layer: int, 
     if dropout is not None and c.attention_dropout > 0:
         keys = head_row_keys(dropout.row_keys(layer, SITE_ATTENTION), g, r).reshape(b, g, r, s)
     outs = []
+    llama3 = c.rope_scaling_factor, c.rope_scaling_low_freq_factor, c.rope_scaling_high_freq_factor, c.rope_scaling_original_length
+    turn = c.rotary_dim, c.rotary_base, llama3 if c.use_rope_scaling else c.rotary_seq_len_interpolation_factor
     for group in range(g):
         k, v = rows[:, :, group, r], rows[:, :, group, r + 1]
         k = qk_norm(k, "k") if c.qk_layernorm else k
-        k = rotate(k, positions, c.rotary_dim, c.rotary_base) if c.position_embedding_type == "rope" else k
+        k = rotate(k, positions, *turn) if c.position_embedding_type == "rope" else k
         for query in range(r):
             q = rows[:, :, group, query]
             q = qk_norm(q, "q") if c.qk_layernorm else q
-            q = rotate(q, positions, c.rotary_dim, c.rotary_base) if c.position_embedding_type == "rope" else q
+            q = rotate(q, positions, *turn) if c.position_embedding_type == "rope" else q
             keep = None if keys is None else keep_mask(keys[:, group, query], s, c.attention_dropout)
-            outs.append(head(q, k, v, keep, c.attention_dropout))
+            outs.append(head(q, k, v, keep, c.attention_dropout, c.window_size))
     return torch.cat(outs, dim=-1)

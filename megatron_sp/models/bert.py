@@ -1,6 +1,6 @@
 """BERT: the blocks of ``language_model.py``, each position seeing all others, with a head for masked tokens and one for sentence order.
 
-    masked tokens    gelu(dense(x)) -> norm -> the embedding's table, with a bias of its own -> cross entropy at the masked positions
+    masked tokens    act(dense(x)) -> norm -> the embedding's table, with a bias of its own -> cross entropy at the masked positions
     order            tanh(pooler(x of position 0)) -> in order or swapped? (on the sp rank that has position 0)
 
 With norms in front (Megatron's BERT) there is a norm behind the last block; with norms behind (--norm-placement post, the original BERT,
@@ -78,10 +78,13 @@ class MaskedHead(nn.Module):
         alike = replace(layout, tp=replace(layout.tp, seq=False))  # every tp rank has all positions of the group here
         self.dense = Dense("lm_head.dense", config.hidden_size, config.hidden_size, config.init_method_std, seed, dtype, layout)
         self.layernorm = Norm(config, config.hidden_size, dtype, alike)
-        self.approximate = config.gelu_approximate
+        self.activation = config.head_activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layernorm(F.gelu(self.dense(x), approximate=self.approximate))
+        wide = self.dense(x)
+        if self.activation == "relu":
+            return self.layernorm(F.relu(wide))
+        return self.layernorm(F.gelu(wide, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
 
 
 class Pooler(nn.Module):

@@ -1,7 +1,7 @@
 """GPT: the blocks of ``language_model.py`` with a head that predicts the next token.
 
-The same class is GPT-2 (learned positions, LayerNorm, GELU, tied head) and Llama (rotary, RMSNorm, SwiGLU, grouped
-queries, untied head); ``ModelConfig`` says which.
+The same class is GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each head, attention beside the MLP),
+Llama (rotary, RMSNorm, SwiGLU, grouped queries) and Mistral (a sliding window); ``ModelConfig`` says which.
 """
 
 from __future__ import annotations

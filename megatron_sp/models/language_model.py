@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.init import draw_normal
+from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, UnitEvents, unit_boundary
 from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.rotary import rotary_tables
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.layout import Layout, SequenceCut
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
@@ -260,10 +260,8 @@ class LanguageModel(nn.Module):
         ctx = replace(ctx, length=cut.length)
         if ctx.dropout is not None:
             ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.between]))
-        if self.config.position_embedding_type == "rope" and ctx.rotary is None:
-            rotated = int(self.config.head_dim * self.config.rotary_percent)
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            ctx = replace(ctx, rotary=rotary_tables(positions, rotated, self.config.rotary_base, wide))
+        if ctx.rotary is None:
+            ctx = replace(ctx, rotary=rotary_of(self.config, positions, dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()
         return replace(ctx, recompute_core=again, mlp_chunks=self.kernels.mlp_chunks)
 

@@ -1,4 +1,8 @@
-"""The transformer block: x + attention(norm(x)), then x + mlp(norm(x)); or, post-norm, norm(x + attention(x)), then norm(x + mlp(x)).
+"""The transformer block, in one of three forms:
+
+    pre-norm    y = x + attention(norm(x)), then y + mlp(norm(y))
+    parallel    x + attention(norm(x)) + mlp(norm'(x))
+    post-norm   y = norm(x + attention(x)), then norm(y + mlp(y))
 
 Activations are [s, b, h], s a rank's share of the positions. Parameter names are Megatron-core's. The ops underneath write weight
 gradients into ``self.sink`` when one has been attached (``attach_sink``); everything a forward pass needs beside x travels in one
@@ -191,8 +195,8 @@ class SelfAttention(nn.Module):
         assert config.hidden_size and config.num_attention_heads and config.num_layers  # validate() has seen to it
         self.layer, self.layout = layer, layout
         self.head_dim = d = config.head_dim
-        self.attention_dropout = config.attention_dropout
-        std, bias = config.init_method_std, not config.disable_bias_linear
+        self.attention_dropout, self.window = config.attention_dropout, config.window_size
+        std = config.init_method_std
         tp, n, g = layout.tp, config.num_attention_heads, config.num_groups
         r, heads = n // g, n // tp.size
         self.first_head = tp.rank * heads
@@ -211,12 +215,12 @@ class SelfAttention(nn.Module):
             sums = (Sum(heads * d, 2 * d, group, g),)
             counted = ((0, (heads + 2 if at == 0 else heads) * d),)
         self.linear_qkv = ColumnParallelLinear(
-            f"{name}.linear_qkv", config.hidden_size, (n + 2 * g) * d, runs, bias=bias or config.add_qkv_bias, std=std, seed=seed,
+            f"{name}.linear_qkv", config.hidden_size, (n + 2 * g) * d, runs, bias=config.qkv_bias, std=std, seed=seed,
             dtype=dtype, layout=layout, sums=sums, counted=counted,
         )  # fmt: skip
         self.linear_proj = RowParallelLinear(
-            f"{name}.linear_proj", n * d, config.hidden_size, bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype,
-            layout=layout,
+            f"{name}.linear_proj", n * d, config.hidden_size, bias=config.proj_bias, std=output_std(std, config.num_layers), seed=seed,
+            dtype=dtype, layout=layout,
         )  # fmt: skip
         self.qk_layernorm = config.qk_layernorm
         if config.qk_layernorm:
@@ -224,8 +228,11 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, d, dtype, layout, sees="heads")
         self.chunks = layout.plan(self.queries_per_group, self.num_groups)
 
-    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + attention(norm(x)), or without a norm x + attention(x)."""
+    def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> [s, b, h]: x + attention(norm(x)), or without a norm x + attention(x); and x again, for whoever else reads it.
+
+        The gradient that arrives at the second one is added in here, so that of x comes once, when all that reads it is through.
+        """
         if ctx.cache is not None:
             return self._cached(x, ctx, ctx.cache, norm)
         qkv, proj = self.linear_qkv, self.linear_proj
@@ -233,21 +240,26 @@ class SelfAttention(nn.Module):
         out, x = attention_block(
             x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, sink=self.linear_qkv.sink
         )
-        return out if dropout is None else dropped_onto(x, out, dropout)
+        return out if dropout is None else dropped_onto(x, out, dropout), x
 
     def draws_random(self, ctx: ForwardContext) -> bool:
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
-    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront | None) -> Tensor:
+    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront | None) -> tuple[Tensor, Tensor]:
         """For generation: queries of the new positions, keys and values of all."""
         qkv, x = self.linear_qkv(x, norm)
         share = self.chunks[0].shares[0]
         q, k, v = AttentionCore(self, ctx).prepare({"qkv": qkv}, share)
         assert k is not None and v is not None
         k, v = cache.extend(self.layer, k, v)
-        out = core_attention(q, k, v, fold_mask(ctx.mask, len(share.keys)), kernel=ctx.kernel)
-        return self.linear_proj(out.reshape(*qkv.shape[:2], -1), residual=x)
+        out = core_attention(q, k, v, self.mask(ctx, len(share.keys)), kernel=ctx.kernel)
+        return self.linear_proj(out.reshape(*qkv.shape[:2], -1), residual=x), x
+
+    def mask(self, ctx: ForwardContext, groups: int) -> AttentionMask:
+        """Of the pass, for so many groups of heads, with this layer's window."""
+        mask = fold_mask(ctx.mask, groups)
+        return mask if self.window is None else replace(mask, window=self.window)
 
 
 class AttentionCore:
@@ -298,7 +310,7 @@ class AttentionCore:
             keys = ctx.dropout.row_keys(self.layer.layer, SITE_ATTENTION)
             groups = len(share.queries) // q.shape[2]
             rows = head_row_keys(keys, groups, q.shape[2], self.layer.first_head + share.queries.start)
-        mask = fold_mask(ctx.mask, len(share.queries) // q.shape[2])
+        mask = self.layer.mask(ctx, len(share.queries) // q.shape[2])
         return core_attention(q, k, v, mask, kernel=ctx.kernel, dropout=rate, dropout_rows=rows)
 
     def _rotated(self, x: Tensor, heads: int = 1, rotated: int = 1) -> Tensor:
@@ -324,21 +336,12 @@ class AttentionCore:
 
 
 class MLP(nn.Module):
-    """fc1, activation, fc2; with swiglu fc1's rows are [gate | up]."""
+    """fc1, activation, fc2; where it is gated fc1's rows are [gate | up]."""
 
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
         assert config.hidden_size and config.num_layers
-        std, bias = config.init_method_std, not config.disable_bias_linear
-        activation = Activation(
-            "swiglu"
-            if config.swiglu
-            else "squared_relu"
-            if config.squared_relu
-            else "gelu_tanh"
-            if config.gelu_approximate == "tanh"
-            else "gelu"
-        )
+        std, bias, activation = config.init_method_std, config.mlp_bias, Activation(config.activation)
         mine = config.ffn_size // layout.tp.size
         runs = tuple((half * config.ffn_size + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
         self.linear_fc1 = ColumnParallelLinear(
@@ -350,21 +353,28 @@ class MLP(nn.Module):
             bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, layout=layout, activation=activation,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x), over so many pieces of the positions."""
-        if chunks > 1:
-            return self._chunked(x, norm, dropout, chunks)
-        wide, x = self.linear_fc1(x, norm)
-        if dropout is None:
-            return self.linear_fc2(wide, residual=x)
-        return dropped_onto(x, self.linear_fc2(wide), dropout)
+    def forward(
+        self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x), over so many pieces of the positions.
 
-    def _chunked(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int) -> Tensor:
+        Args:
+            onto: what the branch is added to instead of x.
+        """
+        if chunks > 1:
+            return self._chunked(x, norm, dropout, chunks, onto)
+        wide, x = self.linear_fc1(x, norm)
+        stream = x if onto is None else onto
+        if dropout is None:
+            return self.linear_fc2(wide, residual=stream)
+        return dropped_onto(stream, self.linear_fc2(wide), dropout)
+
+    def _chunked(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int, onto: Tensor | None) -> Tensor:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         assert fc2.activation is not None
         plan = MLPPlan(None if norm is None else norm.spec, fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
         row_keys = None if dropout is None else dropout.row_keys
-        return chunked_mlp(x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, sink=fc1.sink)
+        return chunked_mlp(x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, sink=fc1.sink)
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
@@ -373,7 +383,11 @@ def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Te
 
 
 class TransformerBlock(nn.Module):
-    """One block: its norms in front of attention and MLP, or (--norm-placement post) behind them, on the residual stream."""
+    """One block: its norms in front of attention and MLP, or (--norm-placement post) behind them, on the residual stream.
+
+    With --use-parallel-residual the MLP reads what attention reads. Backward still reaches the block's input last: attention's op hands its
+    input on to the MLP, and waits for the gradient of both.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
@@ -381,7 +395,7 @@ class TransformerBlock(nn.Module):
         self.layer = layer
         layout = layout.in_layer(layer)
         self.hidden_dropout = config.hidden_dropout
-        self.post = config.norm_placement == "post"
+        self.post, self.parallel = config.norm_placement == "post", config.use_parallel_residual
         if not self.post:
             self.input_layernorm = Norm(config, config.hidden_size, dtype, layout)
         self.self_attention = SelfAttention(config, layer, f"{name}.self_attention", seed, dtype, layout)
@@ -396,10 +410,13 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
         if self.post:
-            x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT)))
+            x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0])
             return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks))
-        x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
-        return self.mlp(x, self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks)
+        y, x = self.self_attention(x, ctx, self.input_layernorm.in_front(), self._dropout(ctx, SITE_ATTENTION_OUTPUT))
+        norm, dropout = self.pre_mlp_layernorm.in_front(), self._dropout(ctx, SITE_MLP_OUTPUT)
+        if self.parallel:
+            return self.mlp(x, norm, dropout, ctx.mlp_chunks, onto=y)
+        return self.mlp(y, norm, dropout, ctx.mlp_chunks)
 
     def _dropout(self, ctx: ForwardContext, site: int) -> ResidualDropout | None:
         if ctx.local_dropout is None or self.hidden_dropout == 0.0:

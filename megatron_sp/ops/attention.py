@@ -4,6 +4,9 @@
 projection wants; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
 queries and one key and value each), so grouped queries need neither a copy nor a special case.
 
+A sliding window (--window-size) is part of the mask. flash-attn and torch's own flash kernel on a GPU know it; torch's CPU kernel gets
+tiles of queries (``packed_attention.in_windows``); elsewhere each tile goes with a mask of its own.
+
 Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
 ``reference`` (plain matrix products; the only one that implements attention dropout by hash, and so the only one whose
 dropout is the same in every layout).
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +26,16 @@ from torch import Tensor
 from megatron_sp.ops import availability
 from megatron_sp.ops.dropout import fold32, keep_mask
 from megatron_sp.ops.memory import blocks, empty
-from megatron_sp.ops.packed_attention import Segment, Segments, cpu_flash, one_by_one, segments_of_documents, segments_of_lengths, varlen
+from megatron_sp.ops.packed_attention import (
+    Segment,
+    Segments,
+    cpu_flash,
+    in_windows,
+    one_by_one,
+    segments_of_documents,
+    segments_of_lengths,
+    varlen,
+)
 
 KernelName = Literal["flash", "sdpa", "reference"]
 
@@ -39,12 +51,14 @@ class AttentionMask:
             alone, instead of with a mask [b, s, s]. None: taken from ``key_lengths`` where these are on the CPU.
         documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
             document only. None: one document. Not together with ``key_lengths``.
+        window: a query sees itself and the ``window`` - 1 keys before it, no others; with ``causal``. None: all before it.
     """
 
     causal: bool = True
     key_lengths: Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     lengths: tuple[int, ...] | None = None
+    window: int | None = None
 
     def lengths_on_host(self) -> tuple[int, ...] | None:
         """Of the keys, if they are known without waiting for a device."""
@@ -160,13 +174,17 @@ def core_attention(
     Returns:
         [s_q, m, r, d]; zero for a query that sees no key (all padding, or causal with more queries than keys).
     """
+    assert mask.window is None or mask.causal, "a window is for causal attention"
+    if mask.window is not None and mask.window >= k.shape[0]:
+        mask = replace(mask, window=None)
     if mask.documents is not None:
         each = q.shape[1] // len(mask.documents)
-        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask.causal, kernel, dropout, dropout_rows)
-    lengths = mask.lengths_on_host() if mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] else None
+        return _by_segment(q, k, v, segments_of_documents(mask.documents), each, mask, kernel, dropout, dropout_rows)
+    by_length = mask.key_lengths is not None and kernel != "reference" and q.shape[0] == k.shape[0] and mask.window is None
+    lengths = mask.lengths_on_host() if by_length else None
     if lengths is not None:
         segments, each = segments_of_lengths(lengths, k.shape[0]), q.shape[1] // len(lengths)
-        return _by_segment(q, k, v, segments, each, mask.causal, kernel, dropout, None)
+        return _by_segment(q, k, v, segments, each, mask, kernel, dropout, None)
     if kernel == "flash":
         return _flash(q, k, v, mask, dropout)
     if kernel == "sdpa":
@@ -175,15 +193,16 @@ def core_attention(
 
 
 def _by_segment(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool, kernel: KernelName, dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
     dropout_rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """No work on pairs that do not see each other; ``each``: columns of a sequence."""
+    """No work on pairs that do not see each other; ``each``: columns of a sequence; of the mask causality and window within a segment."""
+    causal, window = mask.causal, mask.window
     if kernel == "sdpa" and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
-        return cpu_flash(q, k, v, segments, each, causal)
+        return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal)
     cover = each * sum(segment.queries for segment in segments) == q.shape[0] * q.shape[1]
     are_documents = cover and all(segment.keys == segment.queries for segment in segments)
-    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout) if are_documents else None
+    varlen_kernel = _varlen_kernel(q, causal, kernel, dropout, window) if are_documents else None
     if varlen_kernel is not None:
         return varlen(q, k, v, segments, each, varlen_kernel)
 
@@ -192,7 +211,7 @@ def _by_segment(
         rows = None if dropout_rows is None else dropout_rows[columns, :, segment.start : segment.start + segment.queries]
         if causal and segment.keys < segment.queries:  # the kernels put the last query at the last key: these are at the first one
             return _causal_from_the_start(q, k, v, kernel, dropout)
-        return core_attention(q, k, v, AttentionMask(causal), kernel=kernel, dropout=dropout, dropout_rows=rows)
+        return core_attention(q, k, v, AttentionMask(causal, window=window), kernel=kernel, dropout=dropout, dropout_rows=rows)
 
     return one_by_one(q, k, v, segments, each, attend)
 
@@ -205,19 +224,32 @@ def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, 
     return torch.cat(parts)
 
 
-def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float) -> Callable[..., Tensor] | None:
+def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
     """A kernel that takes all documents at once (``packed_attention.varlen``); None: there is none for these."""
     if kernel == "flash":
-        flash = availability.load("flash_attn").flash_attn_varlen_func
-        return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal)
+        flash, more = availability.load("flash_attn").flash_attn_varlen_func, _window_of_flash(window)
+        return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal, **more)
     if kernel == "sdpa" and torch_has_varlen(q):
 
         def of_torch(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-            out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, dropout, causal, False)[0]
-            return out
+            return _flash_of_torch(q, k, v, ends, longest, longest, dropout, causal, window)
 
         return of_torch
     return None
+
+
+def _window_of_flash(window: int | None) -> dict[str, tuple[int, int]]:
+    """As flash-attn takes it: how many keys before and behind a query's own."""
+    return {} if window is None else {"window_size": (window - 1, 0)}
+
+
+def _flash_of_torch(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool, window: int | None
+) -> Tensor:
+    """torch's own flash kernel on a GPU, without SDPA in front of it, which knows neither lengths added up nor windows."""
+    more = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more)[0]
+    return out
 
 
 def torch_has_varlen(q: Tensor) -> bool:
@@ -247,21 +279,52 @@ def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     if mask.key_lengths is not None:
         return _sdpa(q, k, v, mask, dropout)  # flash-attn wants packed sequences for padding
-    flash_attn_func = availability.load("flash_attn").flash_attn_func
-    out = flash_attn_func(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), dropout_p=dropout, causal=mask.causal)
+    flash_attn_func, more = availability.load("flash_attn").flash_attn_func, _window_of_flash(mask.window)
+    out = flash_attn_func(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), dropout_p=dropout, causal=mask.causal, **more)
     return out.transpose(0, 1)  # [m, s, r, d] -> [s, m, r, d]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    if mask.window is not None and mask.key_lengths is None:
+        return _sdpa_in_windows(q, k, v, mask.window, dropout)
     s_q, s_k = q.shape[0], k.shape[0]
     aligned = mask.causal and s_q == s_k and mask.key_lengths is None
     allowed = None if aligned or (mask.key_lengths is None and not (mask.causal and s_q > 1)) else _allowed(mask, s_q, s_k, q.device)
     if q.device.type == "cpu" and allowed is None and dropout == 0.0 and _HAS_CPU_FLASH:
         return _CPUFlash.apply(q, k, v, aligned)
-    # [s, m, r, d] -> [m, r, s, d]: views, the kernels take strides
+    return _any_sdpa(q, k, v, allowed, dropout, aligned)
+
+
+def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
+    """torch's choice of a kernel: [s, m, r, d] -> [m, r, s, d] and back are views, the kernels take strides."""
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=aligned, enable_gqa=q.shape[1] > 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] > 1)
     return out.permute(2, 0, 1, 3)
+
+
+def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
+    """Causal attention in a window that is shorter than the keys.
+
+    Where no kernel knows windows (fp32 on a GPU, dropout on the CPU), tiles of queries and what they see go one by one, each with a mask.
+    """
+    s_q, s_k = q.shape[0], k.shape[0]
+    if s_q < s_k:  # generation: the last queries of all
+        k, v = (t[max(0, s_k - s_q - window + 1) :] for t in (k, v))
+        mask = AttentionMask(window=window if k.shape[0] > window else None)
+        return _any_sdpa(q, k, v, _allowed(mask, s_q, k.shape[0], q.device) if s_q > 1 else None, dropout)
+    if s_q == s_k and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
+        return cpu_flash(q, k, v, in_windows((Segment(0, 0, s_q, s_k),), window), q.shape[1], True)
+    if s_q == s_k and torch_has_varlen(q):
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [m, s, r, d]
+        return _flash_of_torch(q, k, v, None, s_q, s_k, dropout, True, window).transpose(0, 1)
+    if s_q > s_k:
+        return _any_sdpa(q, k, v, _allowed(AttentionMask(window=window), s_q, s_k, q.device), dropout)
+    tiles = []
+    for tile in in_windows((Segment(0, 0, s_q, s_k),), window):
+        seen = slice(tile.start - tile.before, tile.start - tile.before + tile.keys)
+        allowed = _allowed(AttentionMask(window=window), tile.queries, tile.keys, q.device)
+        tiles.append(_any_sdpa(q[tile.start : tile.start + tile.queries], k[seen], v[seen], allowed, dropout))
+    return torch.cat(tiles)
 
 
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -337,6 +400,7 @@ def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> T
     allowed = None
     if mask.causal:
         allowed = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
+        allowed = allowed if mask.window is None else allowed.triu(s_k - s_q - mask.window + 1)
     if mask.key_lengths is not None:
         inside = (torch.arange(s_k, device=device) < mask.key_lengths[:, None])[:, None, None, :]
         allowed = inside if allowed is None else inside & allowed
@@ -347,7 +411,7 @@ def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
     """The mask of b sequences for their b * groups groups of heads."""
     if mask.key_lengths is None:
         return mask
-    return AttentionMask(mask.causal, mask.key_lengths.repeat_interleave(groups), lengths=mask.lengths_on_host())
+    return replace(mask, key_lengths=mask.key_lengths.repeat_interleave(groups), lengths=mask.lengths_on_host())
 
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:

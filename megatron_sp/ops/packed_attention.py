@@ -8,6 +8,10 @@ On the CPU (``cpu_flash``) long segments go to torch's fused kernel as views, on
 work, go in batches of about the same length: copied side by side, padded behind to the longest. Causal attention never looks at what is
 behind, and its gradient is zero, so the padding changes nothing; without the causal mask only segments of one length share a batch.
 
+A sliding window cuts a longer segment into tiles of queries, each with the keys that its windows reach (``in_windows``): work grows with
+the length times the window. All tiles but the first and the last have one shape, and one mask for it; their keys overlap, and gradients add
+up.
+
 On a GPU (``varlen``) one kernel takes all documents of the batch, as lengths added up. Everything else (``one_by_one``) calls a kernel
 of the caller's for each segment.
 """
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.memory import blocks, empty
+from megatron_sp.utils.numbers import window_tile
 
 _BATCHED_BYTES = 1 << 18  # of a segment's queries: beyond this a call of its own costs nothing beside its work
 _FILL = 0.75  # the shortest segment of a batch, of the longest
@@ -29,12 +34,16 @@ _SHORT = 8  # up to here all lengths share a batch: it is calls that cost
 
 
 class Segment(NamedTuple):
-    """Rows ``start`` to ``start + queries`` of a sequence that see its rows ``start`` to ``start + keys``."""
+    """Rows ``start`` to ``start + queries`` of a sequence that see its ``keys`` rows from ``start - before`` on.
+
+    With ``before``, each query sees itself and as many keys before it: a sliding window.
+    """
 
     sequence: int
     start: int
     queries: int
     keys: int
+    before: int = 0
 
 
 Segments = tuple[Segment, ...]
@@ -56,11 +65,26 @@ def segments_of_lengths(lengths: Sequence[int], s: int) -> Segments:
 
 
 @lru_cache(maxsize=16)
+def in_windows(segments: Segments, window: int) -> Segments:
+    """Causal segments, those that are longer than the window in tiles: its first ``window`` queries, which see all before them, then a few
+    at a time."""
+    tile, found = window_tile(window), list[Segment]()
+    for segment in segments:
+        end = segment.start + segment.queries
+        first = min(segment.queries, window)
+        found.append(segment._replace(queries=first, keys=first))
+        for start in range(segment.start + first, end, tile):
+            queries = min(tile, end - start)
+            found.append(Segment(segment.sequence, start, queries, window - 1 + queries, before=window - 1))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
 def batches_of(segments: Segments, causal: bool) -> tuple[Segments, ...]:
-    """Segments that can be computed side by side, longest first."""
+    """Segments that can be computed side by side, longest first; behind them the tiles of windows, which overlap, one by one."""
     found: list[list[Segment]] = []
-    for segment in sorted(segments, key=lambda g: (-g.queries, -g.keys, g)):
-        longest = found[-1][0] if found else None
+    for segment in sorted(segments, key=lambda g: (g.before > 0, -g.queries, -g.keys, g)):
+        longest = found[-1][0] if found and not segment.before else None
         alike = longest is not None and (longest.queries, longest.keys) == (segment.queries, segment.keys)
         if longest is not None and causal and segment.queries == segment.keys and longest.queries == longest.keys:
             alike = longest.queries <= _SHORT or segment.queries >= _FILL * longest.queries
@@ -86,8 +110,9 @@ def _calls(segments: Segments, causal: bool, q: Tensor, each: int) -> Iterator[_
         of_one = batch[0].queries * each * row
         if of_one <= _BATCHED_BYTES:
             yield from (_Call(batch[some], each, slice(0, each)) for some in blocks(len(batch), of_one, q.device))
-        else:
-            yield from (_Call((segment,), each, columns) for segment in batch for columns in blocks(each, segment.queries * row, q.device))
+            continue
+        rows = max(batch[0].queries, batch[0].keys)  # results of backward are as long as the keys
+        yield from (_Call((segment,), each, columns) for segment in batch for columns in blocks(each, rows * row, q.device))
 
 
 class _Places:
@@ -102,9 +127,10 @@ class _Places:
         lengths = [segment.keys if keys else segment.queries for segment in call.segments]
         longest, first = max(lengths), call.segments[0]
         self.alone: tuple[slice, slice] | None = None
+        self.adds = keys and first.before > 0
         if len(lengths) == 1:
-            column = first.sequence * call.each
-            self.alone = slice(first.start, first.start + longest), slice(column + call.columns.start, column + call.columns.stop)
+            column, row = first.sequence * call.each, first.start - (first.before if keys else 0)
+            self.alone = slice(row, row + longest), slice(column + call.columns.start, column + call.columns.stop)
             return
         start, length = torch.tensor([segment.start for segment in call.segments])[:, None], torch.tensor(lengths)[:, None]
         at = torch.arange(longest)
@@ -122,9 +148,10 @@ class _Places:
         return taken.flatten(0, 1).transpose(1, 2)
 
     def put(self, into: Tensor, x: Tensor) -> None:
-        """[n * each, r, longest, d] into its places in [s, m, r, d]."""
+        """[n * each, r, longest, d] into its places in [s, m, r, d]; what a window's keys get is added."""
         if self.alone is not None:
-            into[self.alone] = x.permute(2, 0, 1, 3)
+            place = into[self.alone]
+            place.add_(x.permute(2, 0, 1, 3)) if self.adds else place.copy_(x.permute(2, 0, 1, 3))
             return
         x = x.unflatten(0, (-1, self.each)).permute(0, 3, 1, 2, 4)  # [n, longest, each, r, d]
         if not self.padded:
@@ -140,7 +167,7 @@ def cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, ca
     Args:
         q: [s, m, r, d].
         k, v: [s, m, 1, d].
-        segments: none of them overlap.
+        segments: none of them overlap, but for the keys of ``in_windows``.
         each: columns of m for a sequence, one after another.
         causal: within a segment.
     Returns:
@@ -156,8 +183,10 @@ class _CPUSegments(torch.autograd.Function):
         out, sums = empty(q.shape, dtype=q.dtype, device=q.device), []
         _zero_outside(out, segments, each, keys=False)
         for call in _calls(segments, causal, q, each):
-            queries = _Places(call, keys=False)
-            result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_operands(q, k, v, call, queries), 0.0, causal)
+            queries, (is_causal, mask) = _Places(call, keys=False), _mask_of(call, causal, q.dtype)
+            result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_operands(q, k, v, call, queries), 0.0, is_causal, attn_mask=mask
+            )
             queries.put(out, result)
             sums.append(log_sums)
         ctx.save_for_backward(q, k, v, out, *sums)
@@ -168,14 +197,29 @@ class _CPUSegments(torch.autograd.Function):
         q, k, v, out, *sums = ctx.saved_tensors
         grads = _gradients_of(q, k, v, ctx.segments, ctx.each)
         for call, log_sums in zip(_calls(ctx.segments, ctx.causal, q, ctx.each), sums, strict=True):
-            queries, keys = _Places(call, keys=False), _Places(call, keys=True)
+            queries, keys, (is_causal, mask) = _Places(call, keys=False), _Places(call, keys=True), _mask_of(call, ctx.causal, q.dtype)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                queries.take(grad, zero_behind=True), *_operands(q, k, v, call, queries), queries.take(out), log_sums, 0.0, ctx.causal
-            )
+                queries.take(grad, zero_behind=True), *_operands(q, k, v, call, queries), queries.take(out), log_sums, 0.0, is_causal,
+                attn_mask=mask,
+            )  # fmt: skip
             queries.put(grads[0], found[0])
             for into, of_queries in zip(grads[1:], found[1:], strict=True):  # the group's one key and value served all its queries
                 keys.put(into, of_queries if q.shape[2] == 1 else of_queries.sum(1, keepdim=True))
         return *grads, None, None, None
+
+
+def _mask_of(call: _Call, causal: bool, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+    """(whether the kernel's own causal mask is wanted, else a mask to add): the latter for a tile of windows."""
+    segment = call.segments[0]
+    return (False, _window_mask(segment.queries, segment.before, dtype)) if segment.before else (causal, None)
+
+
+@lru_cache(maxsize=4)
+def _window_mask(queries: int, before: int, dtype: torch.dtype) -> Tensor:
+    """[queries, before + queries]: 0 where query i sees key j, i <= j <= i + before, else -inf."""
+    distance = torch.arange(before + queries) - torch.arange(queries)[:, None]
+    hidden = (distance < 0) | (distance > before)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, call: _Call, queries: _Places) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,6 +243,9 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int
 
 def _zero_outside(x: Tensor, segments: Segments, each: int, keys: bool) -> None:
     """Fill what no segment writes: all rows behind the segments of each sequence, which are one after another from the first row on."""
+    if keys and any(segment.before for segment in segments):  # added up
+        x.zero_()
+        return
     ends = [0] * (x.shape[1] // each)
     for segment in segments:
         ends[segment.sequence] = max(ends[segment.sequence], segment.start + (segment.keys if keys else segment.queries))

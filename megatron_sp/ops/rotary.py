@@ -6,25 +6,59 @@ because nothing else needs the unrotated values: a rotation is inverted by the o
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def rotary_tables(positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i/rotated_dim).
+@dataclass(frozen=True)
+class RotaryStretch:
+    """Slower rotation for sequences longer than those of pretraining.
+
+    A frequency turns original_length / wavelength times over a sequence of pretraining. Those that turn less than ``low`` times have never
+    been seen all around, and are divided by ``factor``; those that turn more than ``high`` times tell neighbours apart, and stay; between
+    the two the share that stays grows evenly. ``low`` and ``high`` infinite: all are divided, which is as good as dividing the positions.
+
+    Source: arXiv:2306.15595 (all divided); Llama 3.1's model card and released code (by wavelength).
+    """
+
+    factor: float = 1.0
+    low: float = math.inf
+    high: float = math.inf
+    original_length: int = 1
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """Radians per position, [n] -> [n]."""
+        slow = frequencies / self.factor
+        if math.isinf(self.low):
+            return slow
+        turns = self.original_length * frequencies / (2 * math.pi)
+        stays = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return (1 - stays) * slow + stays * frequencies
+
+
+NOT_STRETCHED = RotaryStretch()
+
+
+def rotary_tables(
+    positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32, stretch: RotaryStretch = NOT_STRETCHED
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2i/rotated_dim), the frequencies stretched.
 
     Args:
         positions: int64 [s], global positions, or [s, b] where they differ from sequence to sequence.
         rotated_dim: how many channels of each head are rotated; even.
         base: theta.
         dtype: of the tables; angles are computed in fp64 so that position 1,000,000 is as exact as position 1.
+        stretch: of the frequencies.
     Returns:
         two tensors [*positions.shape, rotated_dim / 2].
     """
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
-    angles = positions.to(torch.float64)[..., None] * base**-exponent
+    angles = positions.to(torch.float64)[..., None] * stretch.apply(base**-exponent)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -1,6 +1,6 @@
 """A block's MLP over pieces of the positions: the wide activation of one piece exists at a time, forward and backward (--mlp-chunks).
 
-    x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f with swiglu
+    x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f where it is gated
 
 Every step works on positions by themselves, so any cut of them gives the same numbers. One autograd function keeps x, which is the residual
 stream and kept anyway, and computes fc1 again in backward: a third product more for each weight of fc1, for an activation that is four or
@@ -61,35 +61,37 @@ class MLPPlan:
 
 def chunked_mlp(
     x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan: MLPPlan,
-    *, row_keys: Tensor | None = None, sink: GradSink | None = None,
+    *, row_keys: Tensor | None = None, onto: Tensor | None = None, sink: GradSink | None = None,
 ) -> Tensor:  # fmt: skip
     """x + mlp(norm(x)) without the wide activation of all positions.
 
     Args:
         x: [s/parts, b, h].
         norm: in front of fc1, its weights whole on every rank; or None.
-        fc1: weight [f/tp, h] ([2*f/tp, h] with swiglu), bias or None.
+        fc1: weight [f/tp, h] ([2*f/tp, h] where it is gated), bias or None.
         fc2: weight [h, f/tp], bias [h] or None, added once, after the sum over ranks.
         plan: pieces, group, dropout.
         row_keys: int32 [s/parts, b], for dropout.
+        onto: like x; what the branch is added to instead of x.
         sink: receives the gradients of all parameters; else they go through autograd.
     Returns:
         [s/parts, b, h].
     """
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    return _ChunkedMLP.apply(x, weight, bias, *fc1, *fc2, row_keys, plan, sink)
+    return _ChunkedMLP.apply(x, weight, bias, *fc1, *fc2, onto, row_keys, plan, sink)
 
 
 class _ChunkedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-        b2: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, sink: GradSink | None,
+        b2: Tensor | None, onto: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, sink: GradSink | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, row_keys)
         # the sink knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params = norm_weight, norm_bias, w1, b1, w2, b2
-        ctx.plan, ctx.sink = plan, sink
+        ctx.plan, ctx.sink, ctx.apart = plan, sink, onto is not None
+        stream = x if onto is None else onto
         plan.tp.mark("mlp")
         y = empty(x.shape, dtype=x.dtype, device=x.device)
         late_bias = None if plan.tp.size == 1 else b2
@@ -99,7 +101,7 @@ class _ChunkedMLP(torch.autograd.Function):
             inner = plan.activation.forward(_wide(a, w1, b1))
             del a, entered
             if plan.tp.size == 1 and plan.rate == 0.0:  # nothing stands between the product and what is added to it
-                multiply(rows_of(inner), w2, b2, rows_of(x[piece]), out=rows_of(y[piece]))
+                multiply(rows_of(inner), w2, b2, rows_of(stream[piece]), out=rows_of(y[piece]))
                 del inner
                 continue
             part = empty((*inner.shape[:-1], w2.shape[0]), dtype=x.dtype, device=x.device)
@@ -108,11 +110,11 @@ class _ChunkedMLP(torch.autograd.Function):
             left = plan.tp.leave_async(part)
             del part
             if under_way is not None:
-                _join(under_way, x, y, late_bias, row_keys, plan.rate)
+                _join(under_way, stream, y, late_bias, row_keys, plan.rate)
             under_way = piece, left
             del left
         if under_way is not None:
-            _join(under_way, x, y, late_bias, row_keys, plan.rate)
+            _join(under_way, stream, y, late_bias, row_keys, plan.rate)
         return y
 
     @staticmethod
@@ -156,6 +158,8 @@ class _Backward:
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.row_keys = ctx.saved_tensors
         self.plan, self.sink, self.grad, self.params = ctx.plan, ctx.sink, grad, ctx.params
+        self.passes = None if ctx.apart else grad  # to x, beside what comes through the branch
+        self.grad_onto = grad if ctx.needs_input_grad[7] else None
         self.need_x, self.need = ctx.needs_input_grad[0], ctx.needs_input_grad[1:7]
         self.need_back = self.need_x or self.need[0] or self.need[1]
         self.sums: list[Tensor | None] = [None] * 6  # by parameter; of the two weights only without a sink
@@ -183,7 +187,7 @@ class _Backward:
         found = [None if s is None else put_grad(self.sink, p, s) for p, s in zip(self.params, self.sums, strict=True)]
         for i, weight in self.weights.items():
             found[i] = weight.result()
-        return self.grad_x, *found, None, None, None
+        return self.grad_x, *found, self.grad_onto, None, None, None
 
     def _enter(self, piece: slice) -> tuple[Handle, Handle, tuple[Tensor, ...]]:
         """Start a piece: (its normed positions, the gradient behind fc2, both of all tp ranks; the norm's statistics)."""
@@ -225,10 +229,11 @@ class _Backward:
     def _norm(self, piece: slice, reduced: Handle, stats: tuple[Tensor, ...]) -> None:
         """The gradient of a piece's input, with that of the residual branch."""
         need = self.need_x, self.need[0], self.need[1]
-        passed = self.grad[piece]
+        passed = None if self.passes is None else self.passes[piece]
         if self.plan.spec is None:
             if self.grad_x is not None:
-                torch.add(reduced.wait(), passed, out=self.grad_x[piece])
+                found = reduced.wait()
+                self.grad_x[piece].copy_(found) if passed is None else torch.add(found, passed, out=self.grad_x[piece])
             return
         part, *sums = norm_backward(reduced.wait(), self.x[piece], self.norm_weight, self.norm_bias, stats, self.plan.spec, need, passed)
         if self.grad_x is not None and part is not None:

@@ -169,7 +169,10 @@ class _AttentionBlock(torch.autograd.Function):
         need_back = need_x or need_norm_w or need_norm_b
         plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
-        passed = add(passed, grad) if plan.add_input else passed
+        # the input may get two gradients from outside: they meet at the end, so that their sum does not live through all of this
+        late: Tensor | None = None
+        if plan.add_input:
+            passed, late = (grad, None) if passed is None else (passed, grad)
         gathered = plan.tp.enter_async(grad)
         g_b_proj = put_grad(sink, param_b_proj, column_sum(rows_of(grad))) if need_b_proj else None
         grad2 = rows_of(gathered.wait())
@@ -181,7 +184,7 @@ class _AttentionBlock(torch.autograd.Function):
         if not needs_qkv:
             g_proj = weight_of_proj()
             plan.sp.mark(OTHER)
-            return passed if need_x else None, None, None, None, None, g_proj, g_b_proj, *nothing[6:]
+            return add(passed, late) if need_x else None, None, None, None, None, g_proj, g_b_proj, *nothing[6:]
         arriving, g_proj, g_core = run.backward_to_messages(grad2, w_proj, weight_of_proj)
         del gathered
         plan.sp.mark(PROJECTION)
@@ -213,11 +216,13 @@ class _AttentionBlock(torch.autograd.Function):
         g_qkv, g_b_qkv = (None if g is None else g.result() for g in (weight_grad, bias_grad))
         if reduced is None:
             plan.sp.mark(OTHER)
-            return passed if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
+            return add(passed, late) if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
         if ctx.spec is None:
             plan.sp.mark(OTHER)
-            return add(passed, reduced.wait()), None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
+            return add(add(passed, reduced.wait()), late), None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
         grad_x, g_norm = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, (need_x, need_norm_w, need_norm_b), passed)
+        if late is not None and grad_x is not None:
+            grad_x.add_(late)
         plan.sp.mark(OTHER)
         return grad_x, *g_norm, g_qkv, g_b_qkv, g_proj, g_b_proj, None, None, None, None, None, *g_core
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -392,8 +393,23 @@ def _value(setting: Setting, target: Target) -> Any:
         words = ()
     if target.kind.base == "bool":
         return _is_on(words) != target.negated
+    if target.name == "window_size" and len(words) == 1:
+        words = (_one_window(words[0]),)
     spellings = dialect.VALUE_SPELLINGS.get(setting.name, {})
     return target.kind.parse([spellings.get(word, word) for word in words])
+
+
+def _one_window(text: str) -> str:
+    """Megatron's pair of keys before and behind a token's own, such as "4095,0", as the number of keys that it sees."""
+    pair = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if pair is None:
+        return text
+    before, behind = int(pair[1]), int(pair[2])
+    if before < 0 or behind != 0:
+        raise ValueError(
+            f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': no token sees those behind it; to see all before it leave this out"
+        )
+    return str(before + 1)
 
 
 def _is_on(words: tuple[str, ...]) -> bool:

@@ -156,10 +156,10 @@ def count_parameters(model: ModelConfig) -> int:
     """Of the whole model, as a checkpoint has them: without padding rows of the vocabulary."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
     h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
-    bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
-    rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.swiglu else 1)
+    norms = 2 if model.normalization == "LayerNorm" else 1
+    rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.is_gated else 1)
     block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
-    block += rows * (bias or model.add_qkv_bias) + (h + ffn_rows + h) * bias
+    block += rows * model.qkv_bias + h * model.proj_bias + (ffn_rows + h) * model.mlp_bias
     embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
     head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
     return model.num_layers * block + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)

@@ -1,7 +1,7 @@
 """Arithmetic of a training step in closed form, in the two conventions people quote, and peaks to hold it against.
 
-*full* counts every attention score, *causal* only those a causal mask needs (half of them): that is what a good kernel
-computes, and the honest one for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as
+*full* counts every attention score, *causal* only those a causal mask needs (half of them, fewer in a sliding window): that is what a good
+kernel computes, and the honest one for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as
 twice the forward pass, and recomputation not at all (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B).
 """
 
@@ -32,7 +32,7 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
     heads_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_groups * config.head_dim
     qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
-    mlp = config.hidden_size * config.ffn_size * (3 if config.swiglu else 2)
+    mlp = config.hidden_size * config.ffn_size * (3 if config.is_gated else 2)
     dense = config.num_layers * (qkv_and_proj + mlp) + head_share * config.hidden_size * config.vocab_size
     dense += head_share * config.hidden_size**2 if config.is_bert else 0
     scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
@@ -42,7 +42,17 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
 def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
     """(causal, full) FLOPs of forward and backward for one token; BERT sees all of its sequence, so both are the same."""
     dense, scores = forward_flops_per_token(config, head_share)
-    return 3.0 * (dense + scores * (1.0 if config.is_bert else 0.5)), 3.0 * (dense + scores)
+    return 3.0 * (dense + scores * seen_share(config)), 3.0 * (dense + scores)
+
+
+def seen_share(config: ModelConfig) -> float:
+    """Of all pairs of a query and a key, those that the mask leaves, for long sequences: 1 for BERT, else a half; in a window of w of s
+    tokens w/s less half of its square."""
+    assert config.seq_length
+    if config.is_bert:
+        return 1.0
+    window = 1.0 if config.window_size is None else min(1.0, config.window_size / config.seq_length)
+    return window - window**2 / 2
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

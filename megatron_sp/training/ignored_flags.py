@@ -184,14 +184,16 @@ _REFUSED = {
     "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), BertWordPieceLowerCase or BertWordPieceCase"
     " (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
         merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
-    "rotary positions today are plain (--rotary-base, --rotary-percent)": """
-        use-rope-scaling rope-scaling-factor rotary-interleaved rotary-scaling-factor rotary-seq-len-interpolation-factor no-rope-freq
-        mrope-section use-alibi-position-embeddings relative-attention-num-buckets relative-attention-max-distance""",
-    "attention today is causal over the whole sequence, one head like the other": """
-        window-size window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+    "rotary positions today turn pairs (i, i + n/2) of every layer alike, stretched by --use-rope-scaling or"
+    " --rotary-seq-len-interpolation-factor": """
+        rotary-interleaved rotary-scaling-factor no-rope-freq mrope-section use-alibi-position-embeddings
+        relative-attention-num-buckets relative-attention-max-distance""",
+    "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
+        window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         softmax-type ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size force-ds-sequence-parallel mtp-num-layers
         mtp-loss-scaling-factor attention-head-type""",
-    "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, SwiGLU or squared ReLU": """
+    "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, ReLU, squared ReLU (--relu,"
+    " --squared-relu), or gated by SiLU or GELU (--swiglu, --geglu)": """
         apply-residual-connection-post-layernorm quick-geglu glu-activation embed-layernorm onnx-safe is-hybrid-model
         hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio spec heterogeneous-layers-config-path""",
     "initial weights today are normal (--init-method-std)": """
@@ -228,7 +230,7 @@ REFUSED_PREFIXES: dict[str, str] = {
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
-    "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",), "rotary-seq-len-interpolation-factor": ("1",),
+    "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",),
     "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),

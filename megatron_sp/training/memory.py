@@ -19,9 +19,11 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.training.memory_mlp import times_inner
 from megatron_sp.training.memory_plan import Line, MemoryPlan, Moment, merged, total
 from megatron_sp.training.memory_sizes import Sizes
 from megatron_sp.training.memory_zero import Held
+from megatron_sp.utils.numbers import window_tile
 
 
 def memory_plan(
@@ -94,10 +96,19 @@ class Form(Sizes):
         return made
 
     def _tables(self) -> int:
-        """Positions, rotary tables, dropout's token keys."""
+        """Positions, rotary tables, dropout's token keys, masks of windows."""
         rotary = self.length * self.model.rotary_dim // 2 * 2 * max(4, self.wide) if self.model.position_embedding_type == "rope" else 0
         keys = 8 * (self.all_tokens + self.between) if self.dropout or self.model.attention_dropout > 0 else 0
-        return 8 * self.length + rotary + keys
+        return 8 * self.length + rotary + keys + self._window_masks()
+
+    def _window_masks(self) -> int:
+        """Of our CPU kernel's tiles, all alike but the last (``ops/packed_attention.py``)."""
+        window = self.model.window_size
+        if self.cuda or self.uses_reference or window is None or window == 1 or window >= self.length:
+            return 0
+        rest, tile = self.length - window, window_tile(window)
+        sizes = {min(tile, rest), rest % tile}
+        return sum(queries * (window - 1 + queries) for queries in sizes) * self.e
 
     def _widened(self) -> int:
         return self.inside * self.h * self.wide if self.is_16_bit else 0
@@ -211,6 +222,8 @@ class Form(Sizes):
         made = [Line("MLP, behind the activation", self.inside * self.ffn * self.e), Line("block's output", self.whole_stream)]
         if self.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", self.stream)]
+        # with a parallel residual nobody keeps it: the MLP reads what attention read
+        made.append(Line("sum behind attention", self.stream if self.parallel_residual else 0))
         return Moment(
             "forward", "last block",
             (*_gradients(self.zero.forward()), self._head_params(), *lines, Line("of a recomputed block", inside), *made, self._leaving()),
@@ -250,8 +263,8 @@ class Form(Sizes):
             pieces = [Line(*named) for named in self.piece.backward()]
             return self._block(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
         one = self.inside * self.ffn * self.e
-        made = 5 * one if self.model.swiglu else 2 * one if self.model.squared_relu else one
-        return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), Line("MLP, inside", made))
+        made = Line("MLP, inside", times_inner(self.model.activation) * one)
+        return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), made)
 
     def _norm_behind_backward(self, layer: int) -> list[Moment]:
         """Of the MLP: the first that a post-norm block does."""
@@ -264,7 +277,7 @@ class Form(Sizes):
         """First linear layer: what fc2 kept is gone."""
         if self.chunked:
             return []
-        name, kept = "first linear layer", [*self.attention_keeps, self._norm_behind, Line("residual stream", self.stream)]
+        name, kept = "first linear layer", [*self.attention_keeps, self._norm_behind, self.mlp_keeps[0]]
         stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"] + [self._from_outside(layer)]
         wide = Line("gradient of the MLP, inside", self.inside * self.ffn_in * self.e)
         product = [
@@ -278,17 +291,26 @@ class Form(Sizes):
         """Of a norm in front or behind; a layer without one adds two gradients, which takes less."""
         return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", 2 * self.norm_block)]
 
+    def _at_attention(self, layer: int) -> list[Line]:
+        """Gradients of streams while backward is in attention.
+
+        With a parallel residual that of the MLP's input waits beside the block's own; with dropout the two have met by then.
+        """
+        waits = self.parallel_residual and not self.dropout
+        waiting = Line("gradient of the MLP's input", self.stream if waits else 0)
+        return [*self._in_backward(), waiting, self._from_outside(layer, attention=not waits)]
+
     def _attention_backward(self, layer: int) -> list[Moment]:
         first, count = max(range(len(self.chunks)), key=lambda i: self.wires[i]), len(self.chunks)
         d_out = self.outs[first] * self.padded // self.length
         received = d_out if self.sp > 1 else 0
         # with several chunks the next one's gradient is on its way already, and the last one's is not yet taken
         ahead = 2 * d_out if count > 1 and self.sp > 1 else d_out if count > 1 else 0
-        kernel = self._scores if self.uses_reference else 3 * self.attention_blocks
+        kernel = self._scores if self.uses_reference else self.attention_grad_blocks
         if self.kernels.recompute_granularity == "selective":  # made again
             log_sums = self.num_queries * self.all_tokens * max(4, self.e)
             kernel += self.outs[first] + (self._reference_keeps if self.uses_reference else log_sums)
-        base = [*self.attention_keeps, *self._in_backward(), self._from_outside(layer, attention=True)]
+        base = [*self.attention_keeps, *self._at_attention(layer)]
         inside = self._block(
             layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
             Line("gradient of q, k, v", self.wires[first]), Line("attention kernel's temporaries", kernel),
@@ -302,7 +324,7 @@ class Form(Sizes):
             kept.append(Line("attention output", sum(self.outs)))
         by_token = sum(len(of_rank) for of_rank in self.chunks[0].messages[0].rows) * self.d * self.inside * self.e if self.sp > 1 else 0
         product = [
-            *kept, *self._in_backward(), self._from_outside(layer, attention=True),
+            *kept, *self._at_attention(layer),
             Line("gradient of q, k, v, as it arrives", sum(self.sent)),
             Line("gradient of q, k, v, by token", by_token),
             Line("norm's output, for all", self.gathered if self.post else self.whole_stream),

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_sp.config import ActivationName
+
 Named = tuple[str, int]
+
+
+def times_inner(activation: ActivationName) -> int:
+    """What backward through the activation makes, in tensors of its output's size: a plain one works in place."""
+    return {"swiglu": 5, "geglu": 5, "geglu_tanh": 5, "squared_relu": 2}.get(activation, 1)
 
 
 def piece_sizes(positions: int, chunks: int) -> list[int]:
@@ -26,7 +33,7 @@ class PieceForm:
         parts: of tp_seq: ranks that cut the stream, 1 without it.
         tp: ranks of the group.
         wide, inner: in front of the activation function and behind it, positions of all parts.
-        activation: "gelu", "swiglu" or "squared_relu".
+        activation: between the two.
         dropout: behind the MLP.
         receives: a reduce_scatter has a buffer for what arrives (gloo).
     """
@@ -36,7 +43,7 @@ class PieceForm:
     tp: int
     wide: int
     inner: int
-    activation: str
+    activation: ActivationName
     dropout: bool
     receives: bool
 
@@ -60,7 +67,7 @@ class PieceForm:
 
     def backward(self) -> list[Named]:
         """The activation computed again, then its gradient."""
-        made = {"swiglu": 5, "squared_relu": 2}.get(self.activation, 1) * self.inner
+        made = times_inner(self.activation) * self.inner
         entered = self._whole + (self._whole if self.parts > 1 else self.stream if self.dropout else 0)
         dropped = self.stream if self.dropout else 0
         ahead = self.stream + dropped + 2 * self._whole if self.parts > 1 else 0

@@ -15,7 +15,7 @@ from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_head
 from megatron_sp.training.memory_mlp import PieceForm, piece_sizes
 from megatron_sp.training.memory_plan import Line, total
 from megatron_sp.training.memory_zero import ALIGN_BYTES, ZeroForm
-from megatron_sp.utils.numbers import round_up
+from megatron_sp.utils.numbers import round_up, window_tile
 
 _MIB = 2**20
 _BLOCK_BYTES = 2**20  # of ops/memory.py :: blocks on the CPU, one thread
@@ -53,13 +53,13 @@ class Sizes:
         self.inside = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
         self.between = self.inside // self.parts  # and between them
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
-        self.post = model.norm_placement == "post"
+        self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
         picks = model.is_bert and not self.cuda
         masked = math.ceil(round(s * b / self.sp * head_share, 6))
         self.head_tokens = min(self.inside, masked) if picks else self.inside
         self.head_chunk = kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows, device)
         self.ffn = model.ffn_size // self.tp
-        self.ffn_in = self.ffn * (2 if model.swiglu else 1)
+        self.ffn_in = self.ffn * (2 if model.is_gated else 1)
         # the stream between the layers, and the same with all positions of the tp group
         self.stream, self.whole_stream = self.between * self.h * self.e, self.inside * self.h * self.e
         self.gathered = self.whole_stream if self.parts > 1 else 0
@@ -81,11 +81,11 @@ class Sizes:
         positions = self.between // b
         self.mlp_pieces = [size * b for size in piece_sizes(positions, self.kernels.mlp_chunks)]  # tokens of this rank
         largest = max(self.mlp_pieces)
-        name = "swiglu" if self.model.swiglu else "squared_relu" if self.model.squared_relu else "gelu"
         inside = largest * self.parts * self.e
         self.piece = PieceForm(
-            largest * self.h * self.e, self.parts, self.tp, inside * self.ffn_in, inside * self.ffn, name, self.dropout, not self.cuda
-        )
+            largest * self.h * self.e, self.parts, self.tp, inside * self.ffn_in, inside * self.ffn, self.model.activation, self.dropout,
+            not self.cuda,
+        )  # fmt: skip
 
     @property
     def chunked(self) -> bool:
@@ -118,23 +118,41 @@ class Sizes:
         repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
         self.made_heads = self.all_tokens * (sum(repeated) + normed) * d * self.e  # heads that are not views of what arrived
-        widest = max(len(share.queries) for share in shares)
-        group = self.length * self.queries_per_group * d * self.e
-        passes = 2 * max(1, _BLOCK_BYTES // group) * group  # one at work, and the results of the one before
-        self.attention_blocks = 0 if self.cuda else min(passes, self.all_tokens * widest * d * self.e)
+        self._attention_blocks(max(len(share.queries) for share in shares))
+
+    def _attention_blocks(self, widest: int) -> None:
+        """What calls of our CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
+        row = self.queries_per_group * self.d * self.e  # of a position, in the columns of one group
+        columns = self.all_tokens // self.length * widest * self.d * self.e // row
+
+        def calls(queries: int, keys: int) -> int:
+            return 2 * max(1, _BLOCK_BYTES // (keys * row)) * row * queries  # one at work, and the results of the one before
+
+        window = self.model.window_size
+        if self.cuda:
+            self.attention_blocks = self.attention_grad_blocks = 0
+        elif window is None or window >= self.length:
+            self.attention_blocks = min(calls(self.length, self.length), columns * row * self.length)
+            self.attention_grad_blocks = 3 * self.attention_blocks
+        else:  # the first tile sees as many keys as it has queries; the others have fewer queries than keys
+            tile = window_tile(window)
+            reach = window - 1 + tile
+            self.attention_blocks = min(calls(window, window), 2 * columns * row * window)
+            others = [min(calls(n, reach), 2 * columns * row * n) for n in (tile, reach)]
+            self.attention_grad_blocks = max(3 * self.attention_blocks, others[0] + 2 * others[1])
 
     def _parameters(self, parallel: ParallelConfig, ranks: int) -> None:
         """Parameters of each unit, in elements with the alignment of the flat buffers; ``ranks`` have the same ones."""
         model, h = self.model, self.h
         align = ALIGN_BYTES // self.e
-        bias, norms = not model.disable_bias_linear, 2 if model.normalization == "LayerNorm" else 1
+        norms = 2 if model.normalization == "LayerNorm" else 1
 
         def aligned(*counts: int) -> int:
             return sum(round_up(count, align) for count in counts)
 
         attention = [self.qkv_rows * h, h * self.proj_columns]
-        attention += [self.qkv_rows] * (bias or model.add_qkv_bias) + [h] * bias + [self.d] * (2 * norms * model.qk_layernorm)
-        mlp = [self.ffn_in * h, h * self.ffn] + [self.ffn_in, h] * bias
+        attention += [self.qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [self.d] * (2 * norms * model.qk_layernorm)
+        mlp = [self.ffn_in * h, h * self.ffn] + [self.ffn_in, h] * model.mlp_bias
         block = aligned(*attention, *mlp, *[h] * (2 * norms))
         positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
         positions += [model.token_types * h] if model.token_types else []
@@ -158,10 +176,10 @@ class Sizes:
             return (rows + model.token_types + norms * self.post) * h
         if unit == 0 or unit > self.layers:
             return norms * h if self.parts > 1 and not self.post and unit > 0 else 0
-        count = (2 * norms + 2 * (not model.disable_bias_linear)) * h if self.parts > 1 else 0
+        count = (2 * norms + model.proj_bias + model.mlp_bias) * h if self.parts > 1 else 0
         count += 2 * norms * self.d if model.qk_layernorm else 0
         if model.num_groups % self.tp:  # each has its own place for every group
-            count += model.num_groups * 2 * self.d * (h + (not model.disable_bias_linear or model.add_qkv_bias))
+            count += model.num_groups * 2 * self.d * (h + model.qkv_bias)
         return count
 
     # what a block keeps
@@ -210,7 +228,7 @@ class Sizes:
     @cached_property
     def mlp_keeps(self) -> list[Line]:
         wide = 0 if self.chunked else self.inside * self.ffn_in * self.e
-        return [Line("residual stream", self.stream), Line("MLP, in front of the activation", wide)]
+        return [Line("residual stream", 0 if self.parallel_residual else self.stream), Line("MLP, in front of the activation", wide)]
 
     @property
     def _norm_behind(self) -> Line:

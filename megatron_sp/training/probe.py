@@ -11,14 +11,13 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce, barrier
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import Config
+from megatron_sp.models.positions import rotary_of
 from megatron_sp.models.transformer import AttentionMask, ForwardContext, Norm, SelfAttention
 from megatron_sp.ops.attention import choose_kernel
-from megatron_sp.ops.rotary import rotary_tables
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layout import Layout
 
@@ -94,10 +93,7 @@ class _Timer:
         cut = layout.cut(model.seq_length)
         positions = cut.between.stop - cut.between.start
         self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
-        rotary: tuple[Tensor, Tensor] | None = None
-        if model.position_embedding_type == "rope":
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            rotary = rotary_tables(torch.arange(model.seq_length, device=device), model.rotary_dim, model.rotary_base, wide)
+        rotary = rotary_of(model, torch.arange(model.seq_length, device=device), dtype)
         kernel = choose_kernel(config.kernels.attention_backend, device.type, dtype, model.attention_dropout).name
         self.ctx = ForwardContext(AttentionMask(), kernel=kernel, length=model.seq_length, rotary=rotary)
 
@@ -106,7 +102,7 @@ class _Timer:
         self._synchronize()
         barrier(self.groups.control)
         began = time.perf_counter()
-        y = self.attention(self.x, self.ctx, self.norm.in_front(), None)
+        y, _ = self.attention(self.x, self.ctx, self.norm.in_front(), None)
         y.backward(y.detach())
         self._synchronize()
         return _agree_over(time.perf_counter() - began, self.groups)

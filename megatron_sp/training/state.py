@@ -26,8 +26,9 @@ from megatron_sp.utils.errors import CheckpointError
 _STRUCTURE = (
     "model_family", "norm_placement", "token_types", "has_order_head",
     "num_layers", "hidden_size", "num_attention_heads", "num_groups", "head_dim", "ffn_size", "position_embedding_type", "rotary_base",
-    "rotary_percent", "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "swiglu", "squared_relu", "gelu_approximate",
-    "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "vocab_size",
+    "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling", "window_size", "use_parallel_residual",
+    "normalization", "norm_epsilon", "apply_layernorm_1p", "qk_layernorm", "activation", "head_activation", "qkv_bias", "proj_bias",
+    "mlp_bias", "untie_embeddings_and_output_weights", "vocab_size",
 )  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
     model, parallel = config.model, config.parallel
     assert model.num_layers and model.hidden_size and model.seq_length and model.vocab_size and model.num_attention_heads
     h, heads = model.hidden_size, (model.num_attention_heads + 2 * model.num_groups) * model.head_dim
-    width = model.ffn_size * (2 if model.swiglu else 1)
+    width = model.ffn_size * (2 if model.is_gated else 1)
     tokens = model.seq_length * config.batch.micro_batch_size
     here = launch.local_world_size if groups.device.type == "cpu" else 1  # ranks that share this memory
     others = here / parallel.tensor_model_parallel_size

@@ -119,7 +119,7 @@ def test_the_attention_block_is_captured_in_a_graph(mode: Any, chunks: int) -> N
     ctx = ForwardContext(AttentionMask(), length=tiny.S, rotary=tables)
 
     def once() -> list[Tensor]:
-        y = attention(x, ctx, norm.in_front(), None)
+        y, _ = attention(x, ctx, norm.in_front(), None)
         return [y.detach(), *torch.autograd.grad(y, [x, *params], grad)]
 
     stream = torch.cuda.Stream()

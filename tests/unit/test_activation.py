@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import reference
 import torch
 from errors import FP32, FP64, assert_law, law_error
 from op_checks import gradients, leaves, randn
 
-from megatron_sp.ops.activation import Activation, ActivationName
+from megatron_sp.config import ActivationName
+from megatron_sp.ops.activation import Activation
 
-NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "swiglu", "squared_relu")
+NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,3 +64,9 @@ def test_no_tokens(name: ActivationName) -> None:
 def test_the_gate_is_the_first_half() -> None:
     u = torch.tensor([[2.0, 0.0, 3.0, 5.0]])
     assert torch.equal(Activation("swiglu").forward(u), torch.stack([torch.nn.functional.silu(u[:, 0]) * 3, torch.zeros(1)], dim=1))
+    gated = torch.stack([torch.nn.functional.gelu(u[:, 0]) * 3, torch.zeros(1)], dim=1)
+    assert law_error(Activation("geglu").forward(u), gated) <= FP32
+
+
+def test_every_name_is_known() -> None:
+    assert set(NAMES) == set(get_args(ActivationName))

@@ -103,6 +103,10 @@ def test_choices_ignore_case() -> None:
         ("--", "unexpected '--'"),
         (["--load", ""], "--load: expected a text, got an empty text (an unset shell variable?)"),
         (["--load", "a\nb" * 99, "--lr", "x\x1b[31m" * 99], "--lr: expected a number, got 'x?[31m"),
+        ("--window-size 4,4", "--window-size: expected N tokens, or Megatron's N-1,0, got '4,4': no token sees those behind it"),
+        ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
+        ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
+        ("--window-size", "--window-size: expected an integer, got nothing"),
         ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
         ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
         ("--train-tokens -5", "--train-tokens (-5) must be at least 0"),
@@ -158,6 +162,13 @@ def test_several_mistakes_in_one_message() -> None:
         ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
         ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
         ("--rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
+        ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
+        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
+        ("--rope-scaling-original-max-position-embeddings 4096", "model.rope_scaling_original_length", 4096),
+        ("--window-size 4096", "model.window_size", 4096),
+        ("--window-size 4095,0", "model.window_size", 4096),
+        ("--window-size (127,0)", "model.window_size", 128),
+        ("--window-size 0,0", "model.window_size", 1),
         ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
         ("--no-bias-gelu-fusion", "model.gelu_approximate", "none"),
         ("--no-bias-gelu-fusion --openai-gelu", "model.gelu_approximate", "tanh"),
@@ -416,7 +427,7 @@ def test_help_names_every_flag_with_unit_and_default_in_time() -> None:
             shown = f"--no-{name.replace('_', '-')}" if kind.base == "bool" and cls.__dataclass_fields__[name].default is True else flag
             assert shown in words, shown
     assert "--num-layers INT transformer blocks (required)" in text and "so many steps [steps; default: 100]" in text
-    assert "--swiglu gated SiLU MLP --squared" in text and "{None}" not in out and "None" not in words and "False" not in words
+    assert "--swiglu gated SiLU MLP --geglu" in text and "{None}" not in out and "None" not in words and "False" not in words
 
 
 def test_help_into_a_closed_pipe_is_silent() -> None:

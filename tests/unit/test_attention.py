@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from op_checks import gradients, in_blocks, leaves, randn
 from torch import Tensor
 
 from megatron_sp.ops import attention as attention_module
+from megatron_sp.ops import packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, choose_kernel, core_attention, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
 
@@ -40,6 +42,7 @@ def loop(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, keep: Tensor | No
                 seen = [
                     j for j in range(s_k)
                     if (not mask.causal or j <= i + s_k - s_q) and (mask.key_lengths is None or j < int(mask.key_lengths[sequence]))
+                    and (mask.window is None or j > i + s_k - s_q - mask.window)
                 ]  # fmt: skip
                 total = torch.zeros(d, dtype=q.dtype) + 0 * q[i, sequence, head]
                 if seen:
@@ -57,9 +60,8 @@ def loop_on_qkv(qkv: Tensor, g: int, r: int, mask: AttentionMask, keep: Tensor |
     s, b, _ = qkv.shape
     rows = qkv.reshape(s, b * g, r + 2, D)
     lengths = None if mask.key_lengths is None else mask.key_lengths.repeat_interleave(g)
-    return loop(rows[:, :, :r], rows[:, :, r : r + 1], rows[:, :, r + 1 :], AttentionMask(mask.causal, lengths), keep, rate).reshape(
-        s, b, g * r * D
-    )
+    mask = replace(mask, key_lengths=lengths)
+    return loop(rows[:, :, :r], rows[:, :, r : r + 1], rows[:, :, r + 1 :], mask, keep, rate).reshape(s, b, g * r * D)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -94,6 +96,74 @@ def test_fewer_or_more_queries_than_keys(s_q: int, s_k: int, causal: bool, kerne
     grad = randn(s_q, m, r, D, seed=3)
     want = gradients(lambda i: loop(i["q"], i["k"], i["v"], mask), leaves(**tensors), grad)
     assert_law(gradients(lambda i: core_attention(i["q"], i["k"], i["v"], mask, kernel=kernel), leaves(**tensors), grad), want, FP64)
+
+
+@pytest.fixture
+def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of a window that is longer than one of them."""
+    monkeypatch.setattr(packed_attention, "window_tile", lambda window: min(window, 4))
+    packed_attention.in_windows.cache_clear()
+
+
+NO_KERNEL = "sdpa without a kernel for windows"
+
+
+def in_a_window(monkeypatch: pytest.MonkeyPatch, kernel: str) -> KernelName:
+    """``NO_KERNEL``: as on a GPU in fp32."""
+    if kernel == NO_KERNEL:
+        monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", False)
+    return "reference" if kernel == "reference" else "sdpa"
+
+
+@pytest.mark.usefixtures("narrow_tiles")
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 21, 22, 23])
+@pytest.mark.parametrize("kernel", [*KERNELS, NO_KERNEL])
+def test_a_window_is_the_loop(window: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s, b, g, r = 22, 2, 1, 2
+    name = in_a_window(monkeypatch, kernel)
+    mask, qkv, grad = AttentionMask(window=window), randn(s, b, g * (r + 2) * D), randn(s, b, g * r * D, seed=1)
+    want = gradients(lambda i: loop_on_qkv(i["qkv"], g, r, mask), leaves(qkv=qkv), grad)
+    assert_law(gradients(lambda i: attention(i["qkv"], r, D, mask, kernel=name), leaves(qkv=qkv), grad), want, FP64)
+
+
+@pytest.mark.parametrize("s_q, s_k", [(1, 9), (4, 9), (6, 4)])
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_window_of_past_keys(s_q: int, s_k: int, window: int, kernel: KernelName) -> None:
+    m, r, mask = 3, 2, AttentionMask(window=window)
+    tensors = {"q": randn(s_q, m, r, D), "k": randn(s_k, m, 1, D, seed=1), "v": randn(s_k, m, 1, D, seed=2)}
+    grad = randn(s_q, m, r, D, seed=3)
+    want = gradients(lambda i: loop(i["q"], i["k"], i["v"], mask), leaves(**tensors), grad)
+    assert_law(gradients(lambda i: core_attention(i["q"], i["k"], i["v"], mask, kernel=kernel), leaves(**tensors), grad), want, FP64)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_window_with_padding(kernel: KernelName) -> None:
+    mask, qkv, grad = AttentionMask(True, torch.tensor([7, 2, 0]), window=3), randn(7, 3, 8 * D), randn(7, 3, 4 * D, seed=1)
+    want = gradients(lambda i: loop_on_qkv(i["qkv"], 2, 2, mask), leaves(qkv=qkv), grad)
+    assert_law(gradients(lambda i: attention(i["qkv"], 2, D, mask, kernel=kernel), leaves(qkv=qkv), grad), want, FP64)
+
+
+def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> None:
+    s, r = 300, 2
+    qkv, grad = randn(s, 1, (r + 2) * D, dtype=torch.float32), randn(s, 1, r * D, dtype=torch.float32, seed=1)
+    mask = AttentionMask(window=100)
+    want = gradients(lambda i: attention(i["qkv"], r, D, mask, kernel="reference"), leaves(qkv=qkv.double()), grad.double())
+    assert_law(gradients(lambda i: attention(i["qkv"], r, D, mask), leaves(qkv=qkv), grad), want, FP32)
+
+
+def test_a_window_costs_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "_allowed", lambda *args: pytest.fail("a mask of all pairs was made"))
+    attention(randn(300, 1, 3 * D), 1, D, AttentionMask(window=100))
+    packed_attention._window_mask.cache_clear()
+    tiles = packed_attention.in_windows((packed_attention.Segment(0, 0, 300, 300),), 100)
+    assert [(t.start, t.queries, t.keys, t.before) for t in tiles] == [
+        (0, 100, 100, 0),
+        (100, 64, 163, 99),
+        (164, 64, 163, 99),
+        (228, 64, 163, 99),
+        (292, 8, 107, 99),
+    ]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -207,15 +277,19 @@ def test_flash_demanded_where_it_cannot_run(
 def test_the_flash_path_with_its_calling_convention_played_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn itself needs a GPU; its layout [m, s, heads, d], its names and its causal alignment are pinned here."""
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool) -> Tensor:
-        assert dropout_p == 0.0
-        out = core_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), AttentionMask(causal), kernel="reference")
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        assert dropout_p == 0.0 and (window_size[0] < 0) == (window_size[1] < 0)
+        mask = AttentionMask(causal, window=None if window_size[0] < 0 else window_size[0] + 1)
+        out = core_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, kernel="reference")
         return out.transpose(0, 1).contiguous()
 
     monkeypatch.setattr(attention_module.availability, "load", lambda name: SimpleNamespace(flash_attn_func=flash_attn_func))
     s, b, g, r = 7, 3, 2, 3
     qkv, grad = randn(s, b, g * (r + 2) * D), randn(s, b, g * r * D, seed=1)
-    for mask in (AttentionMask(True), AttentionMask(False), AttentionMask(True, torch.tensor([7, 3, 0]))):
+    for mask in (
+        AttentionMask(True), AttentionMask(False), AttentionMask(True, torch.tensor([7, 3, 0])), AttentionMask(window=3),
+        AttentionMask(window=9),
+    ):  # fmt: skip
         want = gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="reference"), leaves(qkv=qkv), grad)
         assert_law(gradients(lambda i, mask=mask: attention(i["qkv"], r, D, mask, kernel="flash"), leaves(qkv=qkv), grad), want, FP64)
 

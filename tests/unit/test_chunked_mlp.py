@@ -10,7 +10,8 @@ from errors import FP64, assert_law, law_error
 from op_checks import PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.activation import Activation, ActivationName
+from megatron_sp.config import ActivationName
+from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
@@ -35,15 +36,15 @@ def norm_of(t: dict[str, Tensor]) -> NormInFront | None:
 
 
 def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, sink: Any = None) -> Tensor:
-    norm = norm_of(t)
+    norm, fc1, fc2 = norm_of(t), (t["w1"], t.get("b1")), (t["w2"], t.get("b2"))
     plan = MLPPlan(None if norm is None else norm.spec, Activation(activation), chunks, rate=rate)
-    return chunked_mlp(t["x"], norm, (t["w1"], t.get("b1")), (t["w2"], t.get("b2")), plan, row_keys=KEYS if rate else None, sink=sink)
+    return chunked_mlp(t["x"], norm, fc1, fc2, plan, row_keys=KEYS if rate else None, onto=t.get("onto"), sink=sink)
 
 
 def whole(t: dict[str, Tensor], activation: ActivationName, rate: float = 0.0) -> Tensor:
     wide, x = column_linear(t["x"], t["w1"], t.get("b1"), norm=norm_of(t))
     out = row_linear(wide, t["w2"], t.get("b2"), activation=Activation(activation))
-    return hash_dropout(out, rate, KEYS, residual=x)
+    return hash_dropout(out, rate, KEYS, residual=t.get("onto", x))
 
 
 @pytest.mark.usefixtures("in_blocks")
@@ -62,6 +63,17 @@ def test_without_a_norm_in_front(frozen: tuple[str, ...]) -> None:
     tensors, grad = {name: t for name, t in inputs("gelu").items() if "norm" not in name}, randn(S, B, H, seed=4)
     want = gradients(lambda t: whole(t, "gelu", 0.3), leaves(frozen, **tensors), grad)
     assert_law(gradients(lambda t: pieces_of(t, "gelu", 3, 0.3), leaves(frozen, **tensors), grad), want, FP64)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("without", [(), ("norm", "norm_bias")], ids=["norm", "no norm"])
+@pytest.mark.parametrize("frozen", [(), ("x",), ("onto",)], ids=str)
+def test_onto_another_stream(rate: float, without: tuple[str, ...], frozen: tuple[str, ...]) -> None:
+    """The input gets the branch's gradient alone, the other stream what arrives."""
+    tensors, grad = {name: t for name, t in inputs("gelu").items() if name not in without}, randn(S, B, H, seed=4)
+    tensors["onto"] = randn(S, B, H, seed=5)
+    want = gradients(lambda t: whole(t, "gelu", rate), leaves(frozen, **tensors), grad)
+    assert_law(gradients(lambda t: pieces_of(t, "gelu", 3, rate), leaves(frozen, **tensors), grad), want, FP64)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

@@ -43,6 +43,7 @@ def test_the_sound_configuration_is_sound() -> None:
     config().validate(world_size=8)
 
 
+ROPE = {"model__position_embedding_type": "rope"}
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__num_layers": 0}, "--num-layers (0) must be at least 1"),
     ({"model__hidden_size": -64}, "--hidden-size (-64) must be at least 1"),
@@ -61,7 +62,34 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__attention_dropout": 1.0}, "attention_dropout (1.0) must be in [0, 1)"),
     ({"model__hidden_dropout": 1.5}, "hidden_dropout (1.5) must be in [0, 1)"),
     ({"model__norm_epsilon": 0.0}, "norm_epsilon (0.0) must be above 0"),
-    ({"model__swiglu": True, "model__squared_relu": True}, "--swiglu and --squared-relu exclude each other"),
+    ({"model__swiglu": True, "model__squared_relu": True}, "--swiglu and --squared-relu exclude each other: give one activation"),
+    ({"model__geglu": True, "model__relu": True, "model__swiglu": True}, "--swiglu and --geglu and --relu exclude each other"),
+    ({"model__window_size": 0}, "--window-size (0) must be at least 1"),
+    (
+        {"model__use_rope_scaling": True},
+        "--use-rope-scaling is about rotary positions: add --position-embedding-type rope, or leave it out",
+    ),
+    ({"model__rotary_seq_len_interpolation_factor": 4.0}, "--rotary-seq-len-interpolation-factor 4 is about rotary positions"),
+    (
+        {**ROPE, "model__use_rope_scaling": True, "model__rotary_seq_len_interpolation_factor": 4.0},
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 4 are two ways to make the same sequences longer: give one",
+    ),
+    ({**ROPE, "model__rotary_seq_len_interpolation_factor": 0.0}, "rotary_seq_len_interpolation_factor (0) must be above 0"),
+    ({**ROPE, "model__rope_scaling_factor": -8.0}, "rope_scaling_factor (-8) must be above 0"),
+    ({**ROPE, "model__rope_scaling_low_freq_factor": 0.0}, "rope_scaling_low_freq_factor (0) must be above 0"),
+    (
+        {**ROPE, "model__rope_scaling_high_freq_factor": 1.0},
+        "rope_scaling_high_freq_factor (1) must be above rope_scaling_low_freq_factor (1): frequencies between the two are stretched",
+    ),
+    (
+        {"model__bert_head_activation": "gelu"},
+        "--bert-head-activation gelu is for BERT (pretrain_bert.py), and this is a GPT: leave it out",
+    ),
+    (
+        {"model__model_family": "bert", "model__use_parallel_residual": True},
+        "--use-parallel-residual is for GPT: here attention comes first",
+    ),
+    ({"model__model_family": "bert", "model__window_size": 4}, "--window-size 4 is for GPT: BERT's tokens see all of their sequence"),
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.0}, "rotary_percent (0.0) must be in (0, 1]"),
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 1.1}, "rotary_percent (1.1) must be in (0, 1]"),
     ({"model__position_embedding_type": "rope", "model__rotary_percent": 0.6}, "int(head_dim 16 * rotary_percent 0.6) = 9"),
@@ -430,6 +458,7 @@ def test_normalizing_twice_is_normalizing_once() -> None:
 
 
 def test_derived_sizes() -> None:
+    assert config(model__geglu=True, model__hidden_size=768, model__num_attention_heads=12).model.ffn_size == 2048
     model = config(model__swiglu=True, model__hidden_size=768, model__num_attention_heads=12).model
     assert model.ffn_size == 2048 and model.head_dim == 64 and model.num_groups == 12 and model.max_positions == 32
     assert config().model.ffn_size == 256

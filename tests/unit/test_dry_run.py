@@ -126,6 +126,8 @@ def test_the_vocabulary_may_come_from_a_tokenizer(capsys: pytest.CaptureFixture[
         {"num_query_groups": 2, "qk_layernorm": True, "position_embedding_type": "rope"},
         {"disable_bias_linear": True, "add_qkv_bias": True},
         {"max_position_embeddings": 31, "squared_relu": True},
+        {"disable_bias_linear": True, "add_mlp_bias": True, "geglu": True},
+        {"disable_bias_linear": True, "add_proj_bias": True, "use_parallel_residual": True, "window_size": 3},
     ],
     ids=str,
 )  # fmt: skip

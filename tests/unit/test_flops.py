@@ -9,12 +9,14 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_sp.training.flops import PEAK_TFLOPS, forward_flops_per_token, peak_tflops, step_flops_per_token
+from megatron_sp.training.flops import PEAK_TFLOPS, forward_flops_per_token, peak_tflops, seen_share, step_flops_per_token
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped queries": {"num_query_groups": 2},
     "swiglu, untied": {"swiglu": True, "untie_embeddings_and_output_weights": True},
+    "gated GELU, parallel residual": {"geglu": True, "use_parallel_residual": True},
+    "window": {"window_size": 3},
     "rotary, no biases": {"position_embedding_type": "rope", "disable_bias_linear": True},
 }
 
@@ -40,6 +42,15 @@ def test_causal_halves_the_scores_alone() -> None:
     dense, scores = forward_flops_per_token(tiny.BASE)
     causal, full = step_flops_per_token(tiny.BASE)
     assert full - causal == 1.5 * scores and causal == 3 * dense + 1.5 * scores and scores > 0
+
+
+def test_a_window_leaves_the_pairs_in_it() -> None:
+    """Counted pair by pair for a long sequence; a window as long as the sequence is none."""
+    s, w = 512, 96
+    pairs = sum(min(i + 1, w) for i in range(s))
+    assert seen_share(tiny.shape(seq_length=s, window_size=w)) == pytest.approx(pairs / s**2, rel=0.01)
+    assert seen_share(tiny.shape(window_size=8)) == seen_share(tiny.shape(window_size=9)) == seen_share(tiny.BASE) == 0.5
+    assert seen_share(tiny.shape(model_family="bert")) == 1.0
 
 
 def test_six_times_the_parameters() -> None:

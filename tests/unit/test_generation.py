@@ -21,6 +21,8 @@ MODELS = {
     "rope": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True},
     "grouped": {"num_query_groups": 2, "position_embedding_type": "rope", "rotary_percent": 0.5},
     "qk_norm": {"qk_layernorm": True, "untie_embeddings_and_output_weights": True},
+    "window": {"num_query_groups": 2, "position_embedding_type": "rope", "window_size": 4},
+    "parallel": {"position_embedding_type": "rope", "rotary_percent": 0.34, "use_parallel_residual": True},
     "one_group_no_positions": {"num_query_groups": 1, "position_embedding_type": "none", "disable_bias_linear": True},
 }
 

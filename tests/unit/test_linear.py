@@ -10,14 +10,15 @@ from errors import FP32, FP64, assert_law, law_error
 from op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.activation import Activation, ActivationName
+from megatron_sp.config import ActivationName
+from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.linear import column_linear, column_sum, row_linear
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
 S, B, IN, OUT = 8, 3, 5, 7
-NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "swiglu", "squared_relu")
+NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu")
 
 
 def tensors(width_factor: int = 1, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ def ours(i: Inputs, name: ActivationName | None = None, sink: PoisonedSink | Non
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
 def test_is_the_formula(name: ActivationName | None, bias: bool, residual: bool, dtype: torch.dtype, tolerance: float) -> None:
-    inputs = tensors(2 if name == "swiglu" else 1, dtype)
+    inputs = tensors(1 if name is None else Activation(name).width_factor, dtype)
     kept = {k: v for k, v in inputs.items() if (bias or k != "bias") and (residual or k != "residual")}
     grad = randn(S, B, OUT, seed=3, dtype=dtype)
     want = gradients(lambda i: naive_linear(i, name), leaves(**kept), grad)

@@ -18,6 +18,11 @@ LLAMA = ROPE | {
     "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+NEOX = ROPE | {
+    "use_parallel_residual": True, "rotary_percent": 0.34, "gelu_approximate": "none", "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+# of three frequencies 1, 0.05 and 0.0022 the first stays, the second is between, the last is stretched
+STRETCH = {"rotary_base": 10000.0, "use_rope_scaling": True, "rope_scaling_low_freq_factor": 0.5, "rope_scaling_original_length": 100}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2 erf": {"gelu_approximate": "none"},
@@ -34,6 +39,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "squared relu": {"squared_relu": True},
     "no biases": {"disable_bias_linear": True},
     "only qkv bias": {"disable_bias_linear": True, "add_qkv_bias": True},
+    "only mlp biases": {"disable_bias_linear": True, "add_mlp_bias": True},
+    "attention biases, llama": LLAMA | {"add_qkv_bias": True, "add_proj_bias": True},
+    "relu": {"relu": True},
+    "geglu": {"geglu": True},
+    "geglu erf": {"geglu": True, "gelu_approximate": "none"},
+    "neox": NEOX,
+    "neox, dropout": NEOX | {"hidden_dropout": 0.2},
+    "parallel, tied rms norm": {"use_parallel_residual": True, "normalization": "RMSNorm", "attention_dropout": 0.2},
+    "window": {"window_size": 3},
+    "window of one": {"window_size": 1, "attention_dropout": 0.2},
+    "window as long as the sequence": {"window_size": 8},
+    "mistral": LLAMA | {"window_size": 5},
+    "stretched": ROPE | {"rotary_seq_len_interpolation_factor": 2.5},
+    "llama 3.1": LLAMA | STRETCH | {"untie_embeddings_and_output_weights": False},
     "grouped": {"num_query_groups": 2},
     "multi-query": {"num_query_groups": 1},
     "qk layer norm": {"qk_layernorm": True, "num_query_groups": 2},
@@ -68,7 +87,7 @@ def test_loss_and_gradients_are_the_references(name: str) -> None:
     assert_law(tiny.run_step(model, tiny.flatten(model), batches, 0.37), want, FP64)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "all dropout, llama", "qk norm 1p"])
+@pytest.mark.parametrize("name", ["gpt2", "all dropout, llama", "qk norm 1p", "neox, dropout", "mistral"])
 @pytest.mark.parametrize("how", tiny.RECOMPUTE)
 def test_recomputation_changes_nothing(name: str, how: str) -> None:
     config = tiny.shape(**SHAPES[name])
@@ -188,7 +207,7 @@ def test_parameter_names_and_shapes_are_megatron_cores() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qk rms norm, rope", "longer table"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qk rms norm, rope", "longer table", "neox", "mistral", "window of one"])
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 4, 1]])
 def test_a_cache_of_keys_gives_the_logits_of_the_whole_sequence(name: str, pieces: list[int]) -> None:
     config = tiny.shape(**SHAPES[name])

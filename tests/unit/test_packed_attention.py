@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -45,13 +46,13 @@ def result(qkv: Tensor, out: Tensor, grad: Tensor) -> dict[str, Tensor | None]:
     return {"out": out.detach(), "qkv": qkv.grad.clone()}
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool) -> Tensor:
+def alone(q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool, window: int | None = None) -> Tensor:
     """Every document by itself, by the plain reference."""
     each, columns = q.shape[1] // len(documents), []
     for index, ends in enumerate(documents):
         mine = slice(index * each, (index + 1) * each)
         parts = [
-            core_attention(q[a:b, mine], k[a:b, mine], v[a:b, mine], AttentionMask(causal), kernel="reference")
+            core_attention(q[a:b, mine], k[a:b, mine], v[a:b, mine], AttentionMask(causal, window=window), kernel="reference")
             for a, b in zip((0, *ends), ends, strict=False)
         ]
         columns.append(torch.cat(parts))
@@ -67,6 +68,22 @@ def test_each_document_is_as_if_alone(kernel: KernelName, causal: bool, r: int, 
     grad, mask = randn(*q.shape, seed=1), AttentionMask(causal, documents=DOCUMENTS)
     want = result(qkv, alone(q, k, v, DOCUMENTS, causal), grad)
     assert_law(result(qkv, core_attention(q, k, v, mask, kernel=kernel), grad), want, FP64)
+
+
+@pytest.mark.usefixtures("in_blocks", "sizes")
+@pytest.mark.parametrize("kernel", ["sdpa", "reference", "one by one"])
+@pytest.mark.parametrize("window", [1, 4, 6, 19, 29])
+def test_windows_within_documents(kernel: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents are longer than a tile, and their keys get gradients from several."""
+    monkeypatch.setattr(packed_attention, "window_tile", lambda window: min(window, 5))
+    packed_attention.in_windows.cache_clear()
+    monkeypatch.setattr(attention_module, "_HAS_CPU_FLASH", kernel == "sdpa")
+    qkv, q, k, v = inputs(30, 6, 2)
+    grad, mask = randn(*q.shape, seed=1), AttentionMask(documents=DOCUMENTS, window=window)
+    want = result(qkv, alone(q, k, v, DOCUMENTS, True, window), grad)
+    got = core_attention(q, k, v, mask, kernel="reference" if kernel == "reference" else "sdpa")
+    packed_attention.in_windows.cache_clear()
+    assert_law(result(qkv, got, grad), want, FP64)
 
 
 def test_attention_dropout_drops_what_it_does_in_each_document_alone() -> None:
@@ -136,7 +153,7 @@ def test_one_by_one_writes_in_place_and_runs_backward_once() -> None:
         assert torch.equal(one_by_one_of(q, k, v, AttentionMask(documents=DOCUMENTS)), out)
 
 
-def varlen_by_loop(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool) -> Tensor:
+def varlen_by_loop(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal: bool, window: int | None = None) -> Tensor:
     """What a kernel that takes lengths added up does: q [tokens, heads, d], k and v [tokens, groups, d]."""
     runs = list(zip(ends.tolist(), ends.tolist()[1:], strict=False))
     assert ends.dtype == torch.int32 and runs[0][0] == 0 and runs[-1][1] == len(q) and longest == max(b - a for a, b in runs)
@@ -144,7 +161,7 @@ def varlen_by_loop(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, 
     parts = []
     for a, b in runs:
         q_heads = q[a:b].reshape(b - a, -1, r, q.shape[2])
-        out = core_attention(q_heads, k[a:b, :, None], v[a:b, :, None], AttentionMask(causal), kernel="reference")
+        out = core_attention(q_heads, k[a:b, :, None], v[a:b, :, None], AttentionMask(causal, window=window), kernel="reference")
         parts.append(out.reshape(b - a, -1, q.shape[2]))
     return torch.cat(parts)
 
@@ -159,11 +176,11 @@ def test_flash_attn_takes_all_documents_at_once(
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-        dropout_p: float = 0.0, causal: bool = False,
+        dropout_p: float = 0.0, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:  # fmt: skip
         calls.append(dropout_p)
         assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-        return varlen_by_loop(q, k, v, cu_seqlens_q, max_seqlen_q, causal)
+        return varlen_by_loop(q, k, v, cu_seqlens_q, max_seqlen_q, causal, window_size[0] + 1 if window_size[0] >= 0 else None)
 
     monkeypatch.setattr(attention_module.availability, "load", lambda name: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     qkv, q, k, v = inputs(30, len(documents) * groups, r)
@@ -171,6 +188,9 @@ def test_flash_attn_takes_all_documents_at_once(
     want = result(qkv, alone(q, k, v, documents, causal), grad)
     assert_law(result(qkv, core_attention(q, k, v, mask, kernel="flash"), grad), want, FP64)
     assert calls == [0.0]
+    if causal:
+        want = result(qkv, alone(q, k, v, documents, causal, window=4), grad)
+        assert_law(result(qkv, core_attention(q, k, v, replace(mask, window=4), kernel="flash"), grad), want, FP64)
 
 
 def test_torchs_own_kernel_for_documents_has_the_arguments_it_is_called_with() -> None:
@@ -178,6 +198,8 @@ def test_torchs_own_kernel_for_documents_has_the_arguments_it_is_called_with() -
     names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments if not a.kwarg_only]
     expected = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"]
     assert names == expected
+    for op in (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward):
+        assert {"window_size_left", "window_size_right"} <= {a.name for a in op.default._schema.arguments if a.kwarg_only}
     assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "Autograd")
 
 

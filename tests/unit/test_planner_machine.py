@@ -108,18 +108,19 @@ def test_products() -> None:
     assert product_seconds(tall, (128 * 133, 256, 8192), 2) == pytest.approx(product_seconds(tall, (128 * 264, 256, 8192), 2), rel=0.35)
 
 
-def work(flags: str = "", causal: bool = True, **changes: Any) -> Work:
+def work(flags: str = "", **changes: Any) -> Work:
     c = config_of(flags)
     dp = c.parallel.dp_size(8)
-    return Work(Form(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda"), replace(H100, launch_us=0.0, **changes), causal)
+    return Work(Form(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda"), replace(H100, launch_us=0.0, **changes))
 
 
 def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:
     once, long = work().attention(False), work("--seq-length 16384").attention(False)
     assert 3.8 < long / once < 4
-    assert work(causal=False).attention(False) == pytest.approx(2 * once) and work(causal=False).attention(True) == pytest.approx(
-        2 * work().attention(True)
-    )
+    everybody = work("--model-family bert")
+    assert everybody.attention(False) == pytest.approx(2 * once) and everybody.attention(True) == pytest.approx(2 * work().attention(True))
+    length = config_of().model.seq_length
+    assert length and work(f"--window-size {length // 2}").attention(True) == pytest.approx(0.75 * work().attention(True))
     assert work("--sp-size 8").attention(False) == pytest.approx(once / 8)
     assert work("--num-attention-heads 32").attention(False) == pytest.approx(once / H100.narrow_heads)
     assert work("--attention-backend unfused").attention(False) > 3 * once, "scores go through memory"

@@ -9,7 +9,7 @@ from errors import FP32, FP64, assert_law, law_error
 from op_checks import Inputs, gradients, leaves, randn
 from torch import Tensor
 
-from megatron_sp.ops.rotary import apply_rotary, rotary_tables, rotate_
+from megatron_sp.ops.rotary import RotaryStretch, apply_rotary, rotary_tables, rotate_
 
 S, B, G, D = 8, 3, 2, 10
 BASE = 100.0
@@ -35,6 +35,21 @@ def test_is_the_formula_out_of_place(r: int, rotated: int, start: int, dtype: to
     positions = torch.arange(start, start + S)
     want = gradients(lambda i: naive(i, r, rotated, positions), leaves(qkv=qkv.double()), grad.double())
     assert_law(gradients(lambda i: ours(i, r, rotated, positions), leaves(qkv=qkv), grad), want, tolerance)
+
+
+@pytest.mark.parametrize("stretch, published", [
+    (RotaryStretch(), 1.0), (RotaryStretch(2.5), 2.5), (RotaryStretch(8.0, 1.0, 4.0, 8192), (8.0, 1.0, 4.0, 8192)),
+    (RotaryStretch(32.0, 0.5, 3.0, 100), (32.0, 0.5, 3.0, 100)),
+])  # fmt: skip
+def test_stretched_frequencies(stretch: RotaryStretch, published: float | reference.Llama3) -> None:
+    """Against the formulas as published; of Llama 3.1's three kinds of frequencies all are among these."""
+    cos, sin = rotary_tables(torch.tensor([0, 1]), 64, 500000.0, torch.float64, stretch)
+    want = torch.tensor([reference.frequency(i, 64, 500000.0, published) for i in range(32)], dtype=torch.float64)
+    assert law_error(torch.atan2(sin[1], cos[1]), want) <= FP64
+    if stretch.original_length > 1:
+        plain = torch.tensor([reference.frequency(i, 64, 500000.0) for i in range(32)], dtype=torch.float64)
+        slow = plain / stretch.factor
+        assert (want == plain).any() and (want == slow).any() and ((want < plain) & (want > slow)).any()
 
 
 def test_values_and_the_rest_of_each_head_are_untouched() -> None:

@@ -175,7 +175,7 @@ def _attention(shape: _Shape) -> dict[str, Callable[[], object]]:
 def _elementwise(shape: _Shape, x: Tensor) -> dict[str, Callable[[], object]]:
     weight, bias = torch.ones(shape.h, requires_grad=True), torch.zeros(shape.h, requires_grad=True)
     spec, source = NormSpec("LayerNorm", 1e-5), x.clone().requires_grad_()
-    activation = Activation("swiglu" if shape.model.swiglu else "squared_relu" if shape.model.squared_relu else "gelu_tanh")
+    activation = Activation(shape.model.activation)
     u, grad = torch.randn(shape.tokens, shape.f * activation.width_factor), torch.randn(shape.tokens, shape.f)
 
     def normed() -> None:

@@ -103,7 +103,7 @@ def step_time(config: Config, machine: Machine) -> StepTime:
     share = head_share(config)
     form = Form(*parts, dp, device, share)
     flows = traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=share).flows
-    return _Clock(config, machine, form, Work(form, machine.gpu, causal=not config.model.is_bert)).step(flows)
+    return _Clock(config, machine, form, Work(form, machine.gpu)).step(flows)
 
 
 class _Clock:

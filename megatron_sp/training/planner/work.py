@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_sp.training.flops import seen_share
 from megatron_sp.training.hardware import Gpu
 from megatron_sp.training.memory import Form
 
@@ -81,11 +82,10 @@ class Work:
     Args:
         form: sizes of the layout.
         gpu: on which it runs.
-        causal: half of the pairs of positions are masked; BERT's are not.
     """
 
-    def __init__(self, form: Form, gpu: Gpu, causal: bool = True) -> None:
-        self.form, self.gpu, self.causal = form, gpu, causal
+    def __init__(self, form: Form, gpu: Gpu) -> None:
+        self.form, self.gpu = form, gpu
         messages = sum(len(chunk.messages) for chunk in form.chunks)
         self.pieces = max(1, messages)
 
@@ -125,7 +125,7 @@ class Work:
         rate = gpu.attention_backward_tflops if backward else gpu.attention_forward_tflops
         share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - form.d) / (_WIDE - _NARROW)))
         share *= form.length / (form.length + _SHORT_SEQUENCE) if gpu.units else 1.0
-        return flops * (2.5 if backward else 1) * (0.5 if self.causal else 1) / (rate * 1e12 * share) + self._calls()
+        return flops * (2.5 if backward else 1) * seen_share(form.model) / (rate * 1e12 * share) + self._calls()
 
     def _calls(self) -> float:
         return len(self.form.chunks) * self.gpu.launch_us * 1e-6
