@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -30,9 +31,9 @@ SIZES = {
 LENGTHS = torch.tensor([S, 7, 3])
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, groups: int, d: int = D) -> Tensor:
     """Separate projections [n*d, ...], [g*d, ...] as rows [g, n/g + 2, d]."""
-    parts = [t.view(groups, -1, D, *t.shape[1:]) for t in (q, k, v)]
+    parts = [t.view(groups, -1, d, *t.shape[1:]) for t in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 
@@ -108,12 +109,18 @@ def their_bert(task: str, post: bool, **more: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("gelu", ["none", "tanh"])
+ACTIVATIONS = {
+    "gelu": {"gelu_approximate": "none"}, "gelu_new": {"gelu_approximate": "tanh"}, "relu": {"relu": True, "bert_head_activation": "relu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("post", [True, False], ids=["BertForPreTraining", "MegatronBertForPreTraining"])
-def test_bert(post: bool, gelu: str) -> None:
+def test_bert(post: bool, activation: str) -> None:
     torch.manual_seed(0)
-    theirs = their_bert("ForPreTraining", post, hidden_act="gelu" if gelu == "none" else "gelu_pytorch_tanh")
-    shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, gelu_approximate=gelu)  # type: ignore[arg-type]
+    theirs = their_bert("ForPreTraining", post, hidden_act=activation)
+    more: dict[str, Any] = ACTIVATIONS[activation]
+    shape = ModelConfig(**SIZES, model_family="bert", norm_placement="post" if post else "pre", norm_epsilon=1e-12, **more)
     ours = BertModel(shape, KernelConfig(), seed=1, dtype=torch.float64)
     params: dict[str, Any] = dict(theirs.named_parameters())
     copy_into(ours, bert_tensors(params, post, PRETRAINING))
@@ -161,6 +168,7 @@ def gpt2_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
         "embedding.position_embeddings.weight": of["transformer.wpe.weight"],
         "decoder.final_layernorm.weight": of["transformer.ln_f.weight"], "decoder.final_layernorm.bias": of["transformer.ln_f.bias"],
     }  # fmt: skip
+    found |= {"output_layer.weight": of["lm_head.weight"]} if "lm_head.weight" in of else {}
     for i in range(LAYERS):
         here, there = f"decoder.layers.{i}.", f"transformer.h.{i}."
         for kind in ("weight", "bias"):
@@ -174,67 +182,183 @@ def gpt2_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def llama_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {
-        "embedding.word_embeddings.weight": of["model.embed_tokens.weight"], "decoder.final_layernorm.weight": of["model.norm.weight"],
-        "output_layer.weight": of["lm_head.weight"],
-    }  # fmt: skip
+    """Llama and Mistral; with biases where there are some, and a head of its own where it is not the embedding's table."""
+    found = {"embedding.word_embeddings.weight": of["model.embed_tokens.weight"], "decoder.final_layernorm.weight": of["model.norm.weight"]}
+    found |= {"output_layer.weight": of["lm_head.weight"]} if "lm_head.weight" in of else {}
     for i in range(LAYERS):
         here, there = f"decoder.layers.{i}.", f"model.layers.{i}."
-        q, k, v = (of[f"{there}self_attn.{part}_proj.weight"] for part in "qkv")
+        for kind in ("weight", "bias"):
+            if f"{there}self_attn.o_proj.{kind}" in of:
+                q, k, v = (of[f"{there}self_attn.{part}_proj.{kind}"] for part in "qkv")
+                found[f"{here}self_attention.linear_qkv.{kind}"] = fused(q, k, v, GROUPS, len(q) // HEADS)
+                found[f"{here}self_attention.linear_proj.{kind}"] = of[f"{there}self_attn.o_proj.{kind}"]
+            if f"{there}mlp.up_proj.{kind}" in of:
+                halves = [of[f"{there}mlp.{half}_proj.{kind}"] for half in ("gate", "up")]
+                found[f"{here}mlp.linear_fc1.{kind}"] = torch.cat(halves)
+                found[f"{here}mlp.linear_fc2.{kind}"] = of[f"{there}mlp.down_proj.{kind}"]
         found |= {
-            f"{here}self_attention.linear_qkv.weight": fused(q, k, v, GROUPS),
-            f"{here}self_attention.linear_proj.weight": of[f"{there}self_attn.o_proj.weight"],
-            f"{here}mlp.linear_fc1.weight": torch.cat([of[f"{there}mlp.gate_proj.weight"], of[f"{there}mlp.up_proj.weight"]]),
-            f"{here}mlp.linear_fc2.weight": of[f"{there}mlp.down_proj.weight"],
             f"{here}input_layernorm.weight": of[f"{there}input_layernorm.weight"],
             f"{here}pre_mlp_layernorm.weight": of[f"{there}post_attention_layernorm.weight"],
         }
     return found
 
 
-def widen_llama(model: Any) -> None:
-    """Their norm, rotary tables and softmax compute in fp32 whatever the weights are: here in fp64."""
+def neox_tensors(of: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their fused rows are [head, (q, k, v), d], which with a key for each query is our order too."""
+    names = {"embedding.word_embeddings": "gpt_neox.embed_in", "decoder.final_layernorm": "gpt_neox.final_layer_norm"}
+    head = next((name for name in ("lm_head", "embed_out") if f"{name}.weight" in of), None)
+    names |= {} if head is None else {"output_layer": head}
+    layer = {
+        "input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm",
+        "self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    }  # fmt: skip
+    names |= {f"decoder.layers.{i}.{a}": f"gpt_neox.layers.{i}.{b}" for i in range(LAYERS) for a, b in layer.items()}
+    return {f"{a}.{kind}": of[f"{b}.{kind}"] for a, b in names.items() for kind in ("weight", "bias") if f"{b}.{kind}" in of}
+
+
+def widen(model: Any) -> None:
+    """Their RMSNorm and rotary tables compute in fp32 whatever the weights are: here in fp64, the frequencies by their own code."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
-    def tables(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * 5000.0 ** -(torch.arange(0, D, 2).double() / D)
+    def tables(frequencies: Tensor, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * frequencies
         both = torch.cat([angles, angles], dim=-1)
         return both.cos(), both.sin()
 
     for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(norm, module)
-    model.model.rotary_emb.forward = tables
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(tables, frequencies_of(module))
+
+
+def frequencies_of(rotary: Any) -> Tensor:
+    """Radians per position, fp64."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    make = rotary.compute_default_rope_parameters if rotary.rope_type == "default" else ROPE_INIT_FUNCTIONS[rotary.rope_type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float", torch.float64)
+        found, attention_factor = make(rotary.config)
+    assert attention_factor == 1.0 and found.dtype == torch.float64
+    return cast("Tensor", found)
 
 
 LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "num_query_groups": GROUPS,
     "group_query_attention": True, "untie_embeddings_and_output_weights": True, "rotary_base": 5000.0,
 }  # fmt: skip
+NEOX = {
+    "position_embedding_type": "rope", "rotary_percent": 0.25, "rotary_base": 5000.0, "gelu_approximate": "none", "kv_channels": 8,
+    "num_attention_heads": 3, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+TIED = {"untie_embeddings_and_output_weights": False}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def their_llama(kind: str = "Llama", rope: dict[str, Any] | None = None, **more: Any) -> Any:
+    config = {
+        "vocab_size": V, "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+        "intermediate_size": F, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "attn_implementation": "sdpa",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, **(rope or {})}, "initializer_range": 0.2,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config))
+
+
+def their_gpt2(**more: Any) -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=V, n_embd=H, n_layer=LAYERS, n_head=HEADS, n_inner=F, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, attn_implementation="eager", initializer_range=0.2, **more,
+    ))  # fmt: skip
+
+
+def their_neox(**more: Any) -> Any:
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=3, intermediate_size=F, max_position_embeddings=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}, attn_implementation="sdpa",
+        initializer_range=0.2, **more,
+    ))  # fmt: skip
+
+
+def gpt2_folded(of: dict[str, Tensor], power: int) -> dict[str, Tensor]:
+    """Scores that are not divided by sqrt(d), but by the layer's number: as factors of the queries.
+
+    ``power``: 1 for weights; -1 for gradients, which are with respect to the scaled ones.
+    """
+    found = gpt2_tensors(of)
+    for i in range(LAYERS):
+        for kind in ("weight", "bias"):
+            name = f"decoder.layers.{i}.self_attention.linear_qkv.{kind}"
+            rows = found[name].detach().clone().view(HEADS, 3, D, -1)
+            rows[:, 0] *= (D**0.5 / (i + 1)) ** power
+            found[name] = rows.view(found[name].shape)
+    return found
+
+
+class Family(NamedTuple):
+    """One of their classes with a configuration, and ours that equals it.
+
+    Attributes:
+        make: their model.
+        ours: fields of our configuration.
+        tensors: their weights by our names; their gradients too, unless ``gradients`` has them.
+    """
+
+    make: Callable[[], Any]
+    ours: dict[str, Any]
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    gradients: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+
+
+FAMILIES = {
+    "gpt2": Family(their_gpt2, {}, gpt2_tensors),
+    "gpt2, relu, untied": Family(
+        partial(their_gpt2, activation_function="relu", tie_word_embeddings=False),
+        {"relu": True, "untie_embeddings_and_output_weights": True}, gpt2_tensors,
+    ),
+    "gpt2, gelu, scores by layer": Family(
+        partial(their_gpt2, activation_function="gelu", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True),
+        {"gelu_approximate": "none"}, partial(gpt2_folded, power=1), partial(gpt2_folded, power=-1),
+    ),
+    "llama": Family(their_llama, LLAMA, llama_tensors),
+    "llama, tied, llama3 frequencies": Family(
+        partial(their_llama, rope={"rope_type": "llama3", **LLAMA3}, tie_word_embeddings=True),
+        LLAMA | TIED | {"use_rope_scaling": True, "rope_scaling_original_length": 64}, llama_tensors,
+    ),
+    "llama, biases in attention, wide heads": Family(
+        partial(their_llama, attention_bias=True, head_dim=10), LLAMA | {"kv_channels": 10, "add_qkv_bias": True, "add_proj_bias": True},
+        llama_tensors,
+    ),
+    "llama, biases in the MLP, gated GELU, linear frequencies": Family(
+        partial(their_llama, mlp_bias=True, hidden_act="gelu_pytorch_tanh", rope={"rope_type": "linear", "factor": 4.0}),
+        LLAMA | {"add_mlp_bias": True, "swiglu": False, "geglu": True, "rotary_seq_len_interpolation_factor": 4.0}, llama_tensors,
+    ),
+    "mistral, window": Family(partial(their_llama, "Mistral", sliding_window=4), LLAMA | {"window_size": 4}, llama_tensors),
+    "mistral, no window, narrow heads": Family(
+        partial(their_llama, "Mistral", sliding_window=None, head_dim=2), LLAMA | {"kv_channels": 2}, llama_tensors
+    ),
+    "neox": Family(their_neox, NEOX | {"use_parallel_residual": True}, neox_tensors),
+    "neox, sequential, tied": Family(partial(their_neox, use_parallel_residual=False, tie_word_embeddings=True), NEOX | TIED, neox_tensors),
+    "neox, no biases in attention": Family(
+        partial(their_neox, attention_bias=False),
+        NEOX | {"use_parallel_residual": True, "disable_bias_linear": True, "add_mlp_bias": True}, neox_tensors,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gpt(family: str) -> None:
     torch.manual_seed(0)
-    if family == "gpt2":
-        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=V, n_embd=H, n_layer=LAYERS, n_head=HEADS, n_inner=F, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, attn_implementation="eager", initializer_range=0.2,
-        ))  # fmt: skip
-        tensors, extra = gpt2_tensors, {}
-    else:
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=V, hidden_size=H, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS,
-            intermediate_size=F, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-            rms_norm_eps=1e-5, attn_implementation="sdpa", initializer_range=0.2, tie_word_embeddings=False,
-        ))  # fmt: skip
-        widen_llama(theirs)
-        tensors, extra = llama_tensors, LLAMA
+    make, shape, tensors, gradients = FAMILIES[family]
+    theirs = make()
+    widen(theirs)
     theirs = theirs.double()
     give_noise(theirs)
-    ours = GPTModel(ModelConfig(**SIZES, **extra), KernelConfig(), seed=1, dtype=torch.float64)  # type: ignore[arg-type]
+    ours = GPTModel(ModelConfig(**SIZES | shape), KernelConfig(), seed=1, dtype=torch.float64)
     params: dict[str, Any] = dict(theirs.named_parameters())
     copy_into(ours, tensors(params))
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(1))
@@ -244,4 +368,4 @@ def test_gpt(family: str) -> None:
     total, _ = ours(tokens[:, :-1], tokens[:, 1:], torch.ones(B, S, dtype=torch.float64), ForwardContext(AttentionMask()))
     loss = total / (B * S)
     loss.backward()
-    assert_same(ours, loss, tensors({n: p.grad for n, p in params.items()}), their_loss)
+    assert_same(ours, loss, (gradients or tensors)({n: p.grad for n, p in params.items()}), their_loss)
