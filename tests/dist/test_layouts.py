@@ -12,6 +12,10 @@ ROPE = {"position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 MULTI_QUERY = {"group_query_attention": True, "num_query_groups": 1}
 LLAMA = {**ROPE, **GROUPED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
+NEOX = {**ROPE, "use_parallel_residual": True, "rotary_percent": 0.34, "gelu_approximate": "none", "untie_embeddings_and_output_weights": True}
+MISTRAL = {**LLAMA, "window_size": 3}
+PIECES = {"mlp_chunks": 3}
+OFFLOAD = {"offload_activations": True}
 DROP = {"hidden_dropout": 0.2}
 WIDE = {"ffn_hidden_size": 12}  # four tp ranks divide it
 FULL = {"recompute_granularity": "full"}
@@ -60,6 +64,9 @@ CASES = [
     Case(sp=4, mode="chunked", padding=True, seq=6, batch=3, model=DROP),
     Case(tp=2, sp=2, tp_seq=True, padding=True, seq=10, batch=2, model=ROPE, kernels=SELECTIVE),
     Case(packed=True, model=LLAMA),
+    # a parallel residual, and windows
+    Case(tp=2, sp=2, tp_seq=True, seq=7, mode="chunked", model=NEOX, kernels=PIECES),
+    Case(sp=2, mode="split-qkv", packed=True, model=MISTRAL, batch=3),
     # together
     Case(sp=2, dp=2, micro_batches=2, steps=3),
     Case(tp=2, dp=2, tp_seq=True, steps=2),
@@ -73,9 +80,22 @@ CASES = [
     *(Case(tp=2, sp=2, tp_seq=True, mode=mode, dtype=torch.float32, model=LLAMA) for mode in ("none", "split-qkv", "chunked")),
     Case(sp=4, mode="chunked", dtype=torch.float32, steps=2),
 ]
+LONG = [
+    *(Case(tp=2, tp_seq=tp_seq, model={**NEOX, **drop}, steps=2) for tp_seq in (False, True) for drop in ({}, DROP)),
+    *(Case(sp=2, mode=mode, model={**NEOX, **drop}) for mode in ("none", "split-qkv", "chunked") for drop in ({}, DROP)),
+    *(Case(sp=2, zero=zero, model=NEOX, kernels=kernels, micro_batches=2, steps=2) for zero in (1, 3) for kernels in ({}, FULL)),
+    *(Case(tp=2, model={**NEOX, **DROP}, kernels=kernels) for kernels in (PIECES, SELECTIVE, OFFLOAD, {**OFFLOAD, **FULL})),
+    Case(tp=2, dp=2, tp_seq=True, zero=3, model={**NEOX, "disable_bias_linear": True, "add_mlp_bias": True}, kernels=PIECES, steps=2),
+    *(Case(sp=2, mode=mode, model=MISTRAL, seq=11) for mode in ("none", "split-qkv", "chunked")),
+    Case(sp=3, mode="chunked", seq=11, model={**MISTRAL, "num_query_groups": 4}, kernels=SELECTIVE),
+    Case(tp=2, sp=2, tp_seq=True, seq=9, packed=True, model=MISTRAL, kernels=FULL),
+    Case(tp=2, zero=1, dp=2, model={**MISTRAL, "add_qkv_bias": True, "add_proj_bias": True}, kernels=OFFLOAD, steps=2),
+    Case(sp=2, mode="chunked", model={**ROPE, "geglu": True, "use_rope_scaling": True, "rope_scaling_original_length": 9}, dtype=torch.float32),
+    Case(sp=2, bert=True, model={"relu": True, "bert_head_activation": "relu", "norm_placement": "post"}),
+]
 
 
-@pytest.mark.parametrize("cases", by_axes(CASES))
+@pytest.mark.parametrize("cases", [*by_axes(CASES), *(pytest.param([case], marks=pytest.mark.long) for case in LONG)])
 def test_a_layout_changes_nothing(cases: list[Case], tmp_path: Path) -> None:
     """The message names the case."""
     run_cases(cases, tmp_path)

@@ -36,6 +36,8 @@ DEEP = {"num_layers": 5, "seq_length": 40}  # gradients are
 BROAD = {"ffn_hidden_size": 1500}  # the MLP is, even in pieces
 OFFLOAD = {"offload_activations": True}
 PIECES = {"mlp_chunks": 4}
+PARALLEL = {"use_parallel_residual": True}
+WINDOW = LLAMA | {"num_query_groups": 2, "window_size": 64}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 POST = BERT | {"norm_placement": "post"}
 CASES = [
@@ -58,6 +60,22 @@ CASES = [
     [Layout(tp=2, kernels=PIECES, model=BROAD), Layout(tp=2, tp_seq=True, kernels=PIECES, model=BROAD | DROPOUT)],
     pytest.param([Layout(kernels=PIECES, bf16=True), Layout(kernels=PIECES, model=DROPOUT | BROAD)], marks=pytest.mark.long),
     pytest.param([Layout(kernels=PIECES, model={"squared_relu": True} | BROAD)], marks=pytest.mark.long),
+    [Layout(model=PARALLEL), Layout(model=PARALLEL | BROAD, kernels=PIECES), Layout(model=WINDOW | {"ffn_hidden_size": 40})],
+    pytest.param(
+        [Layout(model=PARALLEL | more, kernels=kernels) for more in (WORDS, WIDE, DROPOUT, BROAD) for kernels in ({}, FULL, SELECTIVE, PIECES)],
+        marks=pytest.mark.long,
+    ),
+    pytest.param([Layout(kernels=OFFLOAD, model=PARALLEL | DEEP), Layout(model=PARALLEL | UNTIED, micro_batches=2)], marks=pytest.mark.long),
+    pytest.param(
+        [Layout(model=LLAMA | {"num_query_groups": 2, "window_size": size, "ffn_hidden_size": ffn}, kernels=kernels) for size in (20, 100, 300)
+         for ffn in (40, 500) for kernels in ({}, FULL)],
+        marks=pytest.mark.long,
+    ),
+    pytest.param([Layout(model={"window_size": size, "seq_length": 800, "ffn_hidden_size": 40}) for size in (64, 300)], marks=pytest.mark.long),
+    pytest.param([Layout(model={"geglu": True} | WIDE, kernels=kernels) for kernels in ({}, PIECES)], marks=pytest.mark.long),
+    pytest.param([Layout(tp=2, tp_seq=True, model=PARALLEL | more) for more in ({}, DROPOUT, UNTIED)], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode=mode, model=model) for mode in ("none", "chunked", "split-qkv") for model in (PARALLEL, WINDOW)], marks=pytest.mark.long),
+    pytest.param([Layout(dp=2, zero=zero(stage), model=PARALLEL | DEEP) for stage in (1, 3)], marks=pytest.mark.long),
     pytest.param([Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)], marks=pytest.mark.long),
     *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 3)),
     pytest.param([Layout(dp=2, zero=zero(2), micro_batches=count, model=DEEP) for count in (1, 3)], marks=pytest.mark.long),
