@@ -5,13 +5,13 @@ of batches, learning rates or layouts. It is a set of defaults: whatever a --con
 give way by themselves: the vocabulary to a tokenizer that is given, and the length of a learned position table to a longer --seq-length.
 
 Where a paper is silent the comment in the table says what was taken instead. Llama's stretched rotary frequencies (3.1 and later) are not
-there: these presets have the plain ones of pretraining at 8,192 tokens.
+there: these presets have the plain ones of pretraining at 8,192 tokens (--use-rope-scaling has the others).
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_sp.utils.errors import ConfigError
@@ -89,6 +89,26 @@ def _llama3(layers: int, hidden: int, heads: int, groups: int, ffn: int, num_par
 _LLAMA3 = "Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights"
 
 
+def _mistral(num_params: int) -> Preset:
+    """The first version, whose window later ones gave up; trained at twice its length."""
+    source = "Jiang et al. 2023, arXiv:2310.06825, table 1, released weights"
+    preset = _llama(32, 4096, 32, 8, 14336, num_params, source, seq_length=8192, vocab_size=32000, theta=10000.0)
+    return replace(preset, flags=preset.flags | {"window_size": 4096})
+
+
+def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: int = 50304) -> Preset:
+    """GPT-NeoX's block: attention and MLP side by side, a quarter of each head rotated, exact GELU.
+
+    The vocabulary is that of the released weights: the tokenizer's, padded to a multiple of 128 times the tensor-parallel ranks they had.
+    """
+    flags = {
+        **_shape(layers, hidden, heads, 2048, vocab_size), "position_embedding_type": "rope", "rotary_base": 10000.0,
+        "rotary_percent": 0.25, "use_parallel_residual": True, "normalization": "LayerNorm", "norm_epsilon": 1e-5,
+        "gelu_approximate": "none", "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    return Preset("gpt", flags, num_params, "Biderman et al. 2023, arXiv:2304.01373, table 1, released weights")
+
+
 def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
     """As Megatron trains it: the norm in front of each branch and one behind the last block, instead of one behind each branch."""
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
@@ -124,6 +144,11 @@ PRESETS: dict[str, Preset] = {
     "llama-1b": _llama3(16, 2048, 32, 8, 8192, 1_235_814_400, "Llama 3.2 1B, model card and released weights", tied=True),
     "llama3-8b": _llama3(32, 4096, 32, 8, 14336, 8_030_261_248, _LLAMA3),
     "llama3-70b": _llama3(80, 8192, 64, 8, 28672, 70_553_706_496, _LLAMA3),
+    "mistral-7b": _mistral(7_241_732_096),
+    "pythia-70m": _pythia(6, 512, 8, 70_426_624),
+    "pythia-160m": _pythia(12, 768, 12, 162_322_944),
+    "pythia-1.4b": _pythia(24, 2048, 16, 1_414_647_808),
+    "pythia-6.9b": _pythia(32, 4096, 32, 6_857_302_016, vocab_size=50432),
     "bert-base": _bert(12, 768, 12, 110_106_428, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
     "bert-large": _bert(24, 1024, 16, 336_226_108, f"Devlin et al. 2018, arXiv:1810.04805; norms as in {_MEGATRON_BERT}"),
     "bert-base-hf": _original_bert(12, 768, 12, 110_106_428),

@@ -40,7 +40,8 @@ def _row(name: str, preset: Preset) -> tuple[str, ...]:
     model = ModelConfig(**preset.flags)
     heads = f"{model.num_attention_heads}" + (f" ({model.num_query_groups} kv)" if model.num_query_groups else "")
     positions = "rotary" if model.position_embedding_type == "rope" else "learned"
-    mlp = "SwiGLU" if model.swiglu else "GELU"
+    positions += "" if model.window_size is None else f" in a window of {model.window_size:,}"
+    mlp = ("SwiGLU" if model.swiglu else "GELU") + (" beside attention" if model.use_parallel_residual else "")
     norm = model.normalization + (" behind" if model.norm_placement == "post" else "")
     head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
     return (

@@ -27,7 +27,8 @@ PUBLISHED = {
     "gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "gpt2-774m": 774_030_080, "gpt2-1.5b": 1_557_611_200,
     "llama2-7b": 6_738_415_616, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192,
     "llama-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
-    "bert-base": 110_106_428, "bert-large": 336_226_108, "bert-1.3b": 1_280_595_772,
+    "mistral-7b": 7_241_732_096, "pythia-70m": 70_426_624, "pythia-160m": 162_322_944, "pythia-1.4b": 1_414_647_808,
+    "pythia-6.9b": 6_857_302_016, "bert-base": 110_106_428, "bert-large": 336_226_108, "bert-1.3b": 1_280_595_772,
     "bert-base-hf": 110_106_428, "bert-large-hf": 336_226_108,
 }  # fmt: skip
 ROUNDED = {"gpt-125m": 125e6, "gpt-350m": 350e6, "gpt-760m": 760e6, "gpt-1.3b": 1.3e9, "gpt-2.7b": 2.7e9, "gpt-6.7b": 6.7e9,
@@ -48,8 +49,9 @@ def test_the_number_is_the_published_one(name: str) -> None:
 
 
 def test_the_width_of_a_head() -> None:
-    """No parameter count shows it: 64 in GPT-2 and BERT, 128 in Llama; GPT-3's vary."""
+    """No parameter count shows it: 64 in GPT-2 and BERT, 128 in Llama; those of GPT-3 and Pythia vary."""
     others = {"gpt-760m": 96, "gpt-1.3b": 128, "gpt-2.7b": 80, "gpt-6.7b": 128, "gpt-13b": 128, "gpt-175b": 128, "llama-1b": 64}
+    others |= {"mistral-7b": 128, "pythia-1.4b": 128, "pythia-6.9b": 128}
     for name, preset in PRESETS.items():
         assert ModelConfig(**preset.flags).head_dim == others.get(name, 128 if "llama" in name else 64), name
 
