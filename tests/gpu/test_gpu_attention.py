@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from errors import FP32, assert_law
@@ -22,6 +24,9 @@ MASKS = {
     "causal padding": AttentionMask(causal=True, key_lengths=torch.tensor([S, 50])),
     "documents": AttentionMask(documents=((30, 31, S), (S,))),
     "documents, all": AttentionMask(False, documents=((30, 31, S), (1, 95, S))),
+    "window": AttentionMask(window=20),
+    "window of one": AttentionMask(window=1),
+    "documents, window": AttentionMask(documents=((30, 31, S), (S,)), window=20),
     "lengths on the host": AttentionMask(causal=False, key_lengths=torch.tensor([S, 50]), lengths=(S, 50)),
 }
 
@@ -29,7 +34,7 @@ MASKS = {
 def run(qkv: Tensor, grad: Tensor, r: int, mask: AttentionMask, kernel: KernelName) -> dict[str, Tensor | None]:
     qkv = qkv.detach().requires_grad_()
     lengths = None if mask.key_lengths is None else mask.key_lengths.to(qkv.device)
-    out = attention(qkv, r, D, AttentionMask(mask.causal, lengths, mask.documents, mask.lengths), kernel=kernel)
+    out = attention(qkv, r, D, replace(mask, key_lengths=lengths), kernel=kernel)
     out.backward(grad.to(out))
     assert qkv.grad is not None
     return {"out": out.detach().cpu(), "qkv": qkv.grad.cpu()}
@@ -81,6 +86,15 @@ def test_packed_documents_are_one_call_and_the_host_does_not_wait() -> None:
             attention(qkv, 3, D, mask).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::_flash_attention_forward") == 1 and calls.get("aten::_flash_attention_backward") == 1, calls
+
+
+@pytest.mark.parametrize("mask", ["window", "documents, window"])
+def test_a_window_is_one_call_of_torchs_flash_kernel(mask: str) -> None:
+    qkv = randn(S, B, G * 5 * D).to(torch.bfloat16).cuda().requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(qkv, 3, D, MASKS[mask]).sum().backward()
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("aten::_flash_attention_forward") == 1 and calls.get("aten::_flash_attention_backward") == 1, calls
 

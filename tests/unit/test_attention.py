@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,19 @@ def test_a_window_with_padding(kernel: KernelName) -> None:
     mask, qkv, grad = AttentionMask(True, torch.tensor([7, 2, 0]), window=3), randn(7, 3, 8 * D), randn(7, 3, 4 * D, seed=1)
     want = gradients(lambda i: loop_on_qkv(i["qkv"], 2, 2, mask), leaves(qkv=qkv), grad)
     assert_law(gradients(lambda i: attention(i["qkv"], 2, D, mask, kernel=kernel), leaves(qkv=qkv), grad), want, FP64)
+
+
+@pytest.mark.parametrize("documents", [None, ((4, 16), (16,))])
+def test_torchs_flash_kernel_gets_the_window_there_and_back(documents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for GPUs; what it is called with, and what its derivative keeps, can be seen without one."""
+    monkeypatch.setattr(attention_module, "torch_has_varlen", lambda q: True)
+    q, k, v = (torch.empty(16, 2, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (3, 1, 1))
+    out = core_attention(q, k, v, AttentionMask(documents=documents, window=5), kernel="sdpa")
+    assert out.shape == q.shape
+    node: Any = out.grad_fn
+    while node.name() != "FlashAttentionBackward0":
+        node = node.next_functions[0][0]
+    assert (node._saved_window_size_left, node._saved_window_size_right, node._saved_is_causal) == (4, 0, True)
 
 
 def test_a_window_of_a_realistic_size_in_fp32_and_with_tiles_as_they_are() -> None:

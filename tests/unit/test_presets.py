@@ -195,6 +195,32 @@ def test_resuming_with_another_preset_is_another_model() -> None:
         check_structure(stored("--preset", "gpt2-124m"), config_of("--preset", "gpt2-355m"))
 
 
+ROPE = ("--position-embedding-type", "rope")
+
+
+@pytest.mark.parametrize("flags, line", [
+    (("--use-parallel-residual",), "use_parallel_residual: False in the checkpoint, True here"),
+    (("--window-size", "7"), "window_size: None in the checkpoint, 7 here"),
+    (("--relu",), "activation: gelu_tanh in the checkpoint, relu here"),
+    (("--gelu-approximate", "none"), "activation: gelu_tanh in the checkpoint, gelu here"),
+    (("--disable-bias-linear",), "mlp_bias: True in the checkpoint, False here"),
+    (("--rotary-seq-len-interpolation-factor", "2"), "rotary_seq_len_interpolation_factor: 1.0 in the checkpoint, 2.0 here"),
+    (("--use-rope-scaling", "--rope-scaling-factor", "32"), "rope_scaling: () in the checkpoint, (32.0, 1.0, 4.0, 8192) here"),
+])  # fmt: skip
+def test_resuming_with_other_maths_is_another_model(flags: tuple[str, ...], line: str) -> None:
+    base = ("--preset", "gpt2-124m", *ROPE)
+    with pytest.raises(CheckpointError) as caught:
+        check_structure(stored(*base), config_of(*base, *flags))
+    assert line in str(caught.value)
+
+
+def test_what_says_the_same_in_other_words_is_the_same_model() -> None:
+    """Factors of a scaling that is off; biases that are there anyway; BERT's head as it is by itself."""
+    base = ("--preset", "gpt2-124m", *ROPE)
+    check_structure(stored(*base), config_of(*base, "--rope-scaling-factor", "32", "--add-mlp-bias"))
+    check_structure(stored("--preset", "bert-base"), config_of("--preset", "bert-base", "--bert-head-activation", "gelu_tanh"))
+
+
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
