@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.config_rules_data import data_violations
-from megatron_sp.config_rules_model import model_violations
+from megatron_sp.config_rules_model import variant_violations
 from megatron_sp.utils.field_kinds import field_kinds
 from megatron_sp.utils.peaks import PEAK_TFLOPS
 
@@ -99,7 +99,7 @@ def _model(config: Config) -> Iterator[str]:
             f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
             f" raise --max-position-embeddings to {model.seq_length} or leave it out"
         )
-    yield from model_violations(model)
+    yield from variant_violations(model)
 
 
 def _heads(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_sp.config import ModelConfig
 
 
-def model_violations(model: ModelConfig) -> Iterator[str]:
+def variant_violations(model: ModelConfig) -> Iterator[str]:
     """Every rule that is broken."""
     chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:

@@ -66,6 +66,7 @@ CASES = [
     Case(packed=True, model=LLAMA),
     # a parallel residual, and windows
     Case(tp=2, sp=2, tp_seq=True, seq=7, mode="chunked", model=NEOX, kernels=PIECES),
+    Case(tp=2, model={**NEOX, **DROP}),
     Case(sp=2, mode="split-qkv", packed=True, model=MISTRAL, batch=3),
     # together
     Case(sp=2, dp=2, micro_batches=2, steps=3),

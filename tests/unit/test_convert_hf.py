@@ -278,15 +278,26 @@ def test_words_that_cannot_be(
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_model_that_no_class_of_theirs_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    MODELS["odd"] = ({**MODELS["llama"][0], "qk_layernorm": True}, 0)
+@pytest.mark.parametrize("name, more, said", [
+    ("llama", {"qk_layernorm": True}, "llama: qk_layernorm is True, not False"),
+    ("llama", {"window_size": 3}, "llama: window_size is 3, not None"),
+    ("llama", {"add_proj_bias": True}, "llama: proj_bias is True, not False"),
+    ("llama", {"use_rope_scaling": True}, "llama: rope_scaling is (8.0, 1.0, 4.0, 8192), not ()"),
+    ("gpt2", {"relu": True}, "gpt2: relu is True, not False"),
+    ("gpt2", {"use_parallel_residual": True}, "gpt2: use_parallel_residual is True, not False"),
+    ("megatron-bert", {"bert_head_activation": "relu"}, "bert: head_activation is relu, not gelu"),
+])  # fmt: skip
+def test_a_model_that_no_class_of_theirs_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: dict[str, Any], said: str
+) -> None:
+    MODELS["odd"] = ({**MODELS[name][0], **more}, 0)
     try:
         source = write_run(random_model("odd"), tmp_path / "run")
     finally:
         del MODELS["odd"]
     assert run("--input", source, "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
     message = capsys.readouterr().err
-    assert "no class of Hugging Face" in message and "llama: qk_layernorm is True, not False" in message
+    assert "no class of Hugging Face" in message and said in message
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 

@@ -98,7 +98,7 @@ class Bert:
         return misfit(
             config, model_family="bert", norm_placement=self.placement, position_embedding_type="learned_absolute",
             normalization="LayerNorm", swiglu=False, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
-            apply_layernorm_1p=False, num_groups=config.num_attention_heads,
+            apply_layernorm_1p=False, num_groups=config.num_attention_heads, head_activation=config.activation,
             head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
 

@@ -65,7 +65,15 @@ class Family(Protocol):
         ...
 
 
+_PLAIN = {
+    "use_parallel_residual": False, "window_size": None, "rope_scaling": (), "rotary_seq_len_interpolation_factor": 1.0, "relu": False,
+    "geglu": False,
+}  # fmt: skip
+"""What a family that does not speak of them does not have."""
+
+
 def misfit(config: ModelConfig, **wanted: Any) -> str | None:
     """Which fields of a model are not as a family wants them, or None."""
+    wanted = {**_PLAIN, **wanted}
     wrong = [f"{name} is {getattr(config, name)}, not {value}" for name, value in wanted.items() if getattr(config, name) != value]
     return "; ".join(wrong) or None

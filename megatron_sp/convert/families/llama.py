@@ -67,7 +67,7 @@ class Llama:
     def fits(self, config: ModelConfig) -> str | None:
         return misfit(
             config, model_family="gpt", position_embedding_type="rope", rotary_percent=1.0, normalization="RMSNorm", swiglu=True,
-            disable_bias_linear=True, add_qkv_bias=False, qk_layernorm=False, apply_layernorm_1p=False,
+            qkv_bias=False, proj_bias=False, mlp_bias=False, qk_layernorm=False, apply_layernorm_1p=False,
         )  # fmt: skip
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
