@@ -123,7 +123,7 @@ class Sizes:
     def _attention_blocks(self, widest: int) -> None:
         """What calls of our CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
         row = self.queries_per_group * self.d * self.e  # of a position, in the columns of one group
-        columns = self.all_tokens // self.length * widest * self.d * self.e // row
+        most = self.all_tokens * widest * self.d * self.e  # of all positions
 
         def calls(queries: int, keys: int) -> int:
             return 2 * max(1, _BLOCK_BYTES // (keys * row)) * row * queries  # one at work, and the results of the one before
@@ -132,13 +132,13 @@ class Sizes:
         if self.cuda:
             self.attention_blocks = self.attention_grad_blocks = 0
         elif window is None or window >= self.length:
-            self.attention_blocks = min(calls(self.length, self.length), columns * row * self.length)
+            self.attention_blocks = min(calls(self.length, self.length), most)
             self.attention_grad_blocks = 3 * self.attention_blocks
         else:  # the first tile sees as many keys as it has queries; the others have fewer queries than keys
             tile = window_tile(window)
             reach = window - 1 + tile
-            self.attention_blocks = min(calls(window, window), 2 * columns * row * window)
-            others = [min(calls(n, reach), 2 * columns * row * n) for n in (tile, reach)]
+            self.attention_blocks = min(calls(window, window), 2 * most * window // self.length)
+            others = [min(calls(n, reach), 2 * most * n // self.length) for n in (tile, reach)]
             self.attention_grad_blocks = max(3 * self.attention_blocks, others[0] + 2 * others[1])
 
     def _parameters(self, parallel: ParallelConfig, ranks: int) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.ops import packed_attention
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 from megatron_sp.training import memory_zero
@@ -108,6 +109,7 @@ def compare(cases: list[Layout]) -> None:
     """Measure each layout on every rank; the largest rank's peak of each phase against the plan."""
     Form.empties = property(lambda form: True)  # tensors as small as these are torch's own, which can be emptied on the CPU too
     for case in cases:
+        packed_attention._window_mask.cache_clear()  # what another case has made is not counted
         measured = memory.measure(case, SHAPE, BATCH)
         plan = memory.predict(case, SHAPE, BATCH)
         want = {"resident": plan.resident, "peak": plan.peak, **{p: plan.peak_of(p) for p in ("forward", "backward", "update")}}
