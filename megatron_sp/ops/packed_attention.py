@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.memory import blocks, empty
 from megatron_sp.utils.numbers import window_tile
 
@@ -325,7 +326,7 @@ class _OneByOne(torch.autograd.Function):
             raise RuntimeError("the packed attention's backward ran already: its tensors are gone (retain_graph is not supported)")
         for segment in reversed(ctx.segments):
             (leaves, part), (rows, seen, columns) = parts.pop(), _runs(segment, ctx.each)
-            found = torch.autograd.grad(part, leaves, grad[rows, columns])
+            found = gradients_of(leaves, [part], [grad[rows, columns]])
             del part, leaves
             for into, at, mine in zip(grads, (rows, seen, seen), found, strict=True):
                 into[at, columns] = mine

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.ops.backward import run_backward
+
 
 def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False) -> Tensor:
     """Call ``fn(*args)`` without keeping its intermediate tensors; backward calls it again.
@@ -49,7 +51,7 @@ class _Recompute(torch.autograd.Function):
                 _set_random_state(ctx.random_state)
             out = ctx.fn(*args)
         if out.requires_grad:
-            torch.autograd.backward(out, grad)
+            run_backward(out, grad)
         return None, None, None, *(a.grad if isinstance(a, Tensor) else None for a in args)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle, all_to_all_async
 from megatron_sp.comm.groups import ALONE, Group
 from megatron_sp.comm.recorder import Place
+from megatron_sp.ops.backward import gradients_of
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront
@@ -409,7 +410,7 @@ class _Run:
         """Gradients of what arrived for a chunk, flat and padded, and of the core's parameters."""
         s, group = self.plan.seq_length, share.uses.start
         d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
-        d_q, *d_kv = torch.autograd.grad(state.out, state.leaves, d_out)
+        d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
         outputs, gradients = [state.heads[0]], [d_q]
         if share.keys:
             if group in d_shared:  # what the group's other chunks, behind this one, have found
@@ -419,7 +420,7 @@ class _Run:
         else:
             d_shared[group] = [a + b for a, b in zip(d_kv, d_shared[group], strict=True)] if group in d_shared else d_kv
         parameters = self.core.parameters
-        found = torch.autograd.grad(outputs, [*state.wires, *parameters], gradients, allow_unused=True)
+        found = gradients_of([*state.wires, *parameters], outputs, gradients, allow_unused=True)
         d_wires = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.wires, strict=False)]
         return [self._padded(g) for g in d_wires], list(found[len(state.wires) :])
 

@@ -210,7 +210,7 @@ def test_parameter_names_and_shapes_are_megatron_cores() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qk rms norm, rope", "longer table", "neox", "mistral", "window of one"])
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 4, 1]])
 def test_a_cache_of_keys_gives_the_logits_of_the_whole_sequence(name: str, pieces: list[int]) -> None:
-    config = tiny.shape(**SHAPES[name])
+    config = tiny.shape(**SHAPES[name] | {"attention_dropout": 0.0})  # generation drops nothing
     model, batch = tiny.make_model(config), tiny.make_batch(config)
     with torch.no_grad():
         whole = model.logits(model.hidden(batch["tokens"], tiny.context(config, batch)))
