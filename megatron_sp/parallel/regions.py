@@ -8,33 +8,55 @@
     scatter_to       slice             all_gather
     reduce_scatter_to  reduce_scatter  all_gather
 
+Like a function of torch, each can be taken over by a ``TorchFunctionMode``: what a check without a job sees of them is their shapes.
+
 All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost one copy where the dims in front of
 them are not 1. Source: arXiv:1909.08053, arXiv:2205.05198; which adjoint is right is the subject of Megatron's tensor_parallel_output_grad.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async
 from megatron_sp.comm.groups import Group
 
 GatherGrad = Literal["reduce_scatter", "slice"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
+def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
+    """A function of a tensor that a ``TorchFunctionMode`` sees as one step, as it sees those of torch."""
+
+    @functools.wraps(function)
+    def called(x: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if has_torch_function_unary(x):
+            return handle_torch_function(called, (x,), x, *args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    return called
+
+
+@overridable
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """``x`` itself; in backward the sum of all ranks' gradients."""
     return x if group.size() == 1 else _Copy.apply(x, group)
 
 
+@overridable
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' ``x``; in backward the gradient as it is."""
     return x if group.size() == 1 else _Reduce.apply(x, group)
 
 
+@overridable
 def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
     """All ranks' ``x`` joined along ``dim``.
 
@@ -44,16 +66,19 @@ def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
     return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
 
 
+@overridable
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of what all ranks have. Raises ValueError: the dim cannot be cut evenly."""
     return x if group.size() == 1 else _Scatter.apply(x, group, dim % x.ndim)
 
 
+@overridable
 def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of the sum of all ranks' ``x``. Raises ValueError: the dim cannot be cut evenly."""
     return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim % x.ndim)
 
 
+@overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Trade shards: cut along ``split``, one part for each rank, and join what arrives along ``join``; backward trades back.
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.linear import column_linear, row_linear
-from megatron_sp.parallel.regions import copy_to, gather_from, reduce_from, reduce_scatter_to
-from megatron_sp.parallel.tensor_parallel import TensorParallel
+from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 from megatron_sp.schedule.kinds import Kind
 
 Forward = Callable[[Tensor], Tensor]
@@ -37,28 +37,38 @@ def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers
         copies: the input's gradient is summed over the ranks in here, under the weight's gradient.
         gathers: all ranks get all outputs.
     """
-    tp = TensorParallel(group if copies else TensorParallel().group)
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = _matrix(module, kind)
-        y, _ = column_linear(x, weight, bias, tp=tp)
+        y = split_column(x, weight, bias, group if copies else None)
         return gather_from(y, group, -1, "slice") if gathers else y
 
     return forward
 
 
+@overridable
+def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
+    """x @ weight.T + bias for this rank's outputs; over ``group`` the input's gradient is summed."""
+    return column_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))[0]
+
+
 def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
     """Ranks' results are summed, then the bias is added, once."""
-    plain = TensorParallel(group)
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = _matrix(module, kind)
         if reduce == "all_reduce":
-            return row_linear(x, weight, bias, tp=plain)
-        y = reduce_scatter_to(row_linear(x, weight), group, axis)
+            return split_row(x, weight, bias, group)
+        y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
         return y if bias is None else y + bias
 
     return forward
+
+
+@overridable
+def split_row(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
+    """x @ weight.T of this rank's inputs, summed over ``group``, + bias."""
+    return row_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))
 
 
 def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
@@ -81,7 +91,6 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
 
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
     """Rows of the table are split: each rank looks up what it has, and the results are summed."""
-    tp = TensorParallel(group)
 
     def forward(ids: Tensor) -> Tensor:
         if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
@@ -90,11 +99,17 @@ def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
                 raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")
         weight = module.weight
         assert isinstance(weight, Tensor)
-        if module.padding_idx is not None:  # its row gets no gradient
-            weight = _without_gradient_of(weight, module.padding_idx, group)
-        return embedding(ids.contiguous(), weight, tp=tp)
+        return split_embedding(ids, weight, group, module.padding_idx)
 
     return forward
+
+
+@overridable
+def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None) -> Tensor:
+    """The rows of ids, summed over the group; the row ``padding`` gets no gradient."""
+    if padding is not None:
+        weight = _without_gradient_of(weight, padding, group)
+    return embedding(ids.contiguous(), weight, tp=TensorParallel(group))
 
 
 def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
