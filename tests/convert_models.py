@@ -31,6 +31,14 @@ LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }  # fmt: skip
+NEOX: dict[str, Any] = {
+    **SIZES, "position_embedding_type": "rope", "rotary_percent": 0.4, "use_parallel_residual": True, "gelu_approximate": "none",
+    "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 6,
+}  # fmt: skip
+LLAMA3 = {
+    "use_rope_scaling": True, "rope_scaling_factor": 4.0, "rope_scaling_low_freq_factor": 1.0, "rope_scaling_high_freq_factor": 3.0,
+    "rope_scaling_original_length": 8,
+}  # fmt: skip
 BERT: dict[str, Any] = {**SIZES, "model_family": "bert", "max_position_embeddings": 16, "norm_epsilon": 1e-12}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes of a classifier
     "gpt2": (GPT2, 0),
@@ -39,6 +47,15 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes 
     "llama-tied": ({**LLAMA, "untie_embeddings_and_output_weights": False, "vocab_size": 1}, 0),
     "llama-one-group": ({**LLAMA, "num_query_groups": 1, "kv_channels": 10}, 0),
     "llama-heads": ({**LLAMA, "num_query_groups": 4}, 0),
+    "llama-3": ({**LLAMA, **LLAMA3}, 0),
+    "llama-biases": ({**LLAMA, "add_qkv_bias": True, "add_proj_bias": True, "add_mlp_bias": True}, 0),
+    "llama-linear": ({**LLAMA, "rotary_seq_len_interpolation_factor": 2.0, "add_qkv_bias": True, "add_proj_bias": True}, 0),
+    "mistral": ({**LLAMA, "window_size": 5}, 0),
+    "qwen2": ({**LLAMA, "add_qkv_bias": True}, 0),
+    "neox": (NEOX, 0),
+    "neox-tied": ({**NEOX, "untie_embeddings_and_output_weights": False, "use_parallel_residual": False, "relu": True}, 0),
+    "neox-few-biases": ({**NEOX, "disable_bias_linear": True, "add_mlp_bias": True, **LLAMA3}, 0),
+    "gpt2-relu": ({**GPT2, "relu": True}, 0),
     "bert": ({**BERT, "norm_placement": "post"}, 0),
     "bert-one-segment": ({**BERT, "norm_placement": "post", "bert_no_binary_head": True, "num_tokentypes": 2}, 0),
     "bert-classifier": ({**BERT, "norm_placement": "post"}, 5),

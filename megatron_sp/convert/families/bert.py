@@ -10,7 +10,7 @@ from megatron_sp.config import ModelConfig
 from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import BIAS, WEIGHT, Sizes, blocks, same, separate_qkv
-from megatron_sp.convert.families.settings import GELU, Settings
+from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
 
 _BOTH = (WEIGHT, BIAS)
 _OLD_NORM = re.compile(r"(.*LayerNorm)\.(gamma|beta)")
@@ -40,17 +40,21 @@ class Bert:
         settings.require("is_decoder", False, "attends to the past alone")
         settings.require("add_cross_attention", False, "attends to another model")
         settings.require("tie_word_embeddings", True, "gives the output layer a table of its own")
-        return ModelConfig(
+        config = ModelConfig(
             model_family="bert", norm_placement="post" if self.placement == "post" else "pre",
             num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
             num_attention_heads=settings.count("num_attention_heads"), ffn_hidden_size=settings.count("intermediate_size"),
             seq_length=settings.count("max_position_embeddings"), max_position_embeddings=settings.count("max_position_embeddings"),
             vocab_size=settings.count("vocab_size"), num_tokentypes=settings.count("type_vocab_size", 2),
-            gelu_approximate=settings.choice("hidden_act", GELU, "gelu"), norm_epsilon=settings.get("layer_norm_eps", float, 1e-12),
+            norm_epsilon=settings.get("layer_norm_eps", float, 1e-12),
             bert_no_binary_head="cls.seq_relationship.weight" not in tensors and not self.num_classes(tensors),
             attention_dropout=settings.get("attention_probs_dropout_prob", float, 0.1),
             hidden_dropout=settings.get("hidden_dropout_prob", float, 0.1), init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
+        set_activation(config, settings.choice("hidden_act", ACTIVATIONS, "gelu"))
+        if config.relu:
+            config.bert_head_activation = "relu"
+        return config
 
     def renamed(self, name: str) -> str:
         old = _OLD_NORM.fullmatch(name)
@@ -97,7 +101,7 @@ class Bert:
         assert config.num_attention_heads
         return misfit(
             config, model_family="bert", norm_placement=self.placement, position_embedding_type="learned_absolute",
-            normalization="LayerNorm", swiglu=False, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
+            normalization="LayerNorm", swiglu=False, relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False,
             apply_layernorm_1p=False, num_groups=config.num_attention_heads, head_activation=config.activation,
             head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
@@ -106,7 +110,7 @@ class Bert:
         return {
             "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
             "intermediate_size": config.ffn_size, "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
-            "type_vocab_size": config.token_types, "hidden_act": "gelu_pytorch_tanh" if config.gelu_approximate == "tanh" else "gelu",
+            "type_vocab_size": config.token_types, "hidden_act": word_of(config.activation),
             "layer_norm_eps": config.norm_epsilon, "attention_probs_dropout_prob": config.attention_dropout,
             "hidden_dropout_prob": config.hidden_dropout, "initializer_range": config.init_method_std,
             "position_embedding_type": "absolute",

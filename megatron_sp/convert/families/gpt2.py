@@ -9,7 +9,7 @@ from megatron_sp.config import ModelConfig
 from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import ALL, BIAS, WEIGHT, Sizes, blocks, key, query, same, value
-from megatron_sp.convert.families.settings import GELU, Settings
+from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
 
 _TURNED = (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "mlp.c_fc"), ("mlp.linear_fc2", "mlp.c_proj"))
 
@@ -22,16 +22,17 @@ class GPT2:
         settings.require("scale_attn_by_inverse_layer_idx", False, "divides attention scores by the number of the layer")
         settings.require("add_cross_attention", False, "attends to another model")
         hidden = settings.count("n_embd")
-        return ModelConfig(
+        config = ModelConfig(
             num_layers=settings.count("n_layer"), hidden_size=hidden, num_attention_heads=settings.count("n_head"),
             seq_length=settings.count("n_positions"), max_position_embeddings=settings.count("n_positions"),
             ffn_hidden_size=settings.count("n_inner", None) or 4 * hidden, vocab_size=settings.count("vocab_size"),
-            gelu_approximate=settings.choice("activation_function", GELU, "gelu_new"),
             norm_epsilon=settings.get("layer_norm_epsilon", float, 1e-5),
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", bool, True),
             attention_dropout=settings.get("attn_pdrop", float, 0.1), hidden_dropout=settings.get("resid_pdrop", float, 0.1),
             init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
+        set_activation(config, settings.choice("activation_function", ACTIVATIONS, "gelu_new"))
+        return config
 
     def renamed(self, name: str) -> str:
         return name
@@ -71,7 +72,7 @@ class GPT2:
         assert config.num_attention_heads
         return misfit(
             config, model_family="gpt", position_embedding_type="learned_absolute", normalization="LayerNorm", swiglu=False,
-            squared_relu=False, disable_bias_linear=False, qk_layernorm=False, apply_layernorm_1p=False,
+            relu=config.relu, squared_relu=False, disable_bias_linear=False, qk_layernorm=False, apply_layernorm_1p=False,
             num_groups=config.num_attention_heads, head_dim=(config.hidden_size or 0) // config.num_attention_heads,
         )  # fmt: skip
 
@@ -79,7 +80,7 @@ class GPT2:
         return {
             "n_layer": config.num_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads,
             "n_positions": config.max_positions, "n_inner": config.ffn_size, "vocab_size": config.vocab_size,
-            "activation_function": "gelu_pytorch_tanh" if config.gelu_approximate == "tanh" else "gelu",
+            "activation_function": word_of(config.activation),
             "layer_norm_epsilon": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             "attn_pdrop": config.attention_dropout, "resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout,
             "initializer_range": config.init_method_std, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,

@@ -1,4 +1,4 @@
-"""Llama and what shares its tensors: ``LlamaForCausalLM``, ``MistralForCausalLM``."""
+"""Llama and what shares its tensors: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from megatron_sp.config import ModelConfig
 from megatron_sp.convert.copies import Copy
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import Sizes, blocks, gate_up, kinds, same, separate_qkv
-from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.families.settings import Settings, set_biases
 
 _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 class Llama:
-    model_type, prefix = "llama", "model."
+    model_type, prefix, name = "llama", "model.", "Llama"
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
         settings.require("hidden_act", "silu", "is another activation of the gated MLP")
-        settings.require("mlp_bias", False, "has biases in the MLP")
-        settings.require("attention_bias", False, "has biases in the attention")
         config = ModelConfig(
             num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
             num_query_groups=settings.count("num_key_value_heads", heads), kv_channels=settings.count("head_dim", hidden // heads),
@@ -33,7 +31,13 @@ class Llama:
             init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip
         settings.take_rotary(config)
+        self.take_own(config, settings)
         return config
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        """What this member of the family has of its own."""
+        attention = settings.get("attention_bias", bool, False)
+        set_biases(config, qkv=attention, proj=attention, mlp=settings.get("mlp_bias", bool, False))
 
     def renamed(self, name: str) -> str:
         return name
@@ -49,17 +53,17 @@ class Llama:
             attention = f"{theirs}self_attn."
             qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
             yield from same(f"{ours}input_layernorm", f"{theirs}input_layernorm")
-            yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(False))
-            yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(False))
+            yield from separate_qkv(f"{ours}self_attention.linear_qkv", qkv, s, kinds(config.qkv_bias))
+            yield from same(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", kinds(config.proj_bias))
             yield from same(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm")
-            yield from gate_up(f"{ours}mlp.linear_fc1", f"{theirs}mlp.gate_proj", f"{theirs}mlp.up_proj", s, kinds(False))
-            yield from same(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", kinds(False))
+            yield from gate_up(f"{ours}mlp.linear_fc1", f"{theirs}mlp.gate_proj", f"{theirs}mlp.up_proj", s, kinds(config.mlp_bias))
+            yield from same(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", kinds(config.mlp_bias))
         yield from same("decoder.final_layernorm", "model.norm")
         if config.untie_embeddings_and_output_weights:
             yield from same("output_layer", "lm_head")
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        return "LlamaForCausalLM"
+        return f"{self.name}ForCausalLM"
 
     def num_classes(self, tensors: Tensors) -> int:
         return 0
@@ -67,15 +71,55 @@ class Llama:
     def fits(self, config: ModelConfig) -> str | None:
         return misfit(
             config, model_family="gpt", position_embedding_type="rope", rotary_percent=1.0, normalization="RMSNorm", swiglu=True,
-            qkv_bias=False, proj_bias=False, mlp_bias=False, qk_layernorm=False, apply_layernorm_1p=False,
+            qk_layernorm=False, apply_layernorm_1p=False, rope_scaling=config.rope_scaling,
+            rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor, **self.own(config),
         )  # fmt: skip
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        """Fields that must be as they are here."""
+        return {"proj_bias": config.qkv_bias}
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
         return {
             "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_groups, "head_dim": config.head_dim, "intermediate_size": config.ffn_size,
             "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size, "hidden_act": "silu",
-            "rms_norm_eps": config.norm_epsilon, "rope_theta": config.rotary_base, "attention_bias": False, "mlp_bias": False,
-            "tie_word_embeddings": not config.untie_embeddings_and_output_weights, "attention_dropout": config.attention_dropout,
-            "initializer_range": config.init_method_std,
+            "rms_norm_eps": config.norm_epsilon, "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            "attention_dropout": config.attention_dropout, "initializer_range": config.init_method_std, **Settings.rotary(config),
+            **self.own_entries(config),
         }  # fmt: skip
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        """Of config.json."""
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+class Mistral(Llama):
+    """With a sliding window, and never a bias."""
+
+    model_type, name = "mistral", "Mistral"
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        config.window_size = settings.count("sliding_window", None)
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        return {"window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "mlp_bias": False}
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {"sliding_window": config.window_size}
+
+
+class Qwen2(Llama):
+    """With biases on queries, keys and values alone."""
+
+    model_type, name = "qwen2", "Qwen2"
+
+    def take_own(self, config: ModelConfig, settings: Settings) -> None:
+        settings.require("use_sliding_window", False, "gives some layers a window")
+        set_biases(config, qkv=True, proj=False, mlp=False)
+
+    def own(self, config: ModelConfig) -> dict[str, Any]:
+        return {"qkv_bias": True, "proj_bias": False, "mlp_bias": False}
+
+    def own_entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {"use_sliding_window": False}

@@ -8,11 +8,14 @@ from typing import Any
 from megatron_sp.convert.families.bert import Bert, MegatronBert
 from megatron_sp.convert.families.family import Family
 from megatron_sp.convert.families.gpt2 import GPT2
-from megatron_sp.convert.families.llama import Llama
+from megatron_sp.convert.families.llama import Llama, Mistral, Qwen2
+from megatron_sp.convert.families.neox import GPTNeoX
 from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import CheckpointError
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2(), Llama(), Bert(), MegatronBert())}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2(), Llama(), Mistral(), Qwen2(), GPTNeoX(), Bert(), MegatronBert())
+}
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:

@@ -8,8 +8,11 @@ from megatron_sp.config import ModelConfig
 from megatron_sp.utils.errors import CheckpointError
 
 _MISSING = object()
-GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "none", "gelu_python": "none"}
-"""Their names of an activation -> --gelu-approximate."""
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
+    "gelu_python": "gelu", "relu": "relu",
+}  # fmt: skip
+"""Their names of an activation -> ours."""
 
 
 class Settings:
@@ -68,20 +71,70 @@ class Settings:
             raise CheckpointError(f"{self.where}: {name} is {word[:100]!r}: only {', '.join(options)} can be converted")
         return options[word]
 
-    def take_rotary(self, config: ModelConfig) -> None:
+    def take_rotary(self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None) -> None:
         """Set what the rotary positions of a model are: rope_parameters of today, or rope_theta and rope_scaling of older files.
 
+        Args:
+            share: of each head that is turned, where nothing says it.
+            base, percent: older names of the base, and of the share; without one all of a head must be turned.
         Raises:
             CheckpointError: a kind of scaling that is not known here.
         """
         rope = Settings({**self.document, **self._rope()}, self.where)
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-        if kind != "default":
-            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only 'default' can be converted")
-        config.rotary_base = rope.get("rope_theta", float, 10000.0)
+        config.rotary_base = rope.get("rope_theta", float, rope.get(base, float, 10000.0))
+        if percent is None:
+            rope.require("partial_rotary_factor", 1.0, "turns a part of each head")
+        else:
+            config.rotary_percent = rope.get("partial_rotary_factor", float, rope.get(percent, float, share))
+        if kind == "linear":
+            config.rotary_seq_len_interpolation_factor = rope.get("factor", float)
+        elif kind == "llama3":
+            config.use_rope_scaling = True
+            config.rope_scaling_factor = rope.get("factor", float)
+            config.rope_scaling_low_freq_factor = rope.get("low_freq_factor", float)
+            config.rope_scaling_high_freq_factor = rope.get("high_freq_factor", float)
+            config.rope_scaling_original_length = rope.count("original_max_position_embeddings")
+        elif kind != "default":
+            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be converted")
+
+    @staticmethod
+    def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
+        """The entries that ``take_rotary`` reads, under names that all versions understand."""
+        found: dict[str, Any] = {base: config.rotary_base}
+        if percent is not None:
+            found[percent] = config.rotary_percent
+        if config.use_rope_scaling:
+            low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+            found["rope_scaling"] = {
+                "rope_type": "llama3", "factor": config.rope_scaling_factor, "low_freq_factor": low, "high_freq_factor": high,
+                "original_max_position_embeddings": config.rope_scaling_original_length,
+            }  # fmt: skip
+        elif config.rotary_seq_len_interpolation_factor != 1.0:
+            found["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+        return found
 
     def _rope(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in ("rope_scaling", "rope_parameters"):
             found |= self.get(name, dict, {})
         return found
+
+
+def set_activation(config: ModelConfig, name: str) -> None:
+    """Make the activation of a model's MLP one of ``ACTIVATIONS``' values."""
+    config.relu = name == "relu"
+    if name != "relu":
+        config.gelu_approximate = "tanh" if name == "gelu_tanh" else "none"
+
+
+def word_of(activation: str) -> str:
+    """Their name of an activation of ours."""
+    return {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu": "relu"}[activation]
+
+
+def set_biases(config: ModelConfig, *, qkv: bool, proj: bool, mlp: bool) -> None:
+    """Say which linear layers have biases."""
+    config.disable_bias_linear = not (qkv and proj and mlp)
+    if config.disable_bias_linear:
+        config.add_qkv_bias, config.add_proj_bias, config.add_mlp_bias = qkv, proj, mlp
