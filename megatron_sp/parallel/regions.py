@@ -17,7 +17,10 @@ them are not 1. Source: arXiv:1909.08053, arXiv:2205.05198; which adjoint is rig
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -42,6 +45,46 @@ def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Con
         return function(x, *args, **kwargs)
 
     return called
+
+
+class KeptResults:
+    """What all-gathers of one forward pass brought, for a recomputation of it: that one sends nothing for them.
+
+    Both passes gather the same tensors in the same order. A recomputation may run in a thread of its own.
+    """
+
+    _current = threading.local()
+
+    def __init__(self) -> None:
+        self._results: deque[Tensor] = deque()
+        self._records = False
+
+    @contextmanager
+    def _as_current(self, records: bool) -> Iterator[None]:
+        before, self._records = getattr(self._current, "kept", None), records
+        self._current.kept = self
+        try:
+            yield
+        finally:
+            self._current.kept = before
+
+    def recording(self) -> Any:
+        """The forward pass runs in here."""
+        return self._as_current(True)
+
+    def replaying(self) -> Any:
+        """The recomputation runs in here."""
+        return self._as_current(False)
+
+    @classmethod
+    def gathered(cls, x: Tensor, group: Group, dim: int) -> Tensor:
+        kept: KeptResults | None = getattr(cls._current, "kept", None)
+        if kept is not None and not kept._records and kept._results:
+            return kept._results.popleft()
+        result = _gathered(x, group, dim)
+        if kept is not None and kept._records:
+            kept._results.append(result)
+        return result
 
 
 @overridable
@@ -151,7 +194,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
         ctx.group, ctx.dim, ctx.grad = group, dim, grad
-        return _gathered(x, group, dim)
+        return KeptResults.gathered(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,15 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.parallel.regions import gather_from, scatter_to
+from megatron_sp.parallel.regions import gather_from
 from megatron_sp.schedule import forwards
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.hooks import change_input, change_output
 from megatron_sp.schedule.kinds import Kind, find_kind, kind_of
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.randomness import Streams, around
+from megatron_sp.schedule.recompute import recompute
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take
 from megatron_sp.schedule.syncs import make_change
 from megatron_sp.utils.errors import ConfigError
@@ -58,7 +62,9 @@ class Applied:
                 continue
             for part in self.specs[name].sums:
                 view = parameter.grad.narrow(self.specs[name].dim, part.start, part.length) if parameter.ndim else parameter.grad
-                view.copy_(all_reduce(view.contiguous().clone(), self.mesh.tp))
+                places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
+                places[part.slot] = view
+                view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
             all_reduce(parameter.grad, self.mesh.dp_sp)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -66,7 +72,7 @@ class Applied:
         spec = self.specs[name]
         made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
         if name in self.splits:
-            for offsets, piece in spec.pieces(local):
+            for offsets, piece in spec.pieces(local) if spec.counted else ():  # of several copies one counts
                 made[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
             return all_reduce(made, self.mesh.tp)
         return made.copy_(local)
@@ -101,6 +107,25 @@ class Applied:
             if name in state:
                 buffer.copy_(state[name])
 
+    def save_pretrained(self, folder: str | Path, **more: Any) -> None:
+        """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
+
+        Args:
+            more: for the model's own ``save_pretrained``.
+        Raises:
+            ConfigError: the model has none.
+        """
+        save = getattr(self.model, "save_pretrained", None)
+        if save is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no save_pretrained: it is no model of transformers; save full_state_dict() as you like"
+            )
+        state = self.full_state_dict()
+        if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
+            save(folder, state_dict=state, **more)
+        for group in (self.mesh.dp_sp, self.mesh.tp):  # nobody reads before it is written
+            all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)
+
 
 class _Compiler:
     """The state of one ``apply``."""
@@ -132,6 +157,9 @@ class _Compiler:
         self.put_syncs()
         self.put_regions()
         self.find_summed()
+        self.annotate()
+        self.put_random()
+        self.put_checkpoints()
         return Applied(self.model, self.mesh, self.specs(whole_shapes), self.splits)
 
     # other modules, attributes
@@ -188,7 +216,8 @@ class _Compiler:
         if parameter is None:
             found = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
             raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({where}, E1)")
-        return make_split(full, tuple(parameter.shape), axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded)
+        shape, replicas = tuple(parameter.shape), bool(args.get("replicas"))
+        return make_split(full, shape, axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded, replicas=replicas)
 
     def extend_to_aliases(self) -> None:
         """Another name of a split parameter, in a module that computes nothing with it itself, is split along."""
@@ -197,7 +226,9 @@ class _Compiler:
             for name in names:
                 owner = self.model.get_submodule(name.rpartition(".")[0])
                 if chosen and name not in self.splits and find_kind(owner) is None:
-                    self.splits[name] = Split(name, *[getattr(chosen[0], f) for f in ("dim", "blocks", "heads", "padded", "where")])
+                    self.splits[name] = Split(
+                        name, *[getattr(chosen[0], f) for f in ("dim", "blocks", "heads", "padded", "where", "copies")]
+                    )
 
     def check_biases(self) -> None:
         """Raises ConfigError: outputs are split, and the bias that is added to them is not (E4)."""
@@ -254,13 +285,17 @@ class _Compiler:
                 self.make_column(path, module, kind, args, asked=do == "column")
 
     def make_column(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any], *, asked: bool) -> None:
-        self.follow(module, kind.out_attribute)
-        if forwards.is_matrix(module, kind) and (asked or args.get("gather")):
-            copies = asked and args.get("input", "copy") == "copy"
-            module.forward = forwards.column(module, kind, self.group, copies=copies, gathers=bool(args.get("gather")))  # type: ignore[method-assign]
+        self.follow(module, kind.out_attribute, kind.out_dims["weight"])
+        copies, gathers = asked and args.get("input", "copy") == "copy", bool(args.get("gather"))
+        if gathers and self.splits[f"{path}.weight"].copies > 1:
+            raise ConfigError(f"{path}: gather joins every rank's heads, and here ranks have copies of the same: leave gather out")
+        if forwards.is_matrix(module, kind) and (asked or gathers):
+            module.forward = forwards.column(module, kind, self.group, copies=copies, gathers=gathers)  # type: ignore[method-assign]
+        elif copies or gathers:
+            module.forward = forwards.other_column(module, kind, self.group, copies=copies, gathers=gathers)  # type: ignore[method-assign]
 
     def make_row(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any]) -> None:
-        self.follow(module, kind.in_attribute)
+        self.follow(module, kind.in_attribute, kind.in_dims["weight"])
         reduce, axis = args.get("reduce"), args.get("axis")
         if reduce is None:
             sync = next((d for d, at, _ in self.each("sync") if at == path and d.args["mode"] == "fwd_post"), None)
@@ -278,10 +313,11 @@ class _Compiler:
         make = forwards.row if forwards.is_matrix(module, kind) else forwards.other_row
         module.forward = make(module, kind, self.group, reduce, self.seq_dim if axis is None else axis)  # type: ignore[method-assign]
 
-    def follow(self, module: nn.Module, attribute: str | None) -> None:
+    def follow(self, module: nn.Module, attribute: str | None, dim: int) -> None:
         """An attribute that holds a size holds this rank's."""
-        if attribute is not None and isinstance(getattr(module, attribute, None), int):
-            setattr(module, attribute, getattr(module, attribute) // self.size)
+        weight = module._parameters["weight"]
+        if weight is not None and attribute is not None and isinstance(getattr(module, attribute, None), int):
+            setattr(module, attribute, weight.shape[dim])
 
     # hooks
 
@@ -308,7 +344,7 @@ class _Compiler:
             args, where = directive.args, directive.where
             if self.size == 1:
                 continue
-            enter = make_change({"mode": "fwd_pre", "op": lambda x, group: scatter_to(x, group, self.seq_dim)}, self.group, 0, path, where)
+            enter = make_change({"mode": "fwd_pre", "op": "scatter"}, self.group, self.seq_dim, path, where)
             change_input(module, path, args.get("arg"), enter, where)
             leave = self.model.get_submodule(expand(self.model, args["leave"])[0])
             change_output(leave, args["leave"], None, lambda x: gather_from(x, self.group, self.seq_dim, "slice"), where)
@@ -326,6 +362,30 @@ class _Compiler:
         for directive, path, module in self.each("sum_gradients"):
             names = directive.args.get("names") or [name for name, _ in module.named_parameters(recurse=False)]
             self.summed |= {f"{path}.{name}" for name in names}
+
+    # notes, random numbers, recomputation
+
+    def annotate(self) -> None:
+        for directive, path, module in self.each("annotate"):
+            name, key = directive.args["parameter"], directive.args["key"]
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                found = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
+                raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({directive.where}, E1)")
+            setattr(parameter, key, directive.args.get("value"))
+
+    def put_random(self) -> None:
+        streams = Streams()
+        for directive, _, module in self.each("rng"):
+            axis = directive.args["axis"]
+            if axis == "same":
+                around(module, streams.same)
+            elif (group := self.mesh.group(axis)).size() > 1:
+                around(module, partial(streams.differ, group))
+
+    def put_checkpoints(self) -> None:
+        for directive, path, module in self.each("checkpoint"):
+            recompute(module, path, directive.args.get("policy", "full"), directive.where)
 
     def specs(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ShardSpec]:
         found, rank = {}, self.group.rank()

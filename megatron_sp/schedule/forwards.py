@@ -52,6 +52,17 @@ def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | 
     return column_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))[0]
 
 
+def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
+    """``column`` of what is no matrix: convolutions, embeddings by features, classes that somebody has registered."""
+    inner = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        y = inner(copy_to(x, group) if copies and x.is_floating_point() else x)  # ids have no gradient
+        return gather_from(y, group, kind.out_axis, "slice") if gathers else y
+
+    return forward
+
+
 def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
     """Ranks' results are summed, then the bias is added, once."""
 

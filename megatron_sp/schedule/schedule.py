@@ -135,7 +135,9 @@ class Selection:
             raise ConfigError(f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ...")
         return self.schedule.model.get_submodule(self.paths[0])
 
-    def shard(self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None) -> Selection:
+    def shard(
+        self, tensor: str, axis: int, *, blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
+    ) -> Selection:  # fmt: skip
         """Split a parameter over tp along a dim.
 
         Args:
@@ -143,19 +145,23 @@ class Selection:
             axis: of the parameter.
             blocks: it consists of so many equal parts, or of parts of these sizes, along that dim, each of which is split: a fused q, k, v.
             heads: the parts are cut between heads only, of which there are so many.
+            replicas: where there are fewer heads than ranks, several ranks have the same head, and its gradient is summed among them.
         """
-        return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads)
+        return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads, replicas=replicas)
 
-    def column(self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, gather: bool | None = None) -> Selection:
+    def column(
+        self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
+        gather: bool | None = None,
+    ) -> Selection:  # fmt: skip
         """Split a linear layer by its outputs, weight and bias.
 
         Args:
             input: copy: the layer itself sums the gradient of its input over the ranks, under the gradient of its weight; prepared: a sync
                 at a module around it does (one for q, k and v together).
-            blocks, heads: as ``shard`` has them.
+            blocks, heads, replicas: as ``shard`` has them.
             gather: make the result whole again.
         """
-        return self._add("column", input=input, blocks=blocks, heads=heads, gather=gather)
+        return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
     def row(self, reduce: str = "all_reduce", *, axis: int | None = None, blocks: Any = None, heads: int | None = None) -> Selection:
         """Split a linear layer by its inputs; the ranks' results are summed, then the bias is added, once.
@@ -194,7 +200,11 @@ class Selection:
         return self._add("sum_gradients", names=list(names) or None)
 
     def checkpoint(self, policy: str | None = None) -> Selection:
-        """Compute the inside of the modules again in backward instead of keeping it."""
+        """Compute the inside of the modules again in backward instead of keeping it.
+
+        Args:
+            policy: full, or keep_gathered: what all-gathers inside bring is kept, so that they send nothing a second time (default: full).
+        """
         return self._add("checkpoint", policy=policy)
 
     def replace(self, new: Any) -> Selection:
@@ -202,7 +212,11 @@ class Selection:
         return self._add("replace", new=new)
 
     def rng(self, axis: str = "tp") -> Selection:
-        """Random numbers inside differ between the ranks of an axis: dropout of what is split."""
+        """Random numbers inside differ between the ranks of an axis: dropout of what is split.
+
+        Args:
+            axis: of the mesh; "same": inside of modules where they differ, these have the same on all ranks again.
+        """
         return self._add("rng", axis=axis)
 
     def set(self, attribute: str, value: Any = None, *, divide: str | None = None) -> Selection:

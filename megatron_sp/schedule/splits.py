@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ class Split:
         blocks: sizes of the parts along it, each of which is split evenly; None: it is one part.
         heads: no part is cut inside a head, of which the parameter has so many.
         padded: the last ranks may have less than the others, and rows that only fill up (vocabularies).
+        copies: of each head, on ranks that follow each other: where there are fewer heads than ranks.
         where: who asked.
     """
 
@@ -32,17 +33,20 @@ class Split:
     heads: int | None = None
     padded: bool = False
     where: str = ""
+    copies: int = 1
 
     def same_as(self, other: Split) -> bool:
-        return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
+        return (self.dim, self.blocks, self.padded, self.copies) == (other.dim, other.blocks, other.padded, other.copies)
 
 
 def make_split(
     name: str, shape: tuple[int, ...], axis: int, blocks: int | Iterable[int] | None, heads: int | None, size: int, where: str,
-    *, padded: bool = False,
+    *, padded: bool = False, replicas: bool = False,
 ) -> Split:  # fmt: skip
     """Check what was asked of one parameter.
 
+    Args:
+        replicas: fewer heads than ranks are fine: several ranks have the same one.
     Raises:
         ConfigError: no such dim, parts that do not add up, or that so many ranks cannot share (E2).
     """
@@ -53,12 +57,15 @@ def make_split(
     parts = _parts(name, rows, blocks, where)
     if padded:
         return Split(name, dim, None, None, True, where)
+    copies = size // heads if replicas and heads is not None and heads < size and size % heads == 0 else 1
     for part in parts:
-        if part % size:
+        if part % (size // copies):
             raise ConfigError(_cannot(name, f"axis {dim}", part, size, where))
-    if heads is not None and heads % size:
+        if heads is not None and part % heads:
+            raise ConfigError(f"{name}: axis {dim} ({part}) must be a multiple of heads ({heads}) ({where}, E2)")
+    if heads is not None and heads % (size // copies):
         raise ConfigError(_cannot(name, "heads", heads, size, where))
-    return Split(name, dim, None if blocks is None else tuple(parts), heads, False, where)
+    return Split(name, dim, None if blocks is None else tuple(parts), heads, False, where, copies)
 
 
 def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str) -> list[int]:
@@ -118,10 +125,15 @@ def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
         first = min(rows, rank * each)
         return ShardSpec.split(shape, split.dim, ((first, min(rows, first + each) - first),))
     runs, start = [], 0
+    slot, slots = rank // split.copies, size // split.copies
     for part in split.blocks or (rows,):
-        runs.append((start + rank * (part // size), part // size))
+        runs.append((start + slot * (part // slots), part // slots))
         start += part
-    return ShardSpec.split(shape, split.dim, tuple(runs))
+    spec = ShardSpec.split(shape, split.dim, tuple(runs))
+    if split.copies == 1:
+        return spec
+    local = sum(length for _, length in runs)
+    return replace(spec, sums=(Sum(0, local, slot, slots),), counted=spec.counted if rank % split.copies == 0 else ())
 
 
 def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
