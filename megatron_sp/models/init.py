@@ -23,7 +23,8 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
     """The full initial tensor of one parameter: N(0, std^2), fp32 on the CPU."""
-    return empty(shape, dtype=torch.float32, device=torch.get_default_device()).normal_(0.0, std, generator=name_generator(seed, name))
+    made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
+    return made if made.is_meta else made.normal_(0.0, std, generator=name_generator(seed, name))  # drawing no numbers takes time too
 
 
 def output_std(std: float, num_layers: int) -> float:
