@@ -31,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     unsaid = parser.add_argument_group("what files may not say")
     unsaid.add_argument("--qkv-layout", choices=("interleaved", "flat", "v0", "v1"), help="order of the rows of fused projections")
     unsaid.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, without rows that only pad it")
+    unsaid.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the model, by the name of its flag: rotary-base=500000",
+    )
     unsaid.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or file of the tokenizer (default: the source's own)")
     written = parser.add_argument_group("what is written")
     written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
@@ -39,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of tp to write files for (default: 1)"
     )
     written.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="N", help="stages to write files for (default: 1)")
+    written.add_argument(
+        "--megatron-names", choices=("core", "core-local", "legacy"), default="core",
+        help="of parameters for megatron: those of core with Transformer Engine (the default), of core's local layers, or of before 2024",
+    )  # fmt: skip
     written.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file for hf (default: 5GB)")
     checks = parser.add_argument_group("checks")
     checks.add_argument("--verify", action="store_true", help="compare the logits of both sides afterwards; exit code 5 if they differ")

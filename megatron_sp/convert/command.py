@@ -14,6 +14,7 @@ import torch
 from megatron_sp import __version__
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
+from megatron_sp.convert.given import Given
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.progress import Bar
@@ -76,7 +77,8 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
-        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size),
+        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
+        megatron_names=args.megatron_names,
     )  # fmt: skip
 
 

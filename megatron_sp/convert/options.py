@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
+
+from megatron_sp.convert.given import Given
 
 QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
 
@@ -22,6 +24,8 @@ class Options:
         tokenizer: folder or file to take the tokenizer from, instead of the source's own.
         optimizer: take the optimizer's state along, where the source has it and the target can hold it.
         dtype: of the written weights; None: as they are.
+        given: settings of the model that files do not say.
+        megatron_names: of the parameters in Megatron's files.
         tp, pp: ranks to write for, where a format has files of ranks.
         max_shard_bytes: files are cut at about this size.
         output: the folder that everything will be in at last.
@@ -33,6 +37,8 @@ class Options:
     tokenizer: Path | None = None
     optimizer: bool = True
     dtype: torch.dtype | None = None
+    given: Given = field(default_factory=Given)
+    megatron_names: Literal["core", "core-local", "legacy"] = "core"
     tp: int = 1
     pp: int = 1
     max_shard_bytes: int = 5 << 30

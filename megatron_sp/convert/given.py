@@ -1,0 +1,46 @@
+"""``--set NAME=VALUE``: settings of the model that files do not say, by the names of the training's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.model import nearest
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.field_kinds import field_kinds
+
+
+class Given(dict[str, Any]):
+    """Values by the names of fields of ``ModelConfig``."""
+
+    @classmethod
+    def parse(cls, words: Iterable[str]) -> Given:
+        """Of the command line.
+
+        Raises:
+            ConfigError: no such setting, or a value of another kind.
+        """
+        found, kinds = cls(), field_kinds(ModelConfig)
+        for word in words:
+            name, _, text = word.partition("=")
+            field = name.strip().lstrip("-").replace("-", "_")
+            if field not in kinds or not text:
+                raise ConfigError(f"--set {word[:100]}: it must be NAME=VALUE with a setting of the model{nearest(field, kinds)}")
+            try:
+                found[field] = kinds[field].parse(text.split())
+            except ValueError as error:
+                raise ConfigError(f"--set {word[:100]}: {error}") from None
+        return found
+
+    def count(self, name: str, default: int | None) -> int | None:
+        """A whole number from 1 on. Raises ConfigError."""
+        value = self.get(name, default)
+        if value is not None and value < 1:
+            raise ConfigError(f"--set {name.replace('_', '-')}={value} must be at least 1")
+        return value
+
+    def apply(self, config: ModelConfig) -> None:
+        """Write all of them into a configuration."""
+        for name, value in self.items():
+            setattr(config, name, value)
