@@ -6,10 +6,12 @@ from pathlib import Path
 
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.hugging_face import HuggingFace
+from megatron_sp.convert.formats.megatron import Megatron
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.utils.errors import CheckpointError
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Native(), HuggingFace())}
+_ALL: tuple[Format, ...] = (Native(), HuggingFace(), Megatron())
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 
 def detect(path: Path) -> Format:

@@ -1,0 +1,243 @@
+"""Megatron's arguments, which lie in its checkpoints, and the shape of our model: both ways.
+
+What changes the function and has no counterpart here is refused by its name. Arguments that a file lacks are told by its tensors
+(``megatron_facts.py``), by ``--set NAME=VALUE``, or have been at Megatron's default; what none of these can tell is asked for.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.formats.megatron_facts import Facts
+from megatron_sp.convert.given import Given
+from megatron_sp.convert.model import Model
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+
+# Arguments that change what the model computes and that ours does not have: the values that leave it as it is, and what others mean.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_experts": ((None, 0, 1, [1]), "is a mixture of experts"),
+    "expert_model_parallel_size": ((None, 1), "is a mixture of experts"),
+    "multi_latent_attention": ((None, False), "has multi-latent attention"),
+    "attention_output_gate": ((None, False), "gates the output of attention"),
+    "apply_residual_connection_post_layernorm": ((None, False), "takes the residual from behind the norm"),
+    "mtp_num_layers": ((None, 0), "has heads for further tokens"),
+    "heterogeneous_layers_config_path": ((None, ""), "has layers of different kinds"),
+    "is_hybrid_model": ((None, False), "is a hybrid of attention and state-space layers"),
+    "hybrid_attention_ratio": ((None, 0, 0.0), "is a hybrid of attention and state-space layers"),
+    "hybrid_mlp_ratio": ((None, 0, 0.0), "is a hybrid of attention and state-space layers"),
+    "hybrid_override_pattern": ((None, ""), "is a hybrid of attention and state-space layers"),
+    "experimental_attention_variant": ((None, ""), "has another kind of attention"),
+    "linear_attention_freq": ((None, 0), "has linear attention"),
+    "softmax_type": ((None, "vanilla"), "has another softmax"),
+    "softmax_scale": ((None,), "scales attention scores in another way"),
+    "qk_l2_norm": ((None, False), "normalizes queries and keys by their length"),
+    "no_rope_freq": ((None, 0), "has layers without rotary positions"),
+    "window_attn_skip_freq": ((None, 0), "has a window in some layers only"),
+    "rotary_interleaved": ((None, False), "rotates neighbouring channels"),
+    "mrope_section": ((None,), "has positions of several kinds"),
+    "glu_linear_offset": ((None, 0, 0.0), "adds to the linear half of the MLP"),
+    "activation_func_clamp_value": ((None,), "clamps the MLP"),
+    "quick_geglu": ((None, False), "has another activation"),
+    "retro_add_retriever": ((None, False), "retrieves"),
+    "use_alibi_position_embeddings": ((None, False), "has ALiBi positions"),
+    "enable_hyper_connections": ((None, False), "has hyper-connections"),
+    "use_mup": ((None, False), "scales activations (muP)"),
+    "spec": ((None, "", []), "has layers of a specification of its own"),
+    "embed_layernorm": ((None, False), "has a norm behind the embedding"),
+}  # fmt: skip
+
+
+def refuse_unknown(settings: Settings) -> None:
+    """Raises CheckpointError: an argument that makes it a model that is not known here, named."""
+    for name, (allowed, why) in _NEUTRAL.items():
+        value = settings.document.get(name)
+        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+            raise CheckpointError(f"{settings.where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be converted")
+
+
+def config_of(settings: Settings, facts: Facts, given: Given, vocab_size: int, *, legacy: bool) -> ModelConfig:
+    """The shape of the model.
+
+    Args:
+        settings: the arguments, or nothing.
+        facts: from the tensors; contradictions between both show when shapes are compared.
+        given: of --set.
+        vocab_size: without padding.
+        legacy: of the names of the tensors, which tell the code that used the arguments.
+    Raises:
+        CheckpointError: it has something that ours has not, named.
+        ConfigError: a flag is needed that says what the files do not.
+    """
+    refuse_unknown(settings)
+    for name, found in (("num_layers", facts.num_layers), ("hidden_size", facts.hidden_size), ("ffn_hidden_size", facts.ffn_size)):
+        if (said := settings.count(name, found)) != found:
+            raise CheckpointError(
+                f"{settings.where}: {name} is {said}, but {found} by the tensors that are there: files are missing, or of another"
+                " checkpoint"
+            )
+    heads = _heads(settings, given)
+    head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None) or facts.head_dim or facts.attention_width // heads
+    bias = settings.get("add_bias_linear", bool, facts.has_bias)
+    config = ModelConfig(
+        model_family="bert" if facts.is_bert else "gpt", num_layers=facts.num_layers, hidden_size=facts.hidden_size,
+        num_attention_heads=heads, kv_channels=head_dim,
+        num_query_groups=_groups(settings, facts, heads, head_dim), ffn_hidden_size=facts.ffn_size,
+        vocab_size=vocab_size, normalization="LayerNorm" if facts.has_norm_bias else "RMSNorm",
+        norm_epsilon=settings.get("norm_epsilon", float, settings.get("layernorm_epsilon", float, given.get("norm_epsilon", 1e-5))),
+        apply_layernorm_1p=settings.get("apply_layernorm_1p", bool, given.get("apply_layernorm_1p", False)),
+        qk_layernorm=settings.get("qk_layernorm", bool, facts.head_dim is not None), disable_bias_linear=not bias,
+        add_qkv_bias=not bias and facts.has_qkv_bias, untie_embeddings_and_output_weights=_is_untied(settings, facts),
+        attention_dropout=settings.get("attention_dropout", float, 0.1), hidden_dropout=settings.get("hidden_dropout", float, 0.1),
+        init_method_std=settings.get("init_method_std", float, 0.02), bert_no_binary_head=facts.is_bert and not facts.has_order_head,
+        num_tokentypes=facts.token_types if facts.is_bert else None,
+        make_vocab_size_divisible_by=settings.count("make_vocab_size_divisible_by", 128),
+    )  # fmt: skip
+    _set_positions(config, settings, facts, given)
+    _set_activation(config, settings, facts, given, legacy=legacy)
+    window = settings.document.get("window_size")
+    if window not in (None, (-1, -1), [-1, -1]):
+        _set_window(config, settings, window)
+    given.apply(config)
+    return config
+
+
+def _heads(settings: Settings, given: Given) -> int:
+    heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
+    if heads is None:
+        raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set num-attention-heads=N")
+    return int(heads)
+
+
+def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
+    """num_query_groups, which is 1 in files of models that have no groups."""
+    groups = (facts.qkv_rows // head_dim - heads) // 2
+    said = settings.count("num_query_groups", None) if settings.get("group_query_attention", bool, False) else None
+    said = said or settings.count("num_key_value_heads", None)
+    found = int(said or groups)
+    is_whole = heads * head_dim == facts.attention_width and (heads + 2 * found) * head_dim == facts.qkv_rows
+    if not is_whole or found < 1 or heads % found:
+        raise CheckpointError(
+            f"{settings.where}: the projections of queries, keys and values have {facts.qkv_rows} rows, which {heads} heads of {head_dim}"
+            f" channels with {found} groups of keys and values do not make up"
+        )
+    return found
+
+
+def _is_untied(settings: Settings, facts: Facts) -> bool:
+    return not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
+
+
+def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Given) -> None:
+    kind = settings.get("position_embedding_type", str, None)
+    if settings.get("use_rotary_position_embeddings", bool, False):
+        kind = "rope"
+    kind = kind or ("learned_absolute" if facts.positions else given.get("position_embedding_type", None))
+    if kind is None:
+        raise ConfigError(
+            f"{settings.where} has no table of positions and does not say why: give --set position-embedding-type=rope or =none"
+        )
+    if kind not in ("learned_absolute", "rope", "none"):
+        raise CheckpointError(
+            f"{settings.where}: position_embedding_type is {kind[:100]!r}: only learned_absolute, rope and none can be converted"
+        )
+    config.position_embedding_type = kind  # type: ignore[assignment]
+    config.max_position_embeddings = facts.positions or settings.count(
+        "max_position_embeddings", given.get("max_position_embeddings", 2048)
+    )
+    config.seq_length = settings.count("seq_length", config.max_position_embeddings)
+    if kind != "rope":
+        return
+    if not settings.document and "rotary_base" not in given:
+        raise ConfigError(f"{settings.where} does not say the base of its rotary positions: give --set rotary-base=10000, or what it was")
+    config.rotary_base = settings.get("rotary_base", float, settings.get("rope_theta", float, 10000.0))
+    config.rotary_percent = settings.get("rotary_percent", float, 1.0)
+    _set_stretch(config, settings)
+
+
+def _set_stretch(config: ModelConfig, settings: Settings) -> None:
+    config.rotary_seq_len_interpolation_factor = settings.get("rotary_seq_len_interpolation_factor", float, 1.0)
+    config.use_rope_scaling = settings.get("use_rope_scaling", bool, False)
+    config.rope_scaling_factor = settings.get("rope_scaling_factor", float, 8.0)
+
+
+def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Given, *, legacy: bool) -> None:
+    """Megatron's kernel for a bias and GELU is the tanh approximation, as is --openai-gelu, which core ignores; else it is exact."""
+    config.swiglu = settings.get("swiglu", bool, facts.is_gated)
+    config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))
+    if facts.is_gated and not config.swiglu:
+        raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be converted")
+    openai = legacy and settings.get("openai_gelu", bool, False)
+    fused = settings.get("bias_gelu_fusion", bool, True) and not config.disable_bias_linear
+    config.gelu_approximate = "tanh" if openai or fused else "none"
+    if facts.is_bert:
+        config.bert_head_activation = "gelu_tanh" if openai else "gelu"
+
+
+def _set_window(config: ModelConfig, settings: Settings, window: Any) -> None:
+    if not (
+        isinstance(window, (tuple, list)) and len(window) == 2 and isinstance(window[0], int) and window[0] >= 0 and window[1] in (0, -1)
+    ):
+        raise CheckpointError(
+            f"{settings.where}: window_size is {str(window)[:100]}: only (N, 0), the N tokens before a token, can be converted"
+        )
+    config.window_size = window[0] + 1
+
+
+def misfit(model: Model) -> str | None:
+    """Why no model of Megatron's computes what this one does, or None if one does."""
+    c = model.config
+    problems = {
+        "a classifier": model.num_classes > 0,
+        "norms behind attention and MLP": c.norm_placement != "pre",
+        "parallel residuals": c.use_parallel_residual,
+        "a gated GELU": c.geglu,
+        "a ReLU": c.relu,
+        "a bias in the output projection alone": c.proj_bias != (not c.disable_bias_linear),
+        "a bias in the MLP alone": c.mlp_bias != (not c.disable_bias_linear),
+        "the tanh approximation of GELU without biases": c.activation == "gelu_tanh" and c.disable_bias_linear,
+        "rotary frequencies of another original length than 8192 or other factors than 1 and 4": c.use_rope_scaling
+        and c.rope_scaling[1:] != (1.0, 4.0, 8192),
+        "a head for masked tokens with another activation than exact GELU": c.is_bert and c.head_activation != "gelu",
+    }  # fmt: skip
+    return next((what for what, is_so in problems.items() if is_so), None)
+
+
+def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any) -> Namespace:
+    """What Megatron's --use-checkpoint-args and its comparison on --load read, and what reading it back here needs."""
+    c = model.config
+    name = str(params_dtype).removeprefix("torch.")
+    values: dict[str, Any] = {
+        "num_layers": c.num_layers, "encoder_num_layers": c.num_layers, "hidden_size": c.hidden_size, "ffn_hidden_size": c.ffn_size,
+        "num_attention_heads": c.num_attention_heads, "kv_channels": c.head_dim,
+        "group_query_attention": c.num_groups != c.num_attention_heads, "num_query_groups": c.num_groups, "seq_length": c.seq_length,
+        "encoder_seq_length": c.seq_length, "max_position_embeddings": c.max_positions,
+        "position_embedding_type": c.position_embedding_type, "add_position_embedding": c.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": c.position_embedding_type == "rope", "rotary_base": _whole(c.rotary_base),
+        "rotary_percent": c.rotary_percent, "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None
+        if c.rotary_seq_len_interpolation_factor == 1.0 else _whole(c.rotary_seq_len_interpolation_factor),
+        "use_rope_scaling": c.use_rope_scaling, "rope_scaling_factor": c.rope_scaling_factor, "normalization": c.normalization,
+        "norm_epsilon": c.norm_epsilon, "layernorm_epsilon": c.norm_epsilon, "apply_layernorm_1p": c.apply_layernorm_1p,
+        "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu, "squared_relu": c.squared_relu,
+        "openai_gelu": False, "bias_gelu_fusion": c.activation == "gelu_tanh", "onnx_safe": None,
+        "add_bias_linear": not c.disable_bias_linear, "add_qkv_bias": c.add_qkv_bias,
+        "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights, "attention_dropout": c.attention_dropout,
+        "hidden_dropout": c.hidden_dropout, "init_method_std": c.init_method_std,
+        "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by, "padded_vocab_size": padded_vocab_size, "vocab_size": c.vocab_size,
+        "window_size": None if c.window_size is None else (c.window_size - 1, 0), "bert_binary_head": not c.bert_no_binary_head,
+        "apply_query_key_layer_scaling": False, "num_experts": None, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None, "use_mcore_models": not legacy,
+        "use_legacy_models": legacy, "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
+        "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step, "consumed_train_samples": model.consumed_samples,
+        "consumed_valid_samples": 0, "skipped_train_samples": 0, "use_distributed_optimizer": False, "ckpt_format": "torch",
+        "data_parallel_random_init": False, "world_size": tp * pp, "data_parallel_size": 1,
+    }  # fmt: skip
+    return Namespace(**values)
+
+
+def _whole(value: float) -> int | float:
+    """Megatron's flag for it takes integers only."""
+    return int(value) if value == int(value) else value

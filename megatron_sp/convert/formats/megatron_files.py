@@ -1,0 +1,234 @@
+"""The tensors of all ranks of a Megatron checkpoint as one store, and what of a model each rank has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_sp.convert.copies import TensorInfo
+from megatron_sp.convert.formats import megatron_names as names
+from megatron_sp.convert.formats.megatron_folder import MODEL, RankFolder
+from megatron_sp.convert.formats.megatron_shards import Place
+from megatron_sp.convert.pickle_tree import Object, PickleReader, TensorRecord
+from megatron_sp.convert.torch_file import DTYPES, TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+_MAX_DEPTH = 12
+_LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
+
+
+class Stored(NamedTuple):
+    """Where a tensor is."""
+
+    file: TorchFile
+    record: TensorRecord
+    shown: str  # as the file has it
+
+
+@dataclass
+class Chunk:
+    """What one model of one rank has: a rank has several with virtual pipeline stages.
+
+    Attributes:
+        prefix: of its tensors' names in the store.
+        tensors: by our names, in the order of the file.
+    """
+
+    rank: RankFolder
+    number: int
+    prefix: str
+    tensors: dict[str, Stored]
+
+    @property
+    def num_layers(self) -> int:
+        """Raises CheckpointError: a layer is missing in between."""
+        numbers = {int(match[1]) for name in self.tensors if (match := _LAYER.match(name))}
+        if numbers != set(range(len(numbers))):
+            raise CheckpointError(f"{self.rank.path / MODEL} has the layers {sorted(numbers)[:20]}: some before them are missing")
+        return len(numbers)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.record.shape for name, stored in self.tensors.items()}
+
+
+class RankFiles:
+    """Tensors by name (a ``TensorStore``)."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Stored] = {}
+        self.checks: dict[str, tuple[str, Stored]] = {}  #: compared before a tensor is read: a weight and its copy in fp32
+
+    def add(self, name: str, stored: Stored) -> None:
+        assert name not in self.stored
+        self.stored[name] = stored
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: _info(stored) for name, stored in self.stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        if name in self.checks:
+            self._check(name, *self.checks[name])
+        return self._read(self.stored[name])
+
+    def shown(self) -> dict[str, str]:
+        """Names as the files have them."""
+        return {name: stored.shown for name, stored in self.stored.items()}
+
+    def _read(self, stored: Stored) -> Tensor:
+        return stored.file.read(stored.record).contiguous()
+
+    def _check(self, name: str, weight: str, main: Stored) -> None:
+        """A weight is its fp32 copy, rounded: then the optimizer's tensors are those of this parameter, in whatever order they lie."""
+        found = self._read(self.stored[weight])
+        if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
+            raise CheckpointError(
+                f"{main.file.path}: what should be the optimizer's copy of {self.stored[weight].shown} is not that weight: it is in"
+                " an order that is not known here, or of another step. Give --no-optimizer to convert the weights alone"
+            )
+
+
+def _info(stored: Stored) -> TensorInfo:
+    dtype = DTYPES.get(stored.record.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"{stored.shown} is of {stored.record.dtype[:60]}, which cannot be converted: save it as one of {', '.join(DTYPES)}"
+        )
+    return TensorInfo(stored.record.shape, dtype)
+
+
+@dataclass
+class RankFile:
+    """One model_optim_rng.pt."""
+
+    rank: RankFolder
+    file: TorchFile
+    tree: dict[str, Any]
+
+
+@dataclass
+class Opened:
+    """All files of a checkpoint.
+
+    Attributes:
+        args: of rank 0; empty if there are none.
+    """
+
+    files: list[RankFile]
+    args: dict[str, Any]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def tp(self) -> int:
+        return 1 + max(file.rank.tp_rank for file in self.files)
+
+    @property
+    def pp(self) -> int:
+        return 1 + max(file.rank.pp_rank for file in self.files)
+
+    @property
+    def is_legacy(self) -> bool:
+        shown = (stored.shown for chunk in self.chunks for stored in chunk.tensors.values())
+        return any(names.is_legacy(name.rsplit(":", 1)[-1]) for name in shown)
+
+    def common(self, key: str) -> Any:
+        """A value that all ranks must have alike. Raises CheckpointError."""
+        values = [file.tree.get(key) for file in self.files]
+        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{self.files[other].file.path}: {key} is {str(values[other])[:60]}, and {str(values[0])[:60]} in {self.files[0].file.path}"
+                ": these are files of different checkpoints"
+            )
+        return values[0]
+
+
+def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
+    """Look into all files; no tensor is read.
+
+    Raises:
+        CheckpointError: one is damaged, or not a checkpoint of Megatron's.
+    """
+    files = []
+    for rank in folders:
+        opened_file = TorchFile(rank.path / MODEL, reader)
+        if not isinstance(opened_file.tree, dict):
+            raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that Megatron writes")
+        files.append(RankFile(rank, opened_file, opened_file.tree))
+    args = files[0].tree.get("args")
+    opened = Opened(files, args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {})
+    flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]
+    is_bert = any(name in found for _, _, found in flat for name in ("lm_head.dense.weight",))
+    for rank_file, number, tensors in flat:
+        opened.chunks.append(_chunk(rank_file, number, tensors, "encoder" if is_bert else "decoder"))
+    return opened
+
+
+def _models(file: RankFile) -> list[tuple[int, Any]]:
+    """The model, or those of several virtual stages."""
+    if "model" in file.tree:
+        return [(0, file.tree["model"])]
+    found = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
+    if not found:
+        has = ", ".join(str(key)[:40] for key in list(file.tree)[:10])
+        raise CheckpointError(f"{file.file.path} has no model in it, but {has or 'nothing'}: is it one of Megatron's?")
+    return list(enumerate(found))
+
+
+def _flat(file: RankFile, model: Any) -> dict[str, TensorRecord]:
+    """Nested dicts as names with dots. What is no tensor is no weight: Transformer Engine's state, for example."""
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{file.file.path}: the model must be a dict of tensors, found a {type(model).__name__}")
+    found: dict[str, TensorRecord] = {}
+    for name, record in _leaves(model, ""):
+        if name in found:
+            raise CheckpointError(f"{file.file.path} has two tensors that are called {name[:200]}")
+        found[name] = record
+    return found
+
+
+def _leaves(node: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, TensorRecord]]:
+    for key, value in node.items():
+        if isinstance(value, TensorRecord):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict) and depth < _MAX_DEPTH:
+            yield from _leaves(value, f"{prefix}{key}.", depth + 1)
+
+
+def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack: str) -> Chunk:
+    prefix = f"{file.rank.path.name}/" + (f"model{number}/" if "model" not in file.tree else "")
+    found: dict[str, Stored] = {}
+    for name, record in tensors.items():
+        ours = names.canonical(name, stack)
+        if ours in found:
+            raise CheckpointError(
+                f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the same parameter under two names"
+            )
+        found[ours] = Stored(file.file, record, f"{prefix}:{name}")
+    return Chunk(file.rank, number, prefix, found)
+
+
+def places(opened: Opened) -> list[Place]:
+    """Which layers each chunk has: virtual stages go around the ranks, and a stage may have more layers than another.
+
+    Raises:
+        CheckpointError: the tp ranks of a stage differ in their layers, or in the number of their virtual stages.
+    """
+    by_key = {(chunk.number, chunk.rank.pp_rank, chunk.rank.tp_rank): chunk for chunk in opened.chunks}
+    rounds = 1 + max(chunk.number for chunk in opened.chunks)
+    stages = [(number, pp_rank) for number in range(rounds) for pp_rank in range(opened.pp)]
+    found, first = [], 0
+    for stage in stages:
+        group = [by_key.get((*stage, tp_rank)) for tp_rank in range(opened.tp)]
+        counts = {chunk.num_layers if chunk else None for chunk in group}
+        if len(counts) != 1 or None in counts:
+            shown = ", ".join(str(chunk.num_layers if chunk else "none") for chunk in group)
+            raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
+        for tp_rank, chunk in enumerate(group):
+            assert chunk is not None
+            found.append(Place(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1]))
+        first += group[0].num_layers if group[0] else 0
+    return found

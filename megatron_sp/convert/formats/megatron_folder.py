@@ -1,0 +1,91 @@
+"""Where the files of a Megatron checkpoint are: the folder of an iteration, and in it one folder for each rank."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.checkpoint.strict_json import read_small_file
+from megatron_sp.utils.errors import CheckpointError
+
+TRACKER, MODEL, OPTIMIZER = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "distrib_optim.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+class RankFolder(NamedTuple):
+    """Of one rank of tp x pp."""
+
+    tp_rank: int
+    pp_rank: int
+    path: Path
+
+
+def iteration_folder(path: Path, step: int | None) -> Path | None:
+    """The folder of one iteration: ``path`` itself, or above it (of a rank), or below it; None: there is none.
+
+    Args:
+        step: which; None: the newest, as the checkpoint's own note says.
+    Raises:
+        CheckpointError: there are iterations, but not this one.
+    """
+    if _RANK.fullmatch(path.name) and (path / MODEL).exists():
+        return path.parent
+    if rank_folders(path) or (path / ".metadata").exists() or (path / "metadata.json").exists():
+        return path
+    found = {int(match[1]): child for child in path.iterdir() if (match := _ITERATION.fullmatch(child.name)) and child.is_dir()}
+    if (path / "release").is_dir():
+        found.setdefault(0, path / "release")
+    if not found:
+        return None
+    wanted = step if step is not None else _noted(path, found)
+    if wanted not in found:
+        has = ", ".join(child.name for _, child in sorted(found.items())[-5:])
+        raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; say which with --step")
+    return found[wanted]
+
+
+def _noted(path: Path, found: dict[int, Path]) -> int:
+    """What the file beside the iterations says is the newest; without such a file the highest."""
+    if not (path / TRACKER).exists():
+        return max(found)
+    text = read_small_file(path / TRACKER, 1000).decode("utf-8", "replace").strip()
+    if text == "release":
+        return 0
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        raise CheckpointError(f"{path / TRACKER} must hold the number of an iteration or the word release, found {text[:60]!r}")
+    return int(text)
+
+
+def rank_folders(path: Path) -> list[RankFolder]:
+    """Those of one iteration, complete: every tp rank of every stage.
+
+    Raises:
+        CheckpointError: some are missing, or they are of experts.
+    """
+    if not path.is_dir():
+        return []
+    found: dict[tuple[int, int], Path] = {}
+    for child in sorted(path.iterdir()):
+        match = _RANK.fullmatch(child.name)
+        if match is None or not (child / MODEL).exists():
+            continue
+        if match[3] is not None:
+            raise CheckpointError(f"{child} is of a rank of experts: mixtures of experts cannot be converted")
+        found[int(match[1]), int(match[2] or 0)] = child
+    if not found:
+        return []
+    tp, pp = (1 + max(key[axis] for key in found) for axis in range(2))
+    missing = [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") for p in range(pp) for t in range(tp) if (t, p) not in found]
+    if missing:
+        raise CheckpointError(
+            f"{path} has folders of {len(found)} ranks, and {tp} x {pp} are expected (tp x pp): {', '.join(missing[:8])} missing. Copy all"
+            " of them to one place"
+        )
+    return [RankFolder(t, p, found[t, p]) for p in range(pp) for t in range(tp)]
+
+
+def rank_name(tp_rank: int, pp_rank: int, pp: int) -> str:
+    """The folder of a rank."""
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")

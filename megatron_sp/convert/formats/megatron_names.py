@@ -1,0 +1,99 @@
+"""Names of Megatron's parameters, old and new, and what they are called here.
+
+Ours are those of Megatron-core with norms of their own (its "local" layers). A file may have them in three other ways: core with
+Transformer Engine, where a norm belongs to the linear layer behind it; and legacy, nested dicts of Megatron-LM until 2024 and
+Megatron-DeepSpeed, in two or three spellings. In a file layers are counted from the first of its pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Names = Literal["core", "core-local", "legacy"]
+
+_LEGACY_RULES = (
+    (r"language_model\.embedding\.(?P<rest>.+)", r"embedding.\g<rest>"),
+    (r"language_model\.(encoder|transformer)\.(?P<rest>.+)", r"STACK.\g<rest>"),
+    (r"language_model\.(?P<rest>(output_layer|pooler)\..+)", r"\g<rest>"),
+    (r"word_embeddings_for_head\.weight", r"output_layer.weight"),
+    (r"lm_head\.bias", r"output_layer.bias"),
+)
+_LAYER_RULES = (
+    (r"(self_)?attention\.query_key_value\.", "self_attention.linear_qkv."),
+    (r"(self_)?attention\.dense\.", "self_attention.linear_proj."),
+    (r"attention\.([qk]_layernorm)\.", r"self_attention.\1."),
+    (r"input_norm\.", "input_layernorm."),
+    (r"post_attention_(layer)?norm\.", "pre_mlp_layernorm."),
+    (r"mlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
+    (r"mlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+)
+_IGNORED = {
+    r".*_extra_state\d*": "Transformer Engine's own state for 8-bit numbers",
+    r".*(inv_freq|rotary_pos_emb.*)": "rotary frequencies, which are worked out",
+    r".*(attention\.(masked_)?bias|attention_mask)": "the causal mask, which is no weight",
+}
+
+
+def ignored() -> dict[str, str]:
+    """Regular expressions of names that are no weights, each with the reason."""
+    return dict(_IGNORED)
+
+
+def is_legacy(name: str) -> bool:
+    return name.startswith(("language_model.", "word_embeddings_for_head."))
+
+
+def canonical(name: str, stack: str) -> str:
+    """Our name of a parameter, with the layer's number in its file; a name that is not known stays as it is.
+
+    Args:
+        stack: "encoder" of a BERT, "decoder" of a GPT.
+    """
+    for pattern, ours in _LEGACY_RULES:
+        if re.fullmatch(pattern, name):
+            name = re.sub(pattern, ours, name).replace("STACK", stack, 1)
+            break
+    name = re.sub(r"^lm_head\.(layer_norm|norm)\.", "lm_head.layernorm.", name)
+    name = re.sub(rf"^{stack}\.final_norm\.", f"{stack}.final_layernorm.", name)
+    layer = re.fullmatch(rf"({stack}\.layers\.\d+\.)(.+)", name)
+    if layer is None:
+        return name
+    rest = layer[2]
+    for pattern, ours in _LAYER_RULES:
+        if re.match(pattern, rest):
+            return layer[1] + re.sub(pattern, ours, rest, count=1)
+    return name
+
+
+def written(name: str, names: Names, *, tied_head: bool = False) -> str:
+    """What a parameter of ours is called in a file.
+
+    Args:
+        name: as ``canonical`` gives it.
+        names: of the file.
+        tied_head: it is the copy of the embedding on the last pipeline stage.
+    """
+    if names == "core-local":
+        return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
+    if names == "core":
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        return name.replace("lm_head.layernorm.", "lm_head.layer_norm.")
+    return _legacy(name, tied_head)
+
+
+def _legacy(name: str, tied_head: bool) -> str:
+    if name == "output_layer.bias":
+        return "lm_head.bias"
+    if tied_head:
+        return "word_embeddings_for_head.weight"
+    if name.startswith(("embedding.", "output_layer.", "pooler.")):
+        return f"language_model.{name}"
+    stack = re.fullmatch(r"(?:decoder|encoder)\.(.+)", name)
+    if stack is None:
+        return name
+    rest = stack[1].replace("linear_qkv", "query_key_value").replace("linear_proj", "dense").replace("pre_mlp_", "post_attention_")
+    return "language_model.encoder." + rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")

@@ -1,0 +1,191 @@
+"""Which part of a parameter of ours each rank of Megatron's tensor and pipeline parallelism has, and in which order of rows.
+
+A rank's files are places; a place has the layers from ``first_layer`` on, and the tp-th share of each of their tensors. Column-parallel
+layers and vocabularies are cut along dim 0, row-parallel ones along dim 1, everything else is the same on every rank. Two tensors are not
+contiguous: [gate | up] of a gated MLP is cut within each half, and the rows of the fused projection have had four orders:
+
+    interleaved   [g, n/g + 2, d]     version 2.0 and later: ours, so a rank's share is a slice
+    v0            [3, n, d]           within a rank
+    v1            [n, d, 3]           within a rank
+    flat          [n d | g d | g d]   within a rank; Megatron-DeepSpeed since December 2024
+
+Source: Megatron-LM's checkpointing.py :: fix_query_key_value_ordering, and the sources of the layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.copies import Copy, View
+from megatron_sp.convert.families.parts import ALL, Sizes
+
+QkvOrder = Literal["interleaved", "flat", "v0", "v1"]
+WORDS, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+_VOCABULARY = re.compile(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)")
+_COLUMNS = re.compile(r".*\.self_attention\.linear_proj\.weight|.*\.mlp\.linear_fc2\.weight")
+_QKV = re.compile(r".*\.self_attention\.linear_qkv\.(weight|bias)")
+_FC1 = re.compile(r".*\.mlp\.linear_fc1\.(weight|bias)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)")
+
+
+class Place(NamedTuple):
+    """One part of a model in the files of one rank.
+
+    Attributes:
+        prefix: of the names of its tensors.
+        tp_rank: whose share of each tensor it is.
+        first_layer, num_layers: its blocks.
+        is_first, is_last: it has the embedding, or what is behind the last block.
+    """
+
+    prefix: str
+    tp_rank: int
+    first_layer: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the tensors of a model are cut.
+
+    Attributes:
+        config: the model.
+        tp: ranks that share each tensor.
+        qkv: order of the rows of fused projections.
+        padded_vocab_size: rows of the vocabulary in the files.
+    """
+
+    config: ModelConfig
+    tp: int
+    qkv: QkvOrder
+    padded_vocab_size: int
+
+    @property
+    def is_gated(self) -> bool:
+        return self.config.swiglu
+
+    def is_replicated(self, name: str) -> bool:
+        """Every tp rank has all of it."""
+        return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
+
+    def regions(self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None) -> Iterator[tuple[View, View]]:
+        """(Region of ours, region of theirs) that make up a rank's share.
+
+        Args:
+            name: of the parameter, with the layer's number left out or not: it tells how it is cut.
+            shape: of the parameter.
+            theirs: name of the rank's tensor.
+            ours: name of our tensor, where that is another one of the same shape.
+        """
+        ours = ours or name
+        if _VOCABULARY.fullmatch(name):
+            yield self._vocabulary(ours, shape, theirs, rank)
+        elif _QKV.fullmatch(name) and self.qkv != "interleaved":
+            yield from self._qkv(ours, shape, theirs, rank)
+        elif _FC1.fullmatch(name) and self.is_gated:
+            yield from self._gated(ours, shape, theirs, rank)
+        elif _COLUMNS.fullmatch(name):
+            yield View(ours, None, (ALL, self._share(shape[1], rank))), View(theirs)
+        elif self.is_replicated(name):
+            yield View(ours), View(theirs)
+        else:
+            yield View(ours, None, (self._share(shape[0], rank),)), View(theirs)
+
+    def padding(self, shape: tuple[int, ...], rank: int) -> int:
+        """Elements of a rank's share of a vocabulary's tensor that only fill it up."""
+        rows = self.padded_vocab_size // self.tp
+        row = shape[1] if len(shape) > 1 else 1
+        return (rows - self._rows(shape[0], rank)) * row
+
+    def _rows(self, vocab_size: int, rank: int) -> int:
+        rows = self.padded_vocab_size // self.tp
+        return max(0, min(rows, vocab_size - rank * rows))
+
+    def _share(self, size: int, rank: int) -> slice:
+        each = size // self.tp
+        return slice(rank * each, (rank + 1) * each)
+
+    def _vocabulary(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> tuple[View, View]:
+        rows, here = self.padded_vocab_size // self.tp, self._rows(shape[0], rank)
+        first = min(rank * rows, shape[0])
+        return View(ours, None, (slice(first, first + here),)), View(theirs, None, (slice(0, here),), stored=(rows, *shape[1:]))
+
+    def _gated(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
+        each, stored = shape[0] // 2 // self.tp, (shape[0] // self.tp, *shape[1:])
+        for half in range(2):
+            first = half * shape[0] // 2 + rank * each
+            yield (
+                View(ours, None, (slice(first, first + each),)),
+                View(theirs, None, (slice(half * each, (half + 1) * each),), stored=stored),
+            )
+
+    def _qkv(self, ours: str, shape: tuple[int, ...], theirs: str, rank: int) -> Iterator[tuple[View, View]]:
+        s, rest = Sizes.of(self.config), shape[1:]
+        groups, stored = s.g // self.tp, (shape[0] // self.tp, *rest)
+        whole = (s.g, s.r + 2, s.d, *rest)
+        if self.qkv == "flat":
+            inner = (groups * (s.r + 2), s.d, *rest)
+            for j in range(groups):
+                group = rank * groups + j
+                yield View(ours, whole, (group, slice(0, s.r))), View(theirs, inner, (slice(j * s.r, (j + 1) * s.r),), stored=stored)
+                for part in range(2):
+                    at = groups * s.r + part * groups + j
+                    yield View(ours, whole, (group, s.r + part)), View(theirs, inner, (at,), stored=stored)
+            return
+        mine = slice(rank * groups, (rank + 1) * groups)
+        for part in range(3):  # one query head for each key and value: these versions knew no other
+            if self.qkv == "v0":
+                yield View(ours, whole, (mine, part)), View(theirs, (3, groups, s.d, *rest), (part,), stored=stored)
+            else:
+                yield View(ours, whole, (mine, part)), View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
+
+
+def local_name(name: str, place: Place) -> str | None:
+    """What a parameter of ours is called in a place, or None if it is not there."""
+    layer = _LAYER.fullmatch(name)
+    if layer is not None:
+        number = int(layer[2]) - place.first_layer
+        return f"{layer[1]}{number}{layer[3]}" if 0 <= number < place.num_layers else None
+    if name.startswith("embedding."):
+        return name if place.is_first else None
+    return name if place.is_last else None
+
+
+def shard_copies(
+    cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Place], *, kind: str = "", ours: str = "",
+    tied_heads: set[str] | None = None,
+) -> tuple[list[Copy], dict[str, int]]:  # fmt: skip
+    """What of every place is what of ours, and the padding in it.
+
+    Args:
+        shapes: of our parameters.
+        kind, ours: put in front of their names, and of our names, in the copies: for the optimizer's tensors.
+        tied_heads: prefixes of places that have a copy of a tied embedding, as ``output_layer.weight``.
+    """
+    copies: list[Copy] = []
+    filled: dict[str, int] = {}
+    for place in places:
+        for name, shape in shapes.items():
+            local = local_name(name, place)
+            if local is not None:
+                replica = cut.is_replicated(name) and place.tp_rank > 0
+                _add(cut, copies, filled, name, shape, f"{place.prefix}{kind}{local}", place.tp_rank, ours + name, replica)
+        if tied_heads and place.prefix in tied_heads:
+            _add(cut, copies, filled, WORDS, shapes[WORDS], f"{place.prefix}{kind}{HEAD}", place.tp_rank, ours + WORDS, True)
+    return copies, filled
+
+
+def _add(
+    cut: Cut, copies: list[Copy], filled: dict[str, int], name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str,
+    replica: bool,
+) -> None:  # fmt: skip
+    copies += (Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours))
+    if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
+        filled[theirs] = padding

@@ -1,0 +1,91 @@
+"""How many entries a vocabulary has, when a file has it padded to a multiple of what the ranks need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
+from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.tokenizer_files import MAX_BYTES, find_files
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+
+
+def padded_size(vocab_size: int, divisible_by: int, tp: int) -> int:
+    """Rows of the table over all tp ranks."""
+    unit = divisible_by * tp
+    return (vocab_size + unit - 1) // unit * unit
+
+
+def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int:
+    """Entries of the vocabulary: those of --vocab-size or of --tokenizer, else as the arguments have it.
+
+    Raises:
+        ConfigError: nothing says it, or what is said does not fit the padding.
+    """
+    if options.vocab_size is not None:
+        return _fitting(options.vocab_size, padded, "--vocab-size")
+    if options.tokenizer is not None and (counted := tokenizer_size(options.tokenizer)) is not None:
+        return _fitting(counted, padded, f"--tokenizer {options.tokenizer}: its size")
+    divisible_by = settings.count("make_vocab_size_divisible_by", None)
+    said = settings.count("vocab_size", None)
+    if said is not None:
+        said += settings.get("tokenizer_type", str, "") == "NullTokenizer"  # counts its end of text on top
+        if (divisible_by is None and said <= padded) or (divisible_by is not None and padded_size(said, divisible_by, tp) == padded):
+            return int(said)
+    if divisible_by is not None and divisible_by * tp == 1:
+        return padded
+    raise ConfigError(
+        f"{settings.where} has {padded} rows of the vocabulary, of which the last may only fill it up, and does not say how many are real:"
+        f" give --vocab-size N (the tokenizer's size), or --tokenizer PATH, or --vocab-size {padded} to keep all"
+    )
+
+
+def _fitting(size: int, padded: int, what: str) -> int:
+    if size > padded:
+        raise ConfigError(f"{what} ({size}) must be at most the {padded} rows that the vocabulary has in the checkpoint")
+    return size
+
+
+def tokenizer_size(path: Path) -> int | None:
+    """Entries of a tokenizer's files, or None if they do not tell.
+
+    Raises:
+        CheckpointError: a file is not what its name says.
+    """
+    files = find_files(path)
+    for name, count in _COUNTS.items():
+        if name in files:
+            try:
+                return count(files[name])
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"{files[name]} cannot be read as a tokenizer: {str(error)[:200]}") from None
+    return None
+
+
+def _of_json(path: Path) -> int:
+    document = parse_object(read_small_file(path, MAX_BYTES), str(path))
+    words, added = document["model"]["vocab"], document.get("added_tokens") or []
+    ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
+    return int(max([*ids, *(token["id"] for token in added)])) + 1
+
+
+def _of_vocabulary(path: Path) -> int:
+    return int(max(json.loads(read_small_file(path, MAX_BYTES)).values())) + 1
+
+
+def _of_lines(path: Path) -> int:
+    return len(read_small_file(path, MAX_BYTES).decode("utf-8").splitlines())
+
+
+def _of_sentencepiece(path: Path) -> int:
+    import sentencepiece
+
+    return int(sentencepiece.SentencePieceProcessor(model_proto=read_small_file(path, MAX_BYTES)).get_piece_size())
+
+
+_COUNTS: dict[str, Callable[[Path], int]] = {
+    "tokenizer.json": _of_json, "vocab.json": _of_vocabulary, "vocab.txt": _of_lines, "tokenizer.model": _of_sentencepiece,
+}  # fmt: skip

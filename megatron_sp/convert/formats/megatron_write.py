@@ -1,0 +1,234 @@
+"""Writing classic Megatron checkpoints: a file for each rank, of tensors that are cut from ours when their turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.config import Config
+from megatron_sp.convert.copies import Correspondence, Scattered, TensorInfo
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.formats.megatron_args import misfit, namespace
+from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
+from megatron_sp.convert.formats.megatron_names import Names, written
+from megatron_sp.convert.formats.megatron_order import LAST, is_decayed, position, registered
+from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, shard_copies
+from megatron_sp.convert.formats.megatron_vocab import padded_size
+from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.pickle_writer import LazyTensor
+from megatron_sp.convert.torch_writer import write_torch_file
+from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.files import fsync_dir, write_synced
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Plan(NamedTuple):
+    """What will be written.
+
+    Attributes:
+        weights: their tensors of the model, by rank and our names.
+        states: those of the optimizer by kind; empty without it.
+    """
+
+    cut: Cut
+    places: list[Place]
+    tied_heads: set[str]
+    weights: Scattered
+    states: dict[str, Scattered]
+
+
+def size(plan: Plan) -> int:
+    """Bytes of all tensors."""
+    return sum(info.num_bytes for store in (plan.weights, *plan.states.values()) for info in store.tensors().values())
+
+
+def write(model: Model, plan: Plan, path: Path, options: Options, progress: Progress) -> None:
+    """As ``Format.write``."""
+    folder = path / (f"iter_{model.step:07d}" if model.step else "release")
+    folder.mkdir(parents=True)
+    for place in plan.places:
+        (rank := folder / place.prefix.rstrip("/")).mkdir()
+        write_torch_file(rank / MODEL, _tree(model, plan, place, options, progress))
+        fsync_dir(rank)
+    write_synced(path / TRACKER, str(model.step or "release").encode())
+    fsync_dir(folder)
+    fsync_dir(path)
+
+
+def make_plan(model: Model, options: Options) -> Plan:
+    """Raises CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks."""
+    config = model.config
+    if (why := misfit(model)) is not None:
+        raise CheckpointError(f"the model has {why}, which Megatron has not: it cannot be written for it")
+    require_layout(model, options)
+    assert config.vocab_size
+    cut = Cut(config, options.tp, "interleaved", padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp))
+    places = _places(model, options)
+    is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
+    heads = {place.prefix for place in places if is_tied and place.is_last and not place.is_first}
+    shapes = parameter_shapes(config)
+
+    def scattered(ours: str, dtype: torch.dtype | None) -> Scattered:
+        copies, filled = shard_copies(cut, shapes, places, ours=ours, tied_heads=heads)
+        return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype)
+
+    weights = scattered("", options.dtype)
+    states = {kind: scattered(ours, torch.float32) for kind, ours in _state_sources(model, options, weights).items()}
+    return Plan(cut, places, heads, weights, states)
+
+
+def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[str, str]:
+    """Which tensors of ours become the optimizer's, by kind: the beginning of their names."""
+    if not options.optimizer or not model.has_optimizer:
+        return {}
+    there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
+    if not {"exp_avg", "exp_avg_sq"} <= there:
+        return {}  # of another optimizer than Adam
+    is_half = any(info.dtype in _HALF for info in weights.tensors().values())
+    if "master" in there and not is_half:
+        raise ConfigError("--dtype float32: the optimizer's state is that of a 16-bit model; leave --dtype out, or give --no-optimizer")
+    found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
+    return {**found, "master": f"{OPTIMIZER}master." if "master" in there else ""} if is_half else found
+
+
+def require_layout(model: Model, options: Options) -> None:
+    """Raises ConfigError: the model cannot be cut for so many ranks."""
+    c = model.config
+    for what, count in (
+        ("num_query_groups", c.num_groups),
+        ("num_attention_heads", c.num_attention_heads),
+        ("ffn_hidden_size", c.ffn_size),
+    ):
+        if (count or 0) % options.tp:
+            raise ConfigError(f"{what} ({count}) must be a multiple of --target-tensor-parallel-size ({options.tp}): use a divisor")
+    if (c.num_layers or 0) % options.pp:
+        raise ConfigError(
+            f"num_layers ({c.num_layers}) must be a multiple of --target-pipeline-parallel-size ({options.pp}): use a divisor"
+        )
+
+
+def _places(model: Model, options: Options) -> list[Place]:
+    assert model.config.num_layers
+    each = model.config.num_layers // options.pp
+    return [
+        Place(f"{rank_name(t, p, options.pp)}/", t, p * each, each, p == 0, p == options.pp - 1)
+        for p in range(options.pp)
+        for t in range(options.tp)
+    ]
+
+
+def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Progress) -> dict[str, Any]:
+    """Of one rank's file."""
+    names = options.megatron_names
+    mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
+    ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
+    flat = {_written(name, place, plan, names): _lazy(plan.weights, name, progress) for name in ordered}
+    args = namespace(
+        model, tp=options.tp, pp=options.pp, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
+        params_dtype=next(iter(mine.values())).dtype,
+    )  # fmt: skip
+    tree: dict[str, Any] = {
+        "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
+        "model": _nested(flat) if names == "legacy" else flat,
+    }  # fmt: skip
+    if plan.states:
+        listed = registered(list(flat))
+        ours = {_written(name, place, plan, names): name for name in ordered}
+        tree["optimizer"] = _optimizer(model, plan, [ours[name] for name in listed], place, progress)
+        tree["opt_param_scheduler"] = _scheduler(model)
+    return tree
+
+
+def _position(name: str, place: Place, plan: Plan, names: Names) -> tuple[int, ...]:
+    bare = name.removeprefix(place.prefix)
+    return LAST if names == "legacy" and bare == HEAD and place.prefix in plan.tied_heads else position(bare, names)
+
+
+def _written(name: str, place: Place, plan: Plan, names: Names) -> str:
+    bare = name.removeprefix(place.prefix)
+    return written(bare, names, tied_head=bare == HEAD and place.prefix in plan.tied_heads)
+
+
+def _lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:
+    info: TensorInfo = store.tensors()[name]
+
+    def make() -> Tensor:
+        tensor = store.read(name)
+        progress(info.num_bytes)
+        return tensor
+
+    return LazyTensor(info.shape, info.dtype, make)
+
+
+_LEGACY_PARTS = (
+    "language_model.embedding.word_embeddings.", "language_model.embedding.position_embeddings.",
+    "language_model.embedding.tokentype_embeddings.", "language_model.encoder.", "language_model.pooler.", "language_model.output_layer.",
+    "word_embeddings_for_head.", "lm_head.", "binary_head.",
+)  # fmt: skip
+
+
+def _nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Legacy's dicts in dicts; the last one has the rest of the names with dots."""
+    found: dict[str, Any] = {}
+    for name, tensor in flat.items():
+        prefix = next(part for part in _LEGACY_PARTS if name.startswith(part))
+        at = found
+        for key in prefix.rstrip(".").split("."):
+            at = at.setdefault(key, {})
+        at[name.removeprefix(prefix)] = tensor
+    return found
+
+
+def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progress: Progress) -> dict[str, Any]:
+    """That of ``Float16OptimizerWithFloat16Params``, or of Adam alone for fp32 weights."""
+    shapes = {name: plan.weights.tensors()[name].shape for name in names}
+    decays = [[n for n in names if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
+    numbered = [name for group in decays for name in group]
+    config, first = _training(model).optimizer, 0
+    groups = []
+    for mult, group in zip((1.0, 0.0), decays, strict=True):
+        groups.append({
+            "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False,
+            "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0, "max_lr": config.lr or 0.0, "min_lr": config.min_lr,
+            "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay * mult,
+            "bias_correction": True, "amsgrad": False, "step": model.step,
+        })  # fmt: skip
+        first += len(group)
+
+    def state(name: str) -> dict[str, Any]:
+        moments = {kind: _lazy(plan.states[kind], name, progress) for kind in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.tensor(float(model.step)), **moments}
+
+    inner = {"state": {number: state(name) for number, name in enumerate(numbered)}, "param_groups": groups}
+    if "master" not in plan.states:
+        return inner
+    return {
+        "optimizer": inner,
+        "fp32_from_fp16_params": [[_lazy(plan.states["master"], name, progress) for name in group] for group in decays],
+    }
+
+
+def _training(model: Model) -> Config:
+    """The run that the model is from, so far as it is known."""
+    native = model.settings.get("native")
+    if isinstance(native, dict) and isinstance(native.get("config"), dict):
+        return Config.from_dict(native["config"])[0]
+    return Config(model=model.config)
+
+
+def _scheduler(model: Model) -> dict[str, Any]:
+    """Of ``OptimizerParamScheduler``, which counts samples; the flags of a training win with --override-opt_param-scheduler."""
+    config = _training(model)
+    o, samples = config.optimizer, config.batch.global_batch_size or 1
+    steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)
+    return {
+        "max_lr": o.lr or 0.0, "min_lr": o.min_lr, "lr_warmup_steps": o.lr_warmup_iters * samples, "num_steps": model.consumed_samples,
+        "lr_decay_style": o.lr_decay_style, "lr_decay_steps": steps, "start_wd": o.weight_decay, "end_wd": o.weight_decay,
+        "wd_incr_style": "constant", "wd_incr_steps": steps,
+    }  # fmt: skip
