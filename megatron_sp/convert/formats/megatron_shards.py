@@ -75,6 +75,10 @@ class Cut:
         """Every tp rank has all of it."""
         return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
 
+    def is_cut_along_columns(self, name: str) -> bool:
+        """A row-parallel weight: each tp rank has a share of its columns."""
+        return _COLUMNS.fullmatch(name) is not None
+
     def regions(self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None) -> Iterator[tuple[View, View]]:
         """(Region of ours, region of theirs) that make up a rank's share.
 
@@ -91,7 +95,7 @@ class Cut:
             yield from self._qkv(ours, shape, theirs, rank)
         elif _FC1.fullmatch(name) and self.is_gated:
             yield from self._gated(ours, shape, theirs, rank)
-        elif _COLUMNS.fullmatch(name):
+        elif self.is_cut_along_columns(name):
             yield View(ours, None, (ALL, self._share(shape[1], rank))), View(theirs)
         elif self.is_replicated(name):
             yield View(ours), View(theirs)

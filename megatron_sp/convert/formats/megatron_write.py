@@ -61,14 +61,21 @@ def write(model: Model, plan: Plan, path: Path, options: Options, progress: Prog
     fsync_dir(path)
 
 
-def make_plan(model: Model, options: Options) -> Plan:
-    """Raises CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks."""
+def make_plan(model: Model, options: Options, *, padded: int | None = None) -> Plan:
+    """Work out what goes where.
+
+    Args:
+        padded: rows of the vocabulary, where they are not those of so many ranks.
+    Raises:
+        CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
+    """
     config = model.config
     if (why := misfit(model)) is not None:
         raise CheckpointError(f"the model has {why}, which Megatron has not: it cannot be written for it")
     require_layout(model, options)
     assert config.vocab_size
-    cut = Cut(config, options.tp, "interleaved", padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp))
+    rows = padded or padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
+    cut = Cut(config, options.tp, "interleaved", rows)
     places = _places(model, options)
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
     heads = {place.prefix for place in places if is_tied and place.is_last and not place.is_first}
@@ -190,16 +197,7 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
     shapes = {name: plan.weights.tensors()[name].shape for name in names}
     decays = [[n for n in names if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     numbered = [name for group in decays for name in group]
-    config, first = _training(model).optimizer, 0
-    groups = []
-    for mult, group in zip((1.0, 0.0), decays, strict=True):
-        groups.append({
-            "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False,
-            "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0, "max_lr": config.lr or 0.0, "min_lr": config.min_lr,
-            "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay * mult,
-            "bias_correction": True, "amsgrad": False, "step": model.step,
-        })  # fmt: skip
-        first += len(group)
+    groups = _groups(model, decays)
 
     def state(name: str) -> dict[str, Any]:
         moments = {kind: _lazy(plan.states[kind], name, progress) for kind in ("exp_avg", "exp_avg_sq")}
@@ -212,6 +210,29 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
         "optimizer": inner,
         "fp32_from_fp16_params": [[_lazy(plan.states["master"], name, progress) for name in group] for group in decays],
     }
+
+
+def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
+    """Adam's groups of parameters, with and without weight decay."""
+    config, first = _training(model).optimizer, 0
+    groups = []
+    for mult, group in zip((1.0, 0.0), decays, strict=True):
+        groups.append({
+            "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False,
+            "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0, "max_lr": config.lr or 0.0, "min_lr": config.min_lr,
+            "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay * mult,
+            "bias_correction": True, "amsgrad": False, "step": model.step,
+        })  # fmt: skip
+        first += len(group)
+    return groups
+
+
+def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
+    """What belongs to the optimizer and its schedule, and is no tensor."""
+    shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
+    decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
+    inner = {"state": {"common_step": model.step}, "param_groups": _groups(model, decays)}
+    return {"optimizer": {"optimizer": inner} if "master" in plan.states else inner, "opt_param_scheduler": _scheduler(model)}
 
 
 def _training(model: Model) -> Config:

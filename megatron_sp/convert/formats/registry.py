@@ -7,10 +7,11 @@ from pathlib import Path
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.hugging_face import HuggingFace
 from megatron_sp.convert.formats.megatron import Megatron
+from megatron_sp.convert.formats.megatron_dist import MegatronDist
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.utils.errors import CheckpointError
 
-_ALL: tuple[Format, ...] = (Native(), HuggingFace(), Megatron())
+_ALL: tuple[Format, ...] = (Native(), HuggingFace(), Megatron(), MegatronDist())
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 

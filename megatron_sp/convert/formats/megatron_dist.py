@@ -1,0 +1,159 @@
+"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, whatever ranks wrote them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
+from megatron_sp.convert.copies import Copy, Correspondence, Gathered
+from megatron_sp.convert.dist_file import DistFolder
+from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.fit import fit
+from megatron_sp.convert.formats import megatron_dist_write
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.formats.megatron_args import config_of
+from megatron_sp.convert.formats.megatron_dist_files import DistStore, is_flattened, refuse_buffers, state_kinds, unflattened
+from megatron_sp.convert.formats.megatron_facts import facts_of
+from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_folders
+from megatron_sp.convert.formats.megatron_names import ignored
+from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
+from megatron_sp.convert.formats.megatron_vocab import true_size
+from megatron_sp.convert.formats.megatron_write import make_plan, size
+from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.pickle_tree import Object, PickleReader
+from megatron_sp.convert.tokenizer_files import find_files
+from megatron_sp.convert.torch_file import TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+BACKEND, COMMON = "metadata.json", "common.pt"
+_MAX_JSON_BYTES = 1 << 20
+_OTHER = {
+    r"(master|exp_avg|exp_avg_sq)\..*|(chained_\d+\.)?optimizer\..*": "the optimizer's, which --no-optimizer leaves behind",
+    r"(rng_state|rerun_state_machine).*": "random states, which there are none of here",
+}
+
+
+class MegatronDist:
+    name = "megatron-dist"
+    holds_optimizer = True
+
+    def recognises(self, path: Path) -> bool:
+        folder = iteration_folder(path, None)
+        return folder is not None and (folder / ".metadata").exists() and not rank_folders(folder) and not (path / "latest").exists()
+
+    def read(self, path: Path, options: Options) -> Model:
+        folder = iteration_folder(path, options.step)
+        if folder is None or not (folder / ".metadata").exists():
+            raise CheckpointError(
+                f"{path} has no .metadata, and so is no checkpoint of torch_dist: give its folder or one of its iterations"
+            )
+        _require_backend(folder)
+        with PickleReader() as reader:
+            return _read(folder, DistFolder(folder, reader), options, reader)
+
+    def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
+        megatron_dist_write.write(model, path, options, progress)
+
+    def size(self, model: Model, options: Options) -> int:
+        return size(make_plan(model, megatron_dist_write.whole(options)))
+
+
+def _require_backend(folder: Path) -> None:
+    if not (folder / BACKEND).exists():
+        return
+    backend = parse_object(read_small_file(folder / BACKEND, _MAX_JSON_BYTES), str(folder / BACKEND)).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{folder / BACKEND}: the backend is {json.dumps(backend)[:60]}: only torch_dist can be converted; save it as that"
+        )
+
+
+def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader) -> Model:
+    common = _common(folder, dist, reader)
+    args = common.get("args")
+    document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
+    if document.get("ckpt_format") == "fsdp_dtensor" or any(key.startswith("model.module.") for key in dist.tensors):
+        raise CheckpointError(f"{folder} is of Megatron's FSDP (fsdp_dtensor), which cannot be converted: save it as torch_dist")
+    settings, store = Settings(document, str(folder)), DistStore(dist, reader)
+    if options.optimizer:
+        refuse_buffers(dist)
+    version = common.get("checkpoint_version", 3.0)
+    if version not in (2.0, 3.0):
+        raise CheckpointError(f"{folder}: checkpoint_version is {str(version)[:60]}: only 2.0 and 3.0 can be converted in this format")
+    weights = {name: info.shape for name, info in store.tensors().items()}
+    try:
+        joined = _joined(weights)
+        facts = facts_of(joined, joined, tp=1, num_layers=_num_layers(weights))
+    except KeyError as error:
+        raise CheckpointError(f"{folder} has no {error.args[0]}: it is no GPT or BERT") from None
+    vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
+    config = config_of(settings, facts, options.given, vocab_size, legacy=False)
+    cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size)
+    shapes, place = parameter_shapes(config), [Place("", 0, 0, config.num_layers or 0, True, True)]
+    heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
+    copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
+    ours = dict(shapes)
+    for kind in state_kinds(store, shapes) if options.optimizer else ():
+        more, padding = shard_copies(cut, shapes, place, kind=f"{kind}.", ours=f"{OPTIMIZER}{kind}.")
+        copies += _as_stored(more, padding, cut, shapes, weights)
+        filled, ours = {**filled, **padding}, {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
+    copies = _halves(copies, weights)
+    fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown())
+    step, samples = common.get("iteration"), document.get("consumed_train_samples")
+    return Model(
+        config, Gathered(fitted.correspondence, store), step=step if isinstance(step, int) and step >= 0 else 0,
+        consumed_samples=samples if isinstance(samples, int) and samples >= 0 else 0, fates=fitted.fates,
+        tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
+    )  # fmt: skip
+
+
+def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
+    """What is no tensor: a file beside the others, or an object among them."""
+    if (folder / COMMON).exists():
+        with TorchFile(folder / COMMON, reader) as file:
+            tree = file.tree
+    else:
+        tree = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(tree).__name__}")
+    return tree
+
+
+def _num_layers(weights: Mapping[str, tuple[int, ...]]) -> int:
+    return len({name for name in weights if name.endswith("mlp.linear_fc2.weight") and name.startswith(("decoder.", "encoder."))})
+
+
+def _as_stored(
+    copies: list[Copy], padding: Mapping[str, int], cut: Cut, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
+) -> Iterator[Copy]:  # fmt: skip
+    """The optimizer's tensors may be stored as rows of the ranks' shares."""
+    for copy in copies:
+        stored, shape = there.get(copy.theirs.name), shapes[copy.theirs.name.partition(".")[2]]
+        padded = (cut.padded_vocab_size, *shape[1:]) if copy.theirs.name in padding else shape
+        if stored is not None and is_flattened(stored, padded):
+            yield from unflattened(copy, padded, stored)
+        else:
+            yield copy
+
+
+def _joined(there: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes, with those of halves that have keys of their own put together too."""
+    halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in there.items() if name.endswith((".weight_w", ".bias_w"))}
+    return {**there, **halves}
+
+
+def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Copy]:
+    """Newer files may have the two halves of a gated MLP under keys of their own, KEY_w and KEY_v."""
+    found = []
+    for copy in copies:
+        name, rows = copy.theirs.name, copy.theirs.index[:1]
+        if copy.theirs.stored and f"{name}_w" in there and name not in there and rows:
+            first = rows[0]
+            assert isinstance(first, slice)
+            copy = copy._replace(theirs=type(copy.theirs)(f"{name}_v" if first.start else f"{name}_w"))
+        found.append(copy)
+    return found

@@ -1,0 +1,171 @@
+"""The tensors of a ``torch_dist`` folder under our names: blocks one by one, though they are stored stacked.
+
+Keys are those of core with Transformer Engine. Blocks that are all alike lie in one tensor with an axis for them in front and no number in
+the key; a block is read from it without the others. Adam's state has keys that name the parameter:
+
+    optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>      as the parameter, or each rank's share of it in one row:
+                                                                     [parts along each dim, elements of a part]
+Source: megatron-core 0.16.1, dist_checkpointing/strategies/torch.py, distrib_optimizer.py :: sharded_param_state_*.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.copies import Copy, TensorInfo, View
+from megatron_sp.convert.dist_file import Chunk, DistFolder
+from megatron_sp.convert.formats.megatron_names import canonical
+from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
+from megatron_sp.convert.torch_file import DTYPES, TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+_STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
+
+
+class Source(NamedTuple):
+    """A tensor of the folder, or one block of it."""
+
+    key: str
+    block: int | None
+
+
+class DistStore:
+    """Tensors by our names, and ``kind.name`` for the optimizer's (a ``TensorStore``); what has no such name keeps its key.
+
+    Raises:
+        CheckpointError: two keys are the same parameter.
+    """
+
+    def __init__(self, folder: DistFolder, reader: PickleReader) -> None:
+        self._folder, self._reader = folder, reader
+        self.sources: dict[str, Source] = {}
+        stack = "encoder" if "lm_head.dense.weight" in folder.tensors else "decoder"
+        for key, tensor in folder.tensors.items():
+            state = _STATE.fullmatch(key)
+            prefix, bare = (f"{_KINDS[state[1]]}.", state[2]) if state else ("", key)
+            stacked = _STACKED.fullmatch(bare)
+            if stacked is None or not tensor.shape:
+                self._add(prefix + canonical(bare, stack), Source(key, None))
+                continue
+            for i in range(tensor.shape[0]):
+                self._add(prefix + canonical(f"{stacked[1]}{i}.{stacked[2]}", stack), Source(key, i))
+        self._tensors = {name: self._info(source) for name, source in self.sources.items()}
+
+    def _add(self, name: str, source: Source) -> None:
+        if name in self.sources:
+            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} and {self.sources[name].key[:200]} are the same parameter")
+        self.sources[name] = source
+
+    def _info(self, source: Source) -> TensorInfo:
+        tensor = self._folder.tensors[source.key]
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{self._folder.path}: {source.key[:200]} is of {tensor.dtype[:60]}, which cannot be converted")
+        return TensorInfo(tensor.shape if source.block is None else tensor.shape[1:], DTYPES[tensor.dtype])
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def shown(self) -> dict[str, str]:
+        """Keys as the folder has them; of a block of several with its number."""
+        return {name: s.key if s.block is None else f"{s.key}[{s.block}]" for name, s in self.sources.items()}
+
+    def read(self, name: str) -> Tensor:
+        source, info = self.sources[name], self._tensors[name]
+        if source.block is None:
+            return self._folder.read(source.key)
+        made = torch.empty(info.shape, dtype=info.dtype)
+        for chunk in self._folder.tensors[source.key].chunks:
+            offsets, sizes = chunk.rect
+            if offsets[0] <= source.block < offsets[0] + sizes[0]:
+                part = self._read_block(source.key, chunk, source.block - offsets[0])
+                made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = part
+        return made
+
+    def _read_block(self, key: str, chunk: Chunk, number: int) -> Tensor:
+        """One block of a chunk: nothing else of it is read."""
+        place = chunk.place
+        with TorchFile(self._folder.path / place.file, self._reader, (place.offset, place.length)) as file:
+            record = file.tree
+            if not isinstance(record, TensorRecord) or record.shape != chunk.rect.sizes or record.dtype != self._folder.tensors[key].dtype:
+                raise CheckpointError(
+                    f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged"
+                )
+            offset = record.offset + number * record.stride[0]
+            return file.read(TensorRecord(record.storage, offset, record.shape[1:], record.stride[1:], record.dtype))
+
+
+def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Which kinds of the optimizer's tensors are there for any parameter."""
+    names = store.tensors()
+    return tuple(kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(f"{kind}.{name}" in names for name in shapes))
+
+
+def refuse_buffers(folder: DistFolder) -> None:
+    """Raises CheckpointError: the optimizer's state lies in buffers that do not say which parameter is where."""
+    for key in (*folder.tensors, *folder.objects):
+        if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key):
+            raise CheckpointError(
+                f"{folder.path}: the optimizer's state is in the buffers of its ranks (dp_reshardable, {key[:100]}), which do not name parameters:"
+                " save it in Megatron with --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the weights alone"
+            )
+
+
+def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> Iterator[Copy]:
+    """The same equality with a tensor of ranks' shares in rows, [parts along each dim, elements of a part].
+
+    Args:
+        copy: of a tensor of ours and one of theirs in the shape that ``stored`` would have unflattened.
+        ours: shape of that: with padding.
+        stored: shape in the folder.
+    """
+    parts, dims = stored[:-1], len(ours)
+    sizes = tuple(size // count for size, count in zip(ours, parts, strict=True))
+    for at in _corners(parts):
+        first = tuple(i * size for i, size in zip(at, sizes, strict=True))
+        inside = _inside(copy, ours, first, sizes)
+        if inside is not None:
+            mine, theirs = inside
+            yield Copy(mine, View(copy.theirs.name, (*parts, *sizes), (*at, *theirs), stored=stored), copy.replica)
+    assert dims == len(parts)
+
+
+def _corners(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    return (tuple(int(i) for i in index) for index in torch.cartesian_prod(*(torch.arange(n) for n in parts)).view(-1, len(parts)))
+
+
+def _inside(
+    copy: Copy, whole: tuple[int, ...], first: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[View, tuple[slice, ...]] | None:  # fmt: skip
+    """What of a part a region of rows covers: the view of ours, and where in the part."""
+    low, high = _rows(copy.theirs, whole[0])
+    mine_low, _ = _rows(copy.ours, whole[0])
+    start, end = max(low, first[0]), min(high, first[0] + sizes[0])
+    if start >= end:
+        return None
+    rows = slice(mine_low + start - low, mine_low + end - low)
+    rest = tuple(slice(f, f + s) for f, s in zip(first[1:], sizes[1:], strict=True))
+    return View(copy.ours.name, None, (rows, *rest)), (slice(start - first[0], end - first[0]), *(slice(0, s) for s in sizes[1:]))
+
+
+def _rows(view: View, count: int) -> tuple[int, int]:
+    assert view.shape is None and view.order is None
+    if not view.index:
+        return 0, count
+    rows = view.index[0]
+    assert isinstance(rows, slice)
+    return rows.start or 0, count if rows.stop is None else rows.stop
+
+
+def is_flattened(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a shape is that of shares in rows of a tensor of the other shape."""
+    if len(stored) != len(wanted) + 1 or not all(n and size % n == 0 for n, size in zip(stored, wanted, strict=False)):
+        return False
+    return stored[-1] == math.prod(size // n for n, size in zip(stored, wanted, strict=False))

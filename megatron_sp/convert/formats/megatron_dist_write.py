@@ -1,0 +1,143 @@
+"""Writing ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, blocks stacked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.copies import Scattered
+from megatron_sp.convert.dist_writer import DistFolderWriter, NewChunk
+from megatron_sp.convert.formats.format import Progress
+from megatron_sp.convert.formats.megatron_args import namespace
+from megatron_sp.convert.formats.megatron_folder import TRACKER
+from megatron_sp.convert.formats.megatron_names import written
+from megatron_sp.convert.formats.megatron_shards import Cut
+from megatron_sp.convert.formats.megatron_vocab import padded_size
+from megatron_sp.convert.formats.megatron_write import make_plan, optimizer_groups, require_layout
+from megatron_sp.convert.model import Model
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.torch_writer import write_torch_file
+from megatron_sp.utils.files import fsync_dir, write_synced
+
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
+
+
+class Stack(NamedTuple):
+    """One tensor of the folder.
+
+    Attributes:
+        names: ours of its blocks, or its only one.
+        is_stacked: an axis for blocks comes first.
+    """
+
+    key: str
+    names: list[str]
+    is_stacked: bool
+
+
+def whole(options: Options) -> Options:
+    """For a plan of uncut tensors."""
+    return replace(options, tp=1, pp=1, megatron_names="core")
+
+
+def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
+    """As ``Format.write``."""
+    require_layout(model, options)
+    assert model.config.vocab_size and model.config.num_layers
+    plan = make_plan(
+        model, whole(options), padded=padded_size(model.config.vocab_size, model.config.make_vocab_size_divisible_by, options.tp)
+    )
+    folder = path / (f"iter_{model.step:07d}" if model.step else "release")
+    folder.mkdir(parents=True)
+    cut = Cut(model.config, options.tp, "interleaved", plan.cut.padded_vocab_size)
+    dtype = next(iter(plan.weights.tensors().values())).dtype
+    with DistFolderWriter(folder) as writer:
+        for kind, store in (("", plan.weights), *plan.states.items()):
+            prefix = f"optimizer.state.{_STATES[kind]}." if kind else ""
+            for stack in _stacks(store):
+                _add(writer, prefix, stack, store, cut, model.config.num_layers // options.pp, progress)
+        writer.finish()
+    args = namespace(
+        model, tp=options.tp, pp=options.pp, padded_vocab_size=cut.padded_vocab_size, legacy=False, params_dtype=dtype
+    )  # fmt: skip
+    args.ckpt_format = "torch_dist"
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0}
+    if plan.states:
+        common |= optimizer_groups(model, plan)
+    write_torch_file(folder / "common.pt", common)
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    write_synced(folder / "metadata.json", json.dumps(backend).encode())
+    write_synced(path / TRACKER, str(model.step or "release").encode())
+    fsync_dir(folder)
+    fsync_dir(path)
+
+
+def _stacks(store: Scattered) -> Iterator[Stack]:
+    """Tensors by their keys: blocks together."""
+    found: dict[str, list[str]] = {}
+    for name in store.tensors():
+        bare = name.partition("/")[2]
+        layer = _LAYER.fullmatch(bare)
+        found.setdefault(
+            written(f"{layer[1]}0.{layer[3]}", "core").replace(".layers.0.", ".layers.", 1) if layer else written(bare, "core"), []
+        ).append(name)
+    for key, names in found.items():
+        yield Stack(key, names, _LAYER.fullmatch(names[0].partition("/")[2]) is not None)
+
+
+def _add(
+    writer: DistFolderWriter, prefix: str, stack: Stack, store: Scattered, cut: Cut, layers_per_stage: int, progress: Progress
+) -> None:  # fmt: skip
+    info = store.tensors()[stack.names[0]]
+    last = _Last(store, progress)
+    chunks = []
+    for number, name in enumerate(stack.names):
+        stage = number // layers_per_stage if stack.is_stacked else 0
+        for rank, offsets, sizes in _shares(cut, name.partition("/")[2], info.shape):
+            front = ((number,), (1,)) if stack.is_stacked else ((), ())
+            make = last.part(name, offsets, sizes, stacked=stack.is_stacked)
+            chunks.append(NewChunk((*front[0], *offsets), (*front[1], *sizes), make, stage * cut.tp + rank))
+    shape = (len(stack.names), *info.shape) if stack.is_stacked else info.shape
+    writer.add_tensor(prefix + stack.key, shape, info.dtype, chunks)
+
+
+def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(Rank, offsets, sizes) of the rectangles in which tp ranks have a tensor."""
+    if cut.is_replicated(name):
+        yield 0, (0,) * len(shape), shape
+        return
+    dim = 1 if cut.is_cut_along_columns(name) else 0
+    halves = 2 if cut.is_gated and ".linear_fc1." in name else 1
+    each = shape[dim] // halves // cut.tp
+    for half in range(halves):
+        for rank in range(cut.tp):
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = (half * cut.tp + rank) * each, each
+            yield rank, tuple(offsets), tuple(sizes)
+
+
+class _Last:
+    """Keeps the tensor that chunks are cut from, until another one's turn comes."""
+
+    def __init__(self, store: Scattered, progress: Progress) -> None:
+        self._store, self._progress = store, progress
+        self._name, self._tensor = "", torch.empty(0)
+
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], *, stacked: bool) -> Callable[[], Tensor]:
+        def make() -> Tensor:
+            if self._name != name:
+                self._tensor = torch.empty(0)  # let go first
+                self._tensor, self._name = self._store.read(name), name
+            part = self._tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].contiguous()
+            self._progress(part.numel() * part.element_size())
+            return part[None] if stacked else part
+
+        return make
