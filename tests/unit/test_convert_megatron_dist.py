@@ -41,7 +41,7 @@ def keys_of(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, list[s
     found: dict[str, list[str]] = {}
     stack = "encoder" if config.is_bert else "decoder"
     for ours in weights:
-        block, dot, rest = ours.removeprefix(f"{stack}.layers.").partition(".")
+        rest = ours.removeprefix(f"{stack}.layers.").partition(".")[2]
         if ours.startswith(f"{stack}.layers."):
             found.setdefault(f"{stack}.layers.{dict(theirs.LAYER['core'])[rest]}", []).append(ours)
         else:
@@ -80,7 +80,8 @@ def with_states(config: ModelConfig, tensors: dict[str, Tensor], kind: Kind, mai
 
 
 @pytest.mark.parametrize(
-    ("shape", "stacked", "main"), [("gpt", True, "param"), ("llama", False, "fp32_param"), ("bert", True, "fp32_param")]
+    ("shape", "stacked", "main"),
+    [("gpt", True, "param"), ("llama", False, "fp32_param"), pytest.param("bert", True, "fp32_param", marks=pytest.mark.long)],
 )
 def test_folders_of_torch_are_read(tmp_path: Path, shape: str, stacked: bool, main: str) -> None:
     config, kind = config_of(shape), Kind(tp=2)
@@ -90,7 +91,10 @@ def test_folders_of_torch_are_read(tmp_path: Path, shape: str, stacked: bool, ma
     assert_equal(to_native(source, tmp_path / "ours"), tensors)
 
 
-@pytest.mark.parametrize(("shape", "tp", "pp"), [("gpt", 2, 2), ("llama", 2, 4), ("groups", 4, 1), ("bert", 2, 2)])
+@pytest.mark.parametrize(
+    ("shape", "tp", "pp"),
+    [("llama", 2, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpt", 2, 2), ("groups", 4, 1), ("bert", 2, 2)))],
+)
 def test_torch_loads_what_is_written(tmp_path: Path, shape: str, tp: int, pp: int) -> None:
     config, kind = config_of(shape), Kind(tp=tp)
     tensors = with_optimizer(random_tensors(config, torch.bfloat16))

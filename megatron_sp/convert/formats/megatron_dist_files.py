@@ -94,7 +94,8 @@ class DistStore:
         place = chunk.place
         with TorchFile(self._folder.path / place.file, self._reader, (place.offset, place.length)) as file:
             record = file.tree
-            if not isinstance(record, TensorRecord) or record.shape != chunk.rect.sizes or record.dtype != self._folder.tensors[key].dtype:
+            wanted = (chunk.rect.sizes, self._folder.tensors[key].dtype)
+            if not isinstance(record, TensorRecord) or (record.shape, record.dtype) != wanted:
                 raise CheckpointError(
                     f"{file.path}: the chunk of {key[:200]} at byte {place.offset} is not what .metadata says: it is damaged"
                 )
