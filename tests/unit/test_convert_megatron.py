@@ -74,7 +74,7 @@ def to_native(source: Path, target: Path, *more: Any) -> dict[str, Tensor]:
     ("shape", "kind"),
     [
         ("gpt", Kind("legacy", tp=2, version=0, old=True)), ("gpt", Kind("legacy", tp=4, version=1.0)),
-        ("gpt", Kind("core", tp=2, pp=2, chunks=2)), ("llama", Kind("legacy", tp=2, pp=1, order="flat")),
+        ("gpt", Kind("core", tp=2, pp=2, chunks=2)), ("groups", Kind("legacy", tp=2, order="flat")),
         ("groups", Kind("core", tp=4, pp=2, divisible_by=1)), ("bert", Kind("legacy", tp=2, pp=2)),
         *(
             pytest.param(*case, marks=LONG)
@@ -362,3 +362,5 @@ def test_a_vocabulary_counted_by_its_tokenizer(tmp_path: Path, llama: Path) -> N
     (tmp_path / "vocab.txt").write_text("".join(f"w{i}\n" for i in range(37)))
     model = FORMATS["megatron"].read(source, Options(optimizer=False, tokenizer=tmp_path / "vocab.txt"))
     assert model.config.vocab_size == 37
+    change(source, args=arguments_of(llama, vocab_size=36, tokenizer_type="NullTokenizer"))  # counts its end of text on top
+    assert FORMATS["megatron"].read(source, Options(optimizer=False)).config.vocab_size == 37
