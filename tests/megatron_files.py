@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, serialization
 
 from megatron_sp.config import ModelConfig
 
@@ -243,12 +243,23 @@ def rank_trees(c: ModelConfig, tensors: dict[str, Tensor], kind: Kind, **args: A
     return found
 
 
+def write_file(tree: Tree, path: Path) -> None:
+    serialization.save(tree, path)
+
+
+def read_file(path: Path) -> Tree:
+    """By torch's own safe loader, which is told of the one class that Megatron's files have."""
+    with serialization.safe_globals([Namespace]):
+        found: Tree = serialization.load(path, weights_only=True)
+    return found
+
+
 def save(path: Path, trees: dict[str, Tree], iteration: str = "iter_0000010") -> Path:
     """Write them as Megatron does; returns ``path``."""
     for name, tree in trees.items():
         folder = path / iteration / name
         folder.mkdir(parents=True)
-        torch.save(tree, folder / "model_optim_rng.pt")
+        write_file(tree, folder / "model_optim_rng.pt")
     (path / "latest_checkpointed_iteration.txt").write_text(iteration.removeprefix("iter_").lstrip("0"))
     return path
 
@@ -256,7 +267,7 @@ def save(path: Path, trees: dict[str, Tree], iteration: str = "iter_0000010") ->
 def load(path: Path) -> dict[str, Tree]:
     """What lies in the folders of ranks."""
     files = sorted(path.glob("*/mp_rank_*/model_optim_rng.pt"))
-    return {file.parent.name: torch.load(file, weights_only=False) for file in files}
+    return {file.parent.name: read_file(file) for file in files}
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Tensor]:

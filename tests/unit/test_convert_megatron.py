@@ -165,7 +165,7 @@ def save_with_optimizer(path: Path, shape: str, kind: Kind, *, dtype: torch.dtyp
     shared = kind.pp > 1 and not config.untie_embeddings_and_output_weights
     for rank in trees:
         models = {k: [model for key, model in of[k][rank].items() if key.startswith("model")] for k in KINDS}
-        torch.save(theirs.distributed_optimizer(models, shared, **layout), path / "iter_0000010" / rank / "distrib_optim.pt")
+        theirs.write_file(theirs.distributed_optimizer(models, shared, **layout), path / "iter_0000010" / rank / "distrib_optim.pt")
     return tensors
 
 
@@ -191,8 +191,8 @@ def test_fp32_weights_are_their_own_copy(tmp_path: Path) -> None:
 def change(path: Path, rank: str = "mp_rank_00", **values: Any) -> None:
     """Entries of a rank's file; None: not there."""
     file = path / "iter_0000010" / rank / "model_optim_rng.pt"
-    tree = {**torch.load(file, weights_only=False), **values}
-    torch.save({key: value for key, value in tree.items() if value is not None}, file)
+    tree = {**theirs.read_file(file), **values}
+    theirs.write_file({key: value for key, value in tree.items() if value is not None}, file)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def copy_of(llama: Path, tmp_path: Path) -> Path:
 
 
 def arguments_of(llama: Path, **more: Any) -> Namespace:
-    tree = torch.load(llama / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    tree = theirs.read_file(llama / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt")
     return Namespace(**{**vars(tree["args"]), **more})
 
 
@@ -288,7 +288,7 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path, llama: Path, capsys: p
     for rank in ("mp_rank_00", "mp_rank_01"):
         change(source, rank, checkpoint_version=None)
     assert "give --qkv-layout interleaved" in refused(capsys, source, EXIT_CONFIG)
-    tree = torch.load(llama / "iter_0000010" / "mp_rank_01" / "model_optim_rng.pt", weights_only=False)
+    tree = theirs.read_file(llama / "iter_0000010" / "mp_rank_01" / "model_optim_rng.pt")
     change(source, checkpoint_version=3.0)
     tree["model"]["decoder.final_layernorm.weight"][3] += 1
     change(source, "mp_rank_01", checkpoint_version=3.0, model=tree["model"])
@@ -303,14 +303,14 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path, llama: Path, capsys: p
 def test_an_optimizer_in_another_order_is_not_guessed(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = copy_of(llama, tmp_path)
     file = source / "iter_0000010" / "mp_rank_01" / "distrib_optim.pt"
-    tree = torch.load(file)
+    tree = theirs.read_file(file)
     (rows,) = tree[0].values()
     whole = dict(rows)
     rows |= {kind: rows[kind].flip(0).clone() for kind in ("param", "exp_avg", "exp_avg_sq")}
-    torch.save(tree, file)
+    theirs.write_file(tree, file)
     assert "is not that weight: it is in an order" in refused(capsys, source, EXIT_CHECKPOINT)
     rows |= {kind: torch.cat([whole[kind], torch.zeros(5)]) for kind in ("param", "exp_avg", "exp_avg_sq")}
-    torch.save(tree, file)
+    theirs.write_file(tree, file)
     assert "no known way of laying them out" in refused(capsys, source, EXIT_CHECKPOINT)
     file.unlink()
     assert "has no state of the optimizer, and other ranks have" in refused(capsys, source, EXIT_CHECKPOINT)

@@ -30,7 +30,7 @@ def folder_of(path: Path, config: ModelConfig, tensors: dict[str, Tensor], **arg
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=path / FOLDER, no_dist=True)
     common = {"args": theirs.arguments(config, Kind(), **args), "iteration": 10, "checkpoint_version": 3.0}
-    torch.save(common, path / FOLDER / "common.pt")
+    theirs.write_file(common, path / FOLDER / "common.pt")
     (path / FOLDER / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (path / "latest_checkpointed_iteration.txt").write_text("10")
     return path
@@ -108,7 +108,7 @@ def test_torch_loads_what_is_written(tmp_path: Path, shape: str, tp: int, pp: in
         dcp.load(found, checkpoint_id=tmp_path / "theirs" / FOLDER, no_dist=True)
     assert_equal(found, expected)
     assert len(list((tmp_path / "theirs" / FOLDER).glob("*.distcp"))) == tp * pp
-    common = torch.load(tmp_path / "theirs" / FOLDER / "common.pt", weights_only=False)
+    common = theirs.read_file(tmp_path / "theirs" / FOLDER / "common.pt")
     assert common["args"].tensor_model_parallel_size == tp and common["optimizer"]["optimizer"]["state"] == {"common_step": 10}
     assert_equal(to_native(tmp_path / "theirs", tmp_path / "again"), tensors)
 
