@@ -82,6 +82,9 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
                 {**filled, **padding},
                 {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}},
             )
+    else:
+        ranks = [file.rank.path.name for file in opened.files if "optimizer" in file.tree]
+        fates += [Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks]
     fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
     if settings.document == {}:
         notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")

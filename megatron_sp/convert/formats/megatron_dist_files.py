@@ -115,7 +115,8 @@ def refuse_buffers(folder: DistFolder) -> None:
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key):
             raise CheckpointError(
                 f"{folder.path}: the optimizer's state is in buffers of ranks (dp_reshardable, {key[:100]}), which do not"
-                " name parameters: save it in Megatron with --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the weights alone"
+                " name parameters: save it in Megatron with --dist-ckpt-optim-fully-reshardable, or give --no-optimizer to convert the"
+                " weights alone"
             )
 
 
