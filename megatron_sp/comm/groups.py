@@ -36,6 +36,11 @@ class _Alone:
 ALONE = cast(Group, _Alone())
 
 
+def world_group() -> Group:
+    """Everybody in this job; a group of one where there is none."""
+    return dist.group.WORLD if dist.is_initialized() and dist.group.WORLD is not None else ALONE
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher says of this process (torchrun's variables; a plain ``python`` is a world of one)."""

@@ -30,7 +30,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
-from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take
+from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
 from megatron_sp.utils.errors import ConfigError
 
@@ -60,12 +60,16 @@ class Applied:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            for part in self.specs[name].sums:
-                view = parameter.grad.narrow(self.specs[name].dim, part.start, part.length) if parameter.ndim else parameter.grad
-                places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
-                places[part.slot] = view
-                view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
+            self.sum_parts(name, parameter.grad)
             all_reduce(parameter.grad, self.mesh.dp_sp)
+
+    def sum_parts(self, name: str, grad: Tensor) -> None:
+        """Over tp, in place, of one parameter."""
+        for part in self.specs[name].sums:
+            view = grad.narrow(self.specs[name].dim, part.start, part.length) if grad.ndim else grad
+            places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
+            places[part.slot] = view
+            view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
@@ -87,7 +91,7 @@ class Applied:
                     made[id(tensor)] = self.whole(names[id(tensor)], tensor.detach())
                 found[name] = made[id(tensor)]
             else:
-                found[name] = tensor.detach()
+                found[name] = self.whole(name, tensor.detach()) if name in self.splits else tensor.detach()
         return found
 
     def load_full(self, state: dict[str, Tensor]) -> None:
@@ -101,11 +105,14 @@ class Applied:
                 found = list(state[name].shape) if name in state else "missing"
                 raise ConfigError(f"{name} must be {list(self.specs[name].shape)}, and is {found}")
             with torch.no_grad():
-                split = self.splits.get(name)
-                parameter.copy_(state[name] if split is None else take(state[name], self.specs[name], split, self.mesh.tp.size()))
+                parameter.copy_(self._part(name, state[name]))
         for name, buffer in self.model.named_buffers():
             if name in state:
-                buffer.copy_(state[name])
+                buffer.copy_(self._part(name, state[name]))
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        split = self.splits.get(name)
+        return whole if split is None else take(whole, self.specs[name], split, self.mesh.tp.size())
 
     def save_pretrained(self, folder: str | Path, **more: Any) -> None:
         """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
@@ -151,10 +158,12 @@ class _Compiler:
         self.extend_to_aliases()
         check_tied(self.model, self.splits)
         whole_shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        whole_shapes |= {name: tuple(b.shape) for name, b in self.model.named_buffers() if name in self.splits}
         self.check_biases()
         self.split()
         self.exchange_forwards(whole_shapes)
         self.put_syncs()
+        self.put_hooks()
         self.put_regions()
         self.find_summed()
         self.annotate()
@@ -207,14 +216,14 @@ class _Compiler:
         else:
             dims = kind.in_dims if isinstance(module, nn.Embedding) else kind.out_dims
         for name, dim in dims.items():
-            if module._parameters.get(name) is not None:
+            if tensor_of(module, name) is not None:
                 yield self.one(path, module, name, dim, args, where, padded=directive.do == "vocab_parallel")
 
     def one(self, path: str, module: nn.Module, name: str, axis: int, args: dict[str, Any], where: str, *, padded: bool = False) -> Split:
         full = f"{path}.{name}" if path else name
-        parameter = module._parameters.get(name)
+        parameter = tensor_of(module, name)
         if parameter is None:
-            found = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
+            found = ", ".join(n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None) or "none"
             raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({where}, E1)")
         shape, replicas = tuple(parameter.shape), bool(args.get("replicas"))
         return make_split(full, shape, axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded, replicas=replicas)
@@ -239,7 +248,7 @@ class _Compiler:
             if kind is None or kind.out_dims.get(last) != split.dim:
                 continue
             for other, dim in kind.out_dims.items():
-                if module._parameters.get(other) is not None and f"{path}.{other}" not in self.splits:
+                if tensor_of(module, other) is not None and f"{path}.{other}" not in self.splits:
                     raise ConfigError(
                         f"{name} is split along its outputs and {path}.{other} is not ({split.where}): add"
                         f' .shard("{other}", axis={dim}), or use .column() (E4)'
@@ -258,6 +267,11 @@ class _Compiler:
             new = replaced(old, take(old.detach(), spec_of(split, tuple(old.shape), self.group), split, self.size))
             for name in names:
                 put(self.model, name, new)
+        for name, buffer in list(self.model.named_buffers()):
+            if name in self.splits:
+                path, _, last = name.rpartition(".")
+                spec = spec_of(self.splits[name], tuple(buffer.shape), self.group)
+                self.model.get_submodule(path)._buffers[last] = take(buffer, spec, self.splits[name], self.size)
 
     def is_split(self, path: str, name: str, dim: int) -> bool:
         split = self.splits.get(f"{path}.{name}" if path else name)
@@ -267,6 +281,7 @@ class _Compiler:
 
     def exchange_forwards(self, shapes: dict[str, tuple[int, ...]]) -> None:
         options = {path: (directive.do, directive.args) for directive, path, _ in self.each("column", "row", "vocab_parallel")}
+        hooked = {path for _, path, _ in self.each("hook")}
         for path, module in self.model.named_modules():
             kind = find_kind(module)
             if kind is None or self.size == 1 or "weight" not in module._parameters:
@@ -274,7 +289,9 @@ class _Compiler:
             do, args = options.get(path, ("", {}))
             rows_out = self.is_split(path, "weight", kind.out_dims.get("weight", -1))
             rows_in = self.is_split(path, "weight", kind.in_dims.get("weight", -1))
-            if rows_in and isinstance(module, nn.Embedding):
+            if rows_in and isinstance(module, nn.Embedding) and path in hooked:
+                self.follow(module, kind.in_attribute, kind.in_dims["weight"])  # its hooks look after the words of other ranks
+            elif rows_in and isinstance(module, nn.Embedding):
                 module.forward = forwards.vocab_embedding(module, self.group, shapes[f"{path}.weight"][0])  # type: ignore[method-assign,assignment]
             elif rows_in:
                 self.make_row(path, module, kind, args)
@@ -310,6 +327,8 @@ class _Compiler:
                 return  # a partial sum, which a sync behind it completes
         if reduce not in ("all_reduce", "reduce_scatter"):
             raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
+        if reduce == "reduce_scatter" and module._parameters.get("bias") is not None:
+            self.summed.add(f"{path}.bias")  # each rank adds it to a share of the result
         make = forwards.row if forwards.is_matrix(module, kind) else forwards.other_row
         module.forward = make(module, kind, self.group, reduce, self.seq_dim if axis is None else axis)  # type: ignore[method-assign]
 
@@ -336,8 +355,21 @@ class _Compiler:
     def is_folded(self, directive: Directive, path: str, module: nn.Module) -> bool:
         """The sum behind a layer split by rows is made in the layer, in front of its bias."""
         kind = find_kind(module)
-        inside = kind is not None and self.is_split(path, "weight", kind.in_dims.get("weight", -1)) and not isinstance(module, nn.Embedding)
-        return inside and directive.args["op"] in ("all_reduce", "reduce_scatter")
+        inside = kind is not None and self.is_split(path, "weight", kind.in_dims.get("weight", -1))
+        return inside and directive.args["op"] in (
+            ("all_reduce",) if isinstance(module, nn.Embedding) else ("all_reduce", "reduce_scatter")
+        )
+
+    def put_hooks(self) -> None:
+        for directive, _, module in self.each("hook"):
+            if self.size > 1:
+                mode, fn = directive.args["mode"], directive.args["fn"]
+                if mode == "fwd_pre":
+                    module.register_forward_pre_hook(fn)
+                elif mode == "fwd_post":
+                    module.register_forward_hook(fn)
+                else:
+                    module.register_full_backward_hook(fn)
 
     def put_regions(self) -> None:
         for directive, path, module in self.each("sequence"):
@@ -389,7 +421,8 @@ class _Compiler:
 
     def specs(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ShardSpec]:
         found, rank = {}, self.group.rank()
-        for name, _ in self.model.named_parameters():
+        buffers = [(name, b) for name, b in self.model.named_buffers() if name in self.splits]
+        for name, _ in (*self.model.named_parameters(), *buffers):
             split = self.splits.get(name)
             if split is not None:
                 found[name] = spec_of(split, shapes[name], self.group)

@@ -17,7 +17,8 @@ class Directive:
 
     Attributes:
         on: glob of the modules.
-        do: what: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate, sequence, ulysses, zero.
+        do: what: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate, hook, sequence,
+            ulysses, zero.
         args: how; JSON values, but for what only code can give (functions, modules).
         where: file and line of whoever asked, for messages.
     """

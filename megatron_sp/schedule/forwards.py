@@ -71,7 +71,7 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> 
         if reduce == "all_reduce":
             return split_row(x, weight, bias, group)
         y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
-        return y if bias is None else y + bias
+        return y if bias is None else y + _bias_of(y, bias, group, axis, -1)
 
     return forward
 
@@ -91,13 +91,19 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
         y = product(module, x)
         y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
         bias = module._parameters.get("bias")
-        if bias is None:
-            return y
-        shape = [1] * y.ndim
-        shape[kind.out_axis] = -1
-        return y + bias.view(shape)
+        return y if bias is None else y + _bias_of(y, bias, group, axis if reduce == "reduce_scatter" else None, kind.out_axis)
 
     return forward
+
+
+def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_axis: int) -> Tensor:
+    """What of a bias belongs to a result of which only a part along one axis is here, in a shape that can be added to it."""
+    if scattered is not None and scattered % y.ndim == out_axis % y.ndim:
+        each = y.shape[out_axis]
+        bias = bias.narrow(0, group.rank() * each, each)
+    shape = [1] * y.ndim
+    shape[out_axis] = -1
+    return bias.view(shape)
 
 
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:

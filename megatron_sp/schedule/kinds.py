@@ -78,7 +78,7 @@ _KINDS: dict[type, Kind] = {
     nn.LayerNorm: Kind({"weight": 0, "bias": 0}, refusal=_NORM),
     nn.RMSNorm: Kind({"weight": 0}, refusal=_NORM),
     nn.GroupNorm: Kind(refusal=_NORM),
-    _BatchNorm: Kind(refusal="its running statistics are buffers, which are not split: leave it whole, behind a layer that gathers"),
+    _BatchNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features"),  # each channel by itself
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
     NonDynamicallyQuantizableLinear: Kind(refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"),
 }

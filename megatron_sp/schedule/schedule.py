@@ -12,7 +12,7 @@ model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -190,6 +190,14 @@ class Selection:
             over: the axis of the mesh (default: tp).
         """
         return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts)
+
+    def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
+        """Register a hook of torch's own, where a ``sync`` of one tensor does not do; not where one rank has everything.
+
+        Args:
+            mode: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs, grad_outputs).
+        """
+        return self._add("hook", mode=mode, fn=fn)
 
     def vocab_parallel(self, *, gather: bool | None = None) -> Selection:
         """Split an embedding, or the output layer over the vocabulary, by words; tied ones are split together."""

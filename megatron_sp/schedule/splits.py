@@ -146,6 +146,12 @@ def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
     return part.detach().clone(memory_format=torch.contiguous_format)
 
 
+def tensor_of(module: nn.Module, name: str) -> Tensor | None:
+    """A module's own parameter or buffer."""
+    parameter = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
+
+
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Make a parameter of the model another one."""
     path, _, last = name.rpartition(".")

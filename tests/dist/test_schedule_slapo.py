@@ -1,0 +1,381 @@
+"""Slapo's spelling, on two ranks: what its documentation shows, with the result and all gradients compared with the whole model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.parallel.regions import copy_to, reduce_from
+from megatron_sp.schedule import Kind, PathError, register_shardable
+from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule, list_primitives
+from megatron_sp.utils.errors import ConfigError
+
+B, S, H, FF = 3, 4, 6, 10
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.linear1, self.act, self.linear2, self.dropout = nn.Linear(H, FF), nn.GELU(), nn.Linear(FF, H, bias=bias), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear2(self.act(self.linear1(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out_proj, self.resid_dropout = (*(nn.Linear(H, H) for _ in range(4)), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 3)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.resid_dropout(self.out_proj(o))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.last = nn.LayerNorm(H), Attention(), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.attention(self.norm(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.middle, self.head = nn.Embedding(FF, H), nn.Linear(H, H), nn.Linear(H, FF, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.wte(ids))))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.conv3, self.bn3 = nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn3(self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x))).relu())))
+
+
+class Scale(nn.Module):
+    """A class that nobody knows: y = x * weight @ mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(FF, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.mix
+
+
+def weighted(y: Tensor) -> Tensor:
+    """A loss in which no two elements weigh the same."""
+    return (y * torch.linspace(-1, 1.7, y.numel(), dtype=y.dtype).view(y.shape)).sum()
+
+
+def compare(model: nn.Module, x: Tensor, write: Callable[[SlapoSchedule], None]) -> nn.Module:
+    """Result, gradient of the input and of all parameters of the split model, against the whole one, in fp64."""
+    model = model.double()
+    whole = copy.deepcopy(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sch = create_schedule(model)
+    write(sch)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "changed before build()"
+    split, optimizer = build(sch, init_weights=False)
+    assert split is model and optimizer is None
+    results = []
+    for each in (whole, split):
+        given = x.clone().requires_grad_(x.is_floating_point())
+        y = each(given)
+        weighted(y).backward()
+        results.append((y.detach(), given.grad))
+    applied = sch.schedule.applied
+    assert applied is not None
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-11, atol=1e-12)
+    if results[0][1] is not None:
+        torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-11, atol=1e-12)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in split.named_parameters():
+        assert p.grad is not None and expected[name] is not None, name
+        torch.testing.assert_close(applied.whole(name, p.grad), expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    after = applied.full_state_dict()
+    for name, t in whole.state_dict().items():
+        torch.testing.assert_close(after[name], t, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    return split
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def column(sch: SlapoSchedule, name: str) -> None:
+    sch[name].shard(["weight", "bias"], axis=0)
+    sch[name].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+
+
+def recipes() -> None:
+    """Column and gather; column into row; reduce_scatter, then all_gather; all in every position of the batch."""
+
+    def gather(sch: SlapoSchedule) -> None:
+        column(sch, "linear1")
+        sch["linear1"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+
+    def reduce(sch: SlapoSchedule) -> None:
+        sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")  # in front of shard: the bias is added once all the same
+        sch["linear2"].shard("weight", axis=1)
+        column(sch, "linear1")
+
+    model = compare(Mlp(), data(B, S, H), gather)
+    assert isinstance(model.linear1, nn.Linear) and model.linear1.weight.shape == (FF // 2, H) and model.linear1.out_features == FF // 2
+    model = compare(Mlp(), data(B, S, H), reduce)
+    assert isinstance(model.linear2, nn.Linear) and model.linear2.weight.shape == (H, FF // 2) and model.linear2.in_features == FF // 2
+    compare(Mlp(bias=False), data(B, S, H), reduce)
+    for axis in (0, 1, 2, -1, -2):
+
+        def scatter(sch: SlapoSchedule, axis: int = axis) -> None:
+            column(sch, "linear1")
+            sch["linear2"].shard("weight", axis=-1)
+            sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=axis)
+            sch["dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=axis, tensor_parallel_output_grad=False)
+
+        compare(Mlp(), data(4, 4, H), scatter)
+
+
+def sequence_parallel() -> None:
+    def as_in_the_request(sch: SlapoSchedule) -> None:
+        for name in ("q", "k", "v"):
+            column(sch["attention"], name)
+        sch["attention.out_proj"].shard("weight", axis=1)
+        sch["attention.out_proj"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=1)
+        sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
+
+    compare(Block(), data(B, S, H), as_in_the_request)
+
+    class Around(nn.Module):  # what lies between scatter and gather works on a share of the positions
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.norm = nn.Linear(H, H), Block(), nn.LayerNorm(H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.block(self.first(x)))
+
+    def region(sch: SlapoSchedule) -> None:
+        sch["first"].sync(mode="fwd_post", sync_op_or_fn="scatter", axis=1)
+        attention = sch["block"]["attention"]
+        attention.sync(mode="fwd_pre", sync_op_or_fn="all_gather", axis=1)
+        for name in ("q", "k", "v"):
+            attention[name].shard(["weight", "bias"], axis=0)
+        attention["out_proj"].shard("weight", axis=1)
+        attention["out_proj"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=1)
+        for path in ("block.norm", "block.last", "norm"):
+            for name in ("weight", "bias"):
+                sch[path].annotate(name, "replicated_param", True)
+        sch["norm"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=False)
+
+    compare(Around(), data(B, S, H), region)
+
+
+def embeddings() -> None:
+    ids = torch.tensor([[0, 4, 5, 9], [1, 5, 0, 8], [9, 9, 2, 7]])  # the first and last word of each rank's share
+
+    def own(sch: SlapoSchedule) -> None:
+        sch["wte"].shard("weight", axis=0)
+        sch["wte"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+        sch["head"].shard("weight", axis=0)
+        sch["head"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+        sch["head"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+
+    model = compare(Tied(), ids, own)
+    assert isinstance(model.wte, nn.Embedding) and isinstance(model.head, nn.Linear) and model.wte.weight is model.head.weight
+
+    def by_hooks(sch: SlapoSchedule) -> None:
+        each, group = sch["wte"].mod.weight.shape[0] // sch.world_size, sch.group
+        first = sch.rank * each
+        kept: list[Tensor] = []
+
+        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+            elsewhere = (inputs[0] < first) | (inputs[0] >= first + each)
+            kept[:] = [elsewhere]
+            return (inputs[0] - first).masked_fill(elsewhere, 0)
+
+        def after(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return reduce_from(output.masked_fill(kept[0][..., None], 0.0), group)
+
+        sch["wte"].shard("weight", axis=0)
+        sch["wte"].sync(mode="fwd_pre", sync_op_or_fn=before)
+        sch["wte"].sync(mode="fwd_post", sync_op_or_fn=after)
+        sch["head"].shard("weight", axis=0)
+        sch["head"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+        sch["head"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=-1)
+
+    compare(Tied(), ids, by_hooks)
+
+
+def functions() -> None:
+    """Hooks of all three kinds."""
+
+    def write(sch: SlapoSchedule) -> None:
+        group = sch.group
+
+        def sum_of_gradients(_module: nn.Module, grad_inputs: tuple[Tensor], _grad_outputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (all_reduce(grad_inputs[0].clone(), group),)
+
+        sch["linear1"].shard(["weight", "bias"], axis=0)
+        sch["linear1"].sync(mode="bwd_post", sync_op_or_fn=sum_of_gradients)
+        sch["linear2"].shard("weight", axis=1)
+        sch["linear2"].sync(mode="fwd_post", sync_op_or_fn=lambda _module, _inputs, output: reduce_from(output, group))
+
+    compare(Mlp(bias=False), data(B, S, H), write)
+
+    def pre(sch: SlapoSchedule) -> None:
+        group = sch.group
+        sch["linear1"].shard(["weight", "bias"], axis=0)
+        sch["linear1"].sync(mode="fwd_pre", sync_op_or_fn=lambda _module, inputs: (copy_to(inputs[0], group),))
+        sch["linear1"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=2)
+
+    compare(Mlp(), data(B, S, H), pre)
+
+
+def classes() -> None:
+    def convolutions(sch: SlapoSchedule) -> None:
+        sch["conv1"].shard("weight", axis=0)
+        sch["conv1"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+        sch["bn1"].shard(["weight", "bias", "running_mean", "running_var"], axis=0)
+        sch["conv2"].shard("weight", axis=1)
+        sch["conv2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+        column(sch, "conv3")
+        sch["bn3"].shard(["weight", "bias", "running_mean", "running_var"], axis=0)
+        sch["bn3"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
+
+    model = compare(Convolutions(), data(2, 3, 4, 4), convolutions)
+    shapes = [tuple(t.shape) for t in (model.conv1.weight, model.conv2.weight, model.bn1.running_mean)]  # type: ignore[union-attr]
+    assert shapes == [(4, 3, 1, 1), (6, 4, 3, 3), (4,)]
+
+    register_shardable(Scale, Kind({"mix": 1}, {"mix": 0}, product=lambda module, x: x @ module.mix))  # type: ignore[arg-type,return-value]
+
+    def own_class(sch: SlapoSchedule) -> None:
+        column(sch, "0")
+        sch["2"].shard("mix", axis=0)
+        sch["2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+
+    compare(nn.Sequential(nn.Linear(H, FF), nn.GELU(), Scale()), data(B, S, H), own_class)
+
+
+def other_primitives() -> None:
+    def write(sch: SlapoSchedule) -> None:
+        sch["attention"].checkpoint()
+        for name in ("q", "k", "v"):
+            column(sch["attention"], name)
+        sch["attention"]["out_proj"].shard("weight", axis=1)
+        sch["attention"]["out_proj"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+        sch["attention"].fork_rng()
+
+    model = compare(Block(), data(B, S, H), write)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in Block().named_parameters()]
+    sch = create_schedule(Block())
+    sch["norm"].replace(nn.Identity())
+    sch.replace_all(nn.Linear, lambda path, old, bias: nn.Linear(old.in_features, old.out_features, bias=bias), bias=False)
+    assert isinstance(sch["norm"].mod, nn.LayerNorm)
+    model, _ = build(sch)
+    assert isinstance(model.norm, nn.Identity) and model.last.bias is None and model.attention.q.bias is None  # type: ignore[union-attr]
+    torch.manual_seed(dist.get_rank())
+    model, _ = build(create_schedule(Mlp()), init_weights=lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+    same = model.linear1.weight.detach().clone()  # type: ignore[union-attr]
+    assert torch.equal(all_reduce(same.clone(), create_schedule(model).group), 2 * same), "rank 0's weights are everybody's"
+
+
+CASES: list[Callable[[], Any]] = [recipes, sequence_parallel, embeddings, functions, classes, other_primitives]
+
+
+def every(names: list[str]) -> None:
+    for case in CASES:
+        if case.__name__ in names:
+            torch.manual_seed(0)
+            case()
+
+
+def test_what_slapo_shows_computes_what_the_whole_model_does(tmp_path: Path) -> None:
+    run_ranks(every, 2, tmp_path, [case.__name__ for case in CASES])
+
+
+def mistakes() -> None:
+    def refused(write: Callable[[SlapoSchedule], Any], *words: str, model: nn.Module | None = None) -> None:
+        sch = create_schedule(model or Mlp())
+        with pytest.raises(ConfigError) as error:
+            write(sch)
+            build(sch)
+        assert all(word in str(error.value) for word in words), str(error.value)
+
+    refused(lambda sch: sch["linear1"].shard("bias", axis=1), "linear1.bias", "no axis 1")
+    refused(lambda sch: sch["linear1"].shard("wieght", axis=0), "linear1 has no parameter 'wieght'", "weight, bias")
+    refused(lambda sch: sch["linear1"].shard("weight", axis=0), "linear1.bias", '.shard("bias", axis=0)')
+    refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "would add its bias")
+    refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "test_schedule_slapo.py:")
+    refused(lambda sch: column(sch, "0"), "0.weight", "(7)", "multiple of tp (2)", model=nn.Sequential(nn.Linear(H, 7)))
+    refused(lambda sch: sch["head"].shard("weight", axis=1), "wte.weight", "head.weight", "tied", model=Tied())
+
+
+def test_mistakes_are_told_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(mistakes, 2, tmp_path)
+
+
+def test_names_are_looked_up() -> None:
+    sch = create_schedule(Block())
+    assert sch.world_size == 1 and sch.rank == 0 and sch.group.size() == 1
+    leaf = sch["attention"]["out_proj"]
+    assert leaf.mod is sch["attention.out_proj"].mod is sch.mod.attention.out_proj  # type: ignore[union-attr]
+    assert (leaf.name, leaf.path, leaf.parent.path if leaf.parent else None) == ("out_proj", "attention.out_proj", "attention")
+    assert "attention.out_proj" in sch and "out_proj" in sch["attention"] and "out_proj" not in sch
+    assert [name for name, _ in sch["attention"].named_schedules()] == ["", "q", "k", "v", "out_proj", "resid_dropout"]
+    assert all(each.mod is sch.mod.get_submodule(name) for name, each in sch.named_schedules())
+    assert list(sch.child) == ["norm", "attention", "last"]
+    part = create_schedule(leaf.mod, "out_proj", "attention.out_proj", sch["attention"])
+    assert part.path == leaf.path and part.schedule is sch.schedule
+    with pytest.raises(PathError, match="did you mean out_proj"):
+        sch["attention.out_pro"]
+    with pytest.raises(ConfigError, match="schedule\\(\\)\\['attention.\\*'\\] takes them all"):
+        sch["attention.*"]
+    with pytest.raises(ConfigError, match="another module"):
+        create_schedule(nn.Linear(1, 1), "q", "attention.q", sch)
+    assert list_primitives() == list(list_primitives(name_only=False)) and "shard" in list_primitives()
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda s: s.trace(), "nothing is traced here"),
+        (lambda s: s["linear1"].decompose(), "added behind the sum anyway"),
+        (lambda s: s.fuse(None, compiler="TorchScript"), "torch.compile"),
+        (lambda s: s.find("linear.*"), "no graph to search"),
+        (lambda s: s["linear1"].cut_pipeline_stage(), "pipeline stages"),
+        (lambda s: s["linear1"].sync(mode="forward", sync_op_or_fn="all_reduce"), "forward: fwd_post"),
+        (lambda s: s["linear1"].sync("fwd_post", "SR->RS"), "function of yours"),
+        (lambda s: s["linear1"].sync("fwd_post", "all_gather", dim=1), "does not know dim, only axis"),
+        (lambda s: s["linear1"].sync("fwd_post", "all_reduce", tensor_parallel_output_grad=True), "not of all_reduce"),
+        (lambda s: s["linear1"].sync("fwd_post", lambda m, i, o: o, axis=1), "no meaning beside a hook"),
+        (lambda s: s["linear1"].replace(lambda x: x, target_ops=[1]), "takes a module for a module"),
+        (lambda s: s.checkpoint([1]), "takes a whole module"),
+        (lambda s: build(s, target="deepspeed"), "knows no target='deepspeed'"),
+        (lambda s: build(s["linear1"]), "not of linear1"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(write: Callable[[SlapoSchedule], Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        write(create_schedule(Mlp()))
+    assert words in str(error.value)
