@@ -447,11 +447,13 @@ WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
 """Kinds of tokenizer that read --vocab-file."""
 
 
-def default_type(tokenizer_model: str | None, vocab_file: str | None, vocab_size: int | None) -> Any:
+def default_type(data: DataConfig, vocab_size: int | None) -> Any:
     """The --tokenizer-type that other flags stand for."""
-    if tokenizer_model:
-        return "SentencePieceTokenizer"
-    return "BertWordPieceLowerCase" if vocab_file else "NullTokenizer" if vocab_size else None
+    if data.tokenizer_model:
+        return "HuggingFaceTokenizer" if data.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
+    if data.merge_file:
+        return "GPT2BPETokenizer"
+    return "BertWordPieceLowerCase" if data.vocab_file else "NullTokenizer" if vocab_size else None
 
 
 @dataclass
@@ -466,14 +468,22 @@ class DataConfig:
     data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)")
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (
-        Literal["SentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "ByteTokenizer", "NullTokenizer"] | None
+        Literal[
+            "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase",
+            "ByteTokenizer", "NullTokenizer",
+        ] | None
     ) = flag(
         None,
-        "kind of tokenizer (default: SentencePiece with --tokenizer-model, BertWordPieceLowerCase with --vocab-file, else Null with"
-        " --vocab-size)",
+        "kind of tokenizer (default: with --tokenizer-model HuggingFaceTokenizer if that ends in .json, else SentencePiece;"
+        " GPT2BPETokenizer with --merge-file, BertWordPieceLowerCase with --vocab-file alone, else Null with --vocab-size)",
+    )  # fmt: skip
+    tokenizer_model: str | None = flag(
+        None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it"
     )
-    tokenizer_model: str | None = flag(None, "SentencePiece model file")
-    vocab_file: str | None = flag(None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line")
+    vocab_file: str | None = flag(
+        None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer"
+    )
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")

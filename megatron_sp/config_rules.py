@@ -44,7 +44,7 @@ def normalize(config: Config) -> None:
         if kernels.recompute_method == "uniform" and kernels.recompute_num_layers is None:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
-        data.tokenizer_type = default_type(data.tokenizer_model, data.vocab_file, model.vocab_size)
+        data.tokenizer_type = default_type(data, model.vocab_size)
 
 
 def violations(config: Config, world_size: int) -> list[str]:

@@ -35,7 +35,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
     add("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
-    add("--tokenizer-model", metavar="FILE", help="vocab.txt or SentencePiece model, if it is no longer where training found it")
+    add(
+        "--tokenizer-model",
+        metavar="FILE",
+        help="vocab.txt, tokenizer.json, SentencePiece model or a folder with one, if it is no longer where training found it",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--text", action="append", metavar="TEXT", help=f"a text with {MASK} in it; may be given several times")
     add("--top", type=int, default=5, metavar="N", help="guesses shown for each (default: 5)")

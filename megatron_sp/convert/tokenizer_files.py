@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_sp.checkpoint.strict_json import open_regular
 from megatron_sp.config import DataConfig
+from megatron_sp.data.tokenizers.files import CONFIG, name_files
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir
 
@@ -16,6 +17,7 @@ NAMES = (
     "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 MAX_BYTES = 256 << 20
+_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # of a file that is given alone
 
 
 def find_files(path: Path) -> dict[str, Path]:
@@ -28,13 +30,27 @@ def find_files(path: Path) -> dict[str, Path]:
         found = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
     elif path.suffix in (".model", ".json", ".txt"):
         found = {{".model": "tokenizer.model", ".json": "tokenizer.json", ".txt": "vocab.txt"}[path.suffix]: path}
+        found |= {name: path.with_name(name) for name in _SAYS_MORE if path.with_name(name).is_file()}
     else:
         raise CheckpointError(f"{path} is no tokenizer: give its folder, or a tokenizer.json, a SentencePiece .model or a vocab.txt")
+    _check(found)
+    return found
+
+
+def find_named(paths: list[Path]) -> dict[str, Path]:
+    """The same for the paths that a training named: a file, a folder, or GPT-2's two files, however they are called."""
+    if len(paths) < 2:
+        return find_files(paths[0]) if paths else {}
+    found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
+    _check(found)
+    return found
+
+
+def _check(found: dict[str, Path]) -> None:
     for file in found.values():
         with open(open_regular(file), "rb"):
             if file.stat().st_size > MAX_BYTES:
                 raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes: more than the {MAX_BYTES:,} that such a file can have")
-    return found
 
 
 def copy_files(files: dict[str, Path], folder: Path) -> None:
@@ -48,8 +64,5 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
 
 
 def tell(data: DataConfig, files: dict[str, Path], folder: Path) -> None:
-    """Make a configuration name the tokenizer whose files will lie in ``folder``."""
-    if "tokenizer.model" in files:
-        data.tokenizer_type, data.tokenizer_model = "SentencePieceTokenizer", str(folder / "tokenizer.model")
-    elif "vocab.txt" in files:
-        data.tokenizer_type, data.vocab_file = "BertWordPieceLowerCase", str(folder / "vocab.txt")
+    """Make a configuration name the tokenizer whose files will lie in ``folder``. Raises DataError: nothing here computes it."""
+    name_files(data, files, folder, files.get(CONFIG))

@@ -13,7 +13,7 @@ from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Pro
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 
 _LINE_SECONDS = 10.0
-_TOKENIZERS = ("SentencePieceTokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
+_TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,9 +34,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--text-unit", choices=("paragraph", "line", "file"), default="paragraph",
         help="what a document is in plain text; paragraphs have blank lines between them (default: paragraph)")  # fmt: skip
     add("--tokenizer-type", choices=_TOKENIZERS, default=None,
-        help="default: SentencePieceTokenizer with --tokenizer-model, BertWordPieceLowerCase with --vocab-file")  # fmt: skip
-    add("--tokenizer-model", metavar="FILE", default=None, help="SentencePiece .model file")
-    add("--vocab-file", metavar="FILE", default=None, help="vocab.txt of BertWordPieceLowerCase and BertWordPieceCase")
+        help="default: with --tokenizer-model HuggingFaceTokenizer if that ends in .json, else SentencePieceTokenizer; with --merge-file"
+        " GPT2BPETokenizer; with --vocab-file alone BertWordPieceLowerCase")  # fmt: skip
+    add("--tokenizer-model", metavar="FILE", default=None, help="SentencePiece .model file, or tokenizer.json (or its folder)")
+    add(
+        "--vocab-file",
+        metavar="FILE",
+        default=None,
+        help="vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, or GPT-2's vocab.json",
+    )
+    add("--merge-file", metavar="FILE", default=None, help="GPT-2's merges.txt")
     add("--vocab-size", type=int, default=None, metavar="N", help="ids of NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
     add("--split-sentences", action="store_true", help="one sequence for each sentence (do this for BERT), not one for each document")
@@ -48,7 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     args = build_parser().parse_args(argv)
-    data = DataConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file)
+    data = DataConfig(
+        tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
+    )  # fmt: skip
     options = PreprocessOptions(
         inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size, json_keys=tuple(args.json_keys),
         append_eod=args.append_eod, workers=args.workers, input_format=args.input_format, text_unit=args.text_unit,

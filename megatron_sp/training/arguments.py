@@ -375,7 +375,9 @@ def _settle_preset(config: Config, given: Given) -> None:
     """Note what is still the preset's; of that, a tokenizer replaces the vocabulary, and a longer sequence the length of the table."""
     model, data = config.model, config.data
     own = {name for name in config.preset_fields if ("model", name) not in given}
-    if "vocab_size" in own and (data.tokenizer_model or data.vocab_file or data.tokenizer_type not in (None, "NullTokenizer")):
+    if "vocab_size" in own and (
+        data.tokenizer_model or data.vocab_file or data.merge_file or data.tokenizer_type not in (None, "NullTokenizer")
+    ):
         model.vocab_size = None
         own.remove("vocab_size")
     if "max_position_embeddings" in own and (model.seq_length or 0) > (model.max_position_embeddings or 0):

@@ -48,14 +48,12 @@ REWRITTEN: dict[str, Rewrite] = {
 }
 
 VALUE_SPELLINGS: dict[str, dict[str, str]] = {
-    "tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
+    "tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"},
 }
 """Values that other projects spell differently, by flag."""
 
 MEGATRON_CHOICES: dict[str, tuple[str, ...]] = {
-    "tokenizer-type": (
-        "GPT2BPETokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "TikTokenizer", "PretrainedFromHF", "HFTokenizer",
-    ),
+    "tokenizer-type": ("Llama2Tokenizer", "TikTokenizer", "PretrainedFromHF"),
     "position-embedding-type": ("yarn", "relative", "mrope", "alibi"),
     "optimizer": ("muon", "dist_muon", "lion", "onebitadam"),
     "dataloader-type": ("external",),
@@ -181,9 +179,9 @@ _REFUSED = {
         pretrained-checkpoint task epochs train-data valid-data""",
     "GPT and BERT are the models today; T5 and retrieval are not there yet": """
         bert-load decoder-num-layers decoder-seq-length retriever-seq-length""",
-    "--tokenizer-type today is SentencePieceTokenizer (--tokenizer-model FILE), BertWordPieceLowerCase or BertWordPieceCase"
-    " (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
-        merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
+    "--tokenizer-type today is SentencePieceTokenizer or HuggingFaceTokenizer (--tokenizer-model FILE), GPT2BPETokenizer (--vocab-file and"
+    " --merge-file), BertWordPieceLowerCase or BertWordPieceCase (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
+        vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
     "rotary positions today turn pairs (i, i + n/2) of every layer alike, stretched by --use-rope-scaling or"
     " --rotary-seq-len-interpolation-factor": """
         rotary-interleaved rotary-scaling-factor no-rope-freq mrope-section use-alibi-position-embeddings

@@ -10,15 +10,22 @@ import torch
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
-from megatron_sp.config import WORDPIECE, Config
+from megatron_sp.config import WORDPIECE, Config, DataConfig
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.utils.errors import CheckpointError, DataError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
 _OF_A_CLASSIFIER = "classification_head.weight"
-_HAS_OWN_VOCABULARY = ("SentencePieceTokenizer", "ByteTokenizer", *WORDPIECE)  # numbers-as-text take theirs from the model
+_HAS_OWN_VOCABULARY = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    *WORDPIECE,
+)  # numbers-as-text take theirs from the model
 
 
 class Stored(NamedTuple):
@@ -60,7 +67,7 @@ def find_stored(
         what: "GPT" or "BERT".
         instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
         warn: told about what the configuration has that this version does not know.
-        tokenizer_file: SentencePiece model, or vocab.txt, in place of the one that training named.
+        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of what training named.
     Raises:
         CheckpointError: there is none, or it is of another kind.
         ConfigError, DataError: what is wrong with the tokenizer.
@@ -80,7 +87,9 @@ def find_stored(
         raise CheckpointError(f"{folder} holds a {kind}, {instead[kind]}")
     vocab_size = config.model.vocab_size = shapes[WORD_EMBEDDINGS][0][0]
     if tokenizer_file is not None:
-        _take_tokenizer(config, tokenizer_file)
+        _take_tokenizer(config.data, Path(tokenizer_file))
+    else:
+        find_moved(config.data, folder)
     has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(config.data.tokenizer_model or config.data.vocab_file)
     tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
     if tokenizer.vocab_size > vocab_size:
@@ -91,8 +100,25 @@ def find_stored(
     return Stored(folder, config, tokenizer, state.get("step"), checkpointer)
 
 
-def _take_tokenizer(config: Config, file: str) -> None:
-    if config.data.tokenizer_type in WORDPIECE or config.data.vocab_file:
-        config.data.vocab_file = file
+def _take_tokenizer(data: DataConfig, path: Path) -> None:
+    if data.tokenizer_type in WORDPIECE and not path.is_dir() and path.suffix != ".json":
+        data.vocab_file = str(path)  # case is as in training
     else:
-        config.data.tokenizer_type, config.data.tokenizer_model = "SentencePieceTokenizer", file
+        name_path(data, path)
+
+
+def find_moved(data: DataConfig, step_dir: Path) -> None:
+    """Let the paths of a tokenizer that are no longer there lead to the files of the same names in the run, if those are.
+
+    Args:
+        data: paths are changed in place.
+        step_dir: of the checkpoint: RUN/checkpoints/step-N, or a step folder that was taken out of its run.
+    """
+    above = step_dir.absolute().parent
+    run = above.parent if above.name == "checkpoints" else above
+    places = (run / "tokenizer", run)
+    for field in ("tokenizer_model", "vocab_file", "merge_file"):
+        named = getattr(data, field)
+        if named and not Path(named).exists():
+            found = next((place / Path(named).name for place in places if (place / Path(named).name).is_file()), None)
+            setattr(data, field, named if found is None else str(found))

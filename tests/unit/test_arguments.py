@@ -229,7 +229,7 @@ def test_ignored_flags_are_collected_with_their_reason() -> None:
         "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 2",
         "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
         "--num-experts 8", "--moe-router-topk 2", "--use-torch-fsdp2", "--optimizer muon",
-        "--position-embedding-type yarn", "--tokenizer-type GPT2BPETokenizer", "--merge-file m.txt", "--bert-load x",
+        "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--tiktoken-pattern v2", "--bert-load x",
         "--num-layers-per-virtual-pipeline-stage 1", "--universal-checkpoint", "--curriculum-learning",
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
         "--step-batch-size-schedule 0:32", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",

@@ -182,7 +182,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data__tokenizer_type": "BertWordPieceCase"}, "--tokenizer-type BertWordPieceCase needs --vocab-file FILE"),
     (
         {"data__tokenizer_type": "ByteTokenizer", "data__vocab_file": "v"},
-        "--vocab-file is a WordPiece vocabulary, but --tokenizer-type Byte",
+        "--vocab-file is for WordPiece and GPT2BPETokenizer, but --tokenizer-type Byte",
     ),
     ({"precision__bf16": True, "precision__loss_scale": 2.0}, "--loss-scale is for --fp16 only (bfloat16 needs no scaling)"),
     ({"precision__fp16": True, "precision__loss_scale": 0.0}, "loss_scale (0.0) must be above 0"),
@@ -199,7 +199,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data__mock_data": False, "data__data_path": ("x",), "data__split": "0,1,1"}, "leaves nothing to train on"),
     ({"model__vocab_size": None}, "the vocabulary is unknown"),
     ({"data__tokenizer_type": "SentencePieceTokenizer"}, "SentencePieceTokenizer needs --tokenizer-model FILE"),
-    ({"data__tokenizer_type": "ByteTokenizer", "data__tokenizer_model": "x"}, "--tokenizer-model is a SentencePiece file"),
+    (
+        {"data__tokenizer_type": "ByteTokenizer", "data__tokenizer_model": "x"},
+        "--tokenizer-model is for SentencePieceTokenizer and HuggingFaceTokenizer",
+    ),
     ({"data__tokenizer_type": "NullTokenizer", "model__vocab_size": None}, "NullTokenizer needs --vocab-size"),
     ({"checkpoint__save_interval": 5}, "--save-interval needs --save DIR"),
     ({"checkpoint__auto_resume": True}, "--auto-resume needs --save DIR"),

@@ -194,7 +194,9 @@ def test_build(model: Path) -> None:
         ({}, None, "there is no tokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, None, "needs --vocab-size"),
         ({"tokenizer_type": "SentencePieceTokenizer"}, None, "needs --tokenizer-model"),
-        ({"tokenizer_type": "GPT2BPETokenizer"}, None, "is not known: use SentencePieceTokenizer"),
+        ({"tokenizer_type": "TikTokenizer"}, None, "is not known: use SentencePieceTokenizer"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, None, "needs --tokenizer-model FILE, a tokenizer.json"),
+        ({"merge_file": "m"}, None, "needs --vocab-file FILE, a vocab.json, and --merge-file FILE"),
         ({"tokenizer_type": "ByteTokenizer"}, 256, r"vocab_size \(256\) must be at least the tokenizer's \(257\)"),
     ],
 )

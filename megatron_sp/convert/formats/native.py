@@ -121,8 +121,8 @@ def _tokenizer(config: Config, folder: Path, options: Options) -> dict[str, Path
     beside = folder.parent.parent / TOKENIZER_FOLDER
     if beside.is_dir():
         return tokenizer_files.find_files(beside)
-    named = config.data.tokenizer_model or config.data.vocab_file
-    return tokenizer_files.find_files(Path(named)) if named and Path(named).is_file() else {}
+    named = [path for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path]
+    return tokenizer_files.find_named([Path(path) for path in named if Path(path).exists()])
 
 
 def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:

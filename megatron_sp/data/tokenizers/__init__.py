@@ -1,9 +1,19 @@
 """Text to token ids and back."""
 
 from megatron_sp.data.tokenizers.build import build_tokenizer
+from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.data.tokenizers.wordpiece import BertWordPieceTokenizer
 
-__all__ = ["BertWordPieceTokenizer", "ByteTokenizer", "NullTokenizer", "SentencePieceTokenizer", "Tokenizer", "build_tokenizer"]
+__all__ = [
+    "BertWordPieceTokenizer",
+    "ByteTokenizer",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+]

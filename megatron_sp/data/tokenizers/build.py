@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_sp.config import WORDPIECE, DataConfig, default_type
+from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
@@ -13,7 +14,8 @@ from megatron_sp.utils.errors import ConfigError
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of --tokenizer-type.
 
-    Default: SentencePiece with --tokenizer-model, BertWordPieceLowerCase with --vocab-file, else Null with --vocab-size.
+    Default: with --tokenizer-model HuggingFaceTokenizer if that ends in .json, else SentencePiece; GPT2BPETokenizer with --merge-file,
+    BertWordPieceLowerCase with --vocab-file alone, else Null with --vocab-size.
 
     Args:
         data: the flags.
@@ -22,7 +24,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         ConfigError: flags that do not determine a tokenizer, or a vocabulary that is too small for it.
         DataError: the tokenizer's file is absent or damaged.
     """
-    kind = data.tokenizer_type or default_type(data.tokenizer_model, data.vocab_file, vocab_size)
+    kind = data.tokenizer_type or default_type(data, vocab_size)
     tokenizer: Tokenizer
     if kind is None:
         raise ConfigError(
@@ -33,6 +35,16 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         if not data.tokenizer_model:
             raise ConfigError("--tokenizer-type SentencePieceTokenizer needs --tokenizer-model FILE")
         tokenizer = SentencePieceTokenizer(data.tokenizer_model)
+    elif kind == "HuggingFaceTokenizer":
+        if not data.tokenizer_model:
+            raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FILE, a tokenizer.json")
+        tokenizer = HuggingFaceTokenizer(data.tokenizer_model)
+    elif kind == "GPT2BPETokenizer":
+        if not data.vocab_file or not data.merge_file:
+            raise ConfigError(
+                "--tokenizer-type GPT2BPETokenizer needs --vocab-file FILE, a vocab.json, and --merge-file FILE, a merges.txt"
+            )
+        tokenizer = GPT2BPETokenizer(data.vocab_file, data.merge_file)
     elif kind in WORDPIECE:
         if not data.vocab_file:
             raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file FILE")
@@ -45,7 +57,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         tokenizer = NullTokenizer(vocab_size)
     else:
         raise ConfigError(
-            f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, {', '.join(WORDPIECE)}, ByteTokenizer or NullTokenizer"
+            f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer,"
+            f" {', '.join(WORDPIECE)}, ByteTokenizer or NullTokenizer"
         )
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(

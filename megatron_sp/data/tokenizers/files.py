@@ -1,0 +1,88 @@
+"""Which tokenizer a folder of files is, as the flags would name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.tokenizers.hugging_face import FILE, read_bounded
+from megatron_sp.utils.errors import DataError
+
+NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+"""Of files that are tokenizers, or parts of one."""
+CONFIG = "tokenizer_config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+def name_files(data: DataConfig, names: Collection[str], folder: Path, config: Path | None = None) -> bool:
+    """Make a configuration name the tokenizer whose files are, or will be, in a folder.
+
+    Args:
+        data: tokenizer_type and the paths are set; left alone if there is no tokenizer.
+        names: of the files.
+        folder: for the paths.
+        config: where tokenizer_config.json can be read now, if there is one.
+    Returns:
+        Whether there is one.
+    Raises:
+        DataError: it is one that nothing here computes.
+    """
+    kind = ("HuggingFaceTokenizer" if FILE in names else "SentencePieceTokenizer" if "tokenizer.model" in names
+            else "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= set(names) else None)  # fmt: skip
+    if kind is None and "vocab.txt" in names:
+        kind = "BertWordPieceLowerCase" if _lowers_case(config) else "BertWordPieceCase"
+    if kind is None:
+        return False
+    data.tokenizer_type = kind  # type: ignore[assignment]
+    data.tokenizer_model = data.vocab_file = data.merge_file = None
+    if kind == "HuggingFaceTokenizer":
+        data.tokenizer_model = str(folder / FILE)
+    elif kind == "SentencePieceTokenizer":
+        data.tokenizer_model = str(folder / "tokenizer.model")
+    elif kind == "GPT2BPETokenizer":
+        data.vocab_file, data.merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
+    else:
+        data.vocab_file = str(folder / "vocab.txt")
+    return True
+
+
+def name_path(data: DataConfig, path: Path) -> None:
+    """The same for what the user gave: a folder, or one file by its ending.
+
+    Raises:
+        DataError: the folder holds no tokenizer.
+    """
+    if path.is_dir():
+        names = {name for name in NAMES if (path / name).exists()}
+        if not name_files(data, names, path, path / CONFIG if (path / CONFIG).exists() else None):
+            raise DataError(f"{path} holds no tokenizer: none of {', '.join(NAMES[:2])}, vocab.json with merges.txt, or vocab.txt is there")
+        return
+    data.tokenizer_model = data.vocab_file = data.merge_file = None
+    if path.suffix == ".txt":
+        config = path.parent / CONFIG
+        data.tokenizer_type = "BertWordPieceLowerCase" if _lowers_case(config if config.exists() else None) else "BertWordPieceCase"
+        data.vocab_file = str(path)
+    else:
+        data.tokenizer_type = "HuggingFaceTokenizer" if path.suffix == ".json" else "SentencePieceTokenizer"
+        data.tokenizer_model = str(path)
+
+
+def _lowers_case(config: Path | None) -> bool:
+    """What tokenizer_config.json says of a vocab.txt; without one, BERT's tokenizer lowers case."""
+    if config is None:
+        return True
+    try:
+        document = json.loads(read_bounded(config, _MAX_CONFIG_BYTES, "it says how text becomes words").decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{config}: is not JSON ({error})") from None
+    lowers = document.get("do_lower_case", True) if isinstance(document, dict) else None
+    if not isinstance(lowers, bool):
+        raise DataError(f"{config}: do_lower_case must be true or false, found {str(lowers)[:60]!r}")
+    for name, allowed in (("tokenize_chinese_chars", (None, True)), ("strip_accents", (None, lowers))):
+        if document.get(name) not in allowed:
+            raise DataError(
+                f"{config}: {name} is {document[name]!r}, which a vocab.txt cannot say here: save the tokenizer as {FILE}, and give that"
+            )
+    return lowers

@@ -1,0 +1,114 @@
+"""The same ids as the tokenizers of transformers have, made here from files that the test writes; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_sp.config import DataConfig
+from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.files import name_path
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+
+TEXTS = [
+    "", " ", "The quick brown fox jumps over the lazy dog.", "  two  spaces\n\nand lines\t", "na\u00efve caf\u00e9 \u4e2d\u56fd \U0001f600",
+    "don't 1992.5% x=y", "end<|endoftext|>begin", "</s> and <s>", "[MASK] the [SEP]", "UPPER lower", "\u0130stanbul \u00df", "a" * 300,
+    "\r\n x", "\ud7ff\ufffd\u200d", "<0x0A>", "\u2581x",
+]  # fmt: skip
+CORPUS = ["The quick brown fox jumps over the lazy dog, and the dog sleeps.", "lower lowest new newer UPPER don't", "x = y + 1992.5"] * 4
+
+
+def train_gpt2(folder: Path) -> Path:
+    """vocab.json and merges.txt."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.model.save(str(folder))
+    return folder
+
+
+def train_llama(folder: Path) -> Path:
+    """A tokenizer.json as Llama 2's: pieces with U+2581 for the space, what has no piece spelled in bytes, <s> in front of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=330, special_tokens=special[:3], show_progress=False))
+    made = json.loads(tokenizer.to_str())
+    vocab, merges = made["model"]["vocab"], [tuple(pair) for pair in made["model"]["merges"]]
+    pieces = [*special, *(piece for piece in sorted(vocab, key=vocab.__getitem__) if piece not in special)]
+    found = transformers.LlamaTokenizerFast(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    found.save_pretrained(folder)
+    return folder
+
+
+def test_gpt2_has_the_ids_of_gpt2_tokenizer(tmp_path: Path) -> None:
+    folder = train_gpt2(tmp_path)
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(folder, local_files_only=True)
+    theirs.save_pretrained(tmp_path / "saved")
+    data = DataConfig(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+    ours = build_tokenizer(data)
+    as_json = HuggingFaceTokenizer(tmp_path / "saved")
+    assert isinstance(ours, GPT2BPETokenizer) and ours.vocab_size == as_json.vocab_size == len(theirs) == 300
+    assert ours.eod == as_json.eod == theirs.eos_token_id == 0
+    assert len(theirs.encode(TEXTS[2])) < len(TEXTS[2])  # it knows words
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == as_json.encode(text) == ids, text
+        assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_bytes_and_pieces_with_a_mark_for_spaces_have_the_ids_of_llama_tokenizer(tmp_path: Path) -> None:
+    folder = train_llama(tmp_path)
+    theirs = transformers.LlamaTokenizerFast.from_pretrained(folder, local_files_only=True)
+    ours = build_tokenizer(DataConfig(tokenizer_model=str(folder / "tokenizer.json")))
+    assert isinstance(ours, HuggingFaceTokenizer) and ours.vocab_size == len(theirs)
+    assert ours.eod == theirs.eos_token_id == 2
+    assert any(i in range(3, 259) for i in theirs.encode(TEXTS[4])) and theirs.encode("the")[-1] > 258
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_a_folder_of_berts_has_the_ids_of_bert_tokenizer(lowers: bool, tmp_path: Path) -> None:
+    """By tokenizer.json, and by vocab.txt with what tokenizer_config.json says of case."""
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "the",
+        "quick",
+        "lower",
+        "UPPER",
+        "upper",
+        "##s",
+        "dog",
+        ".",
+        "na",
+        "##ive",
+        "The",
+    ]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("".join(f"{piece}\n" for piece in pieces))
+    theirs = transformers.BertTokenizerFast(vocab={piece: i for i, piece in enumerate(pieces)}, do_lower_case=lowers)
+    theirs.save_pretrained(tmp_path)
+    by_json, by_text = DataConfig(), DataConfig()
+    name_path(by_json, tmp_path)
+    name_path(by_text, vocab)
+    assert by_json.tokenizer_type == "HuggingFaceTokenizer"
+    assert by_text.tokenizer_type == ("BertWordPieceLowerCase" if lowers else "BertWordPieceCase")
+    tokenizers: list[Any] = [build_tokenizer(data) for data in (by_json, by_text)]
+    for ours in tokenizers:
+        assert (ours.pad, ours.cls, ours.sep, ours.mask, ours.eod) == (0, 2, 3, 4, 3)
+        for text in TEXTS:
+            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
