@@ -175,12 +175,23 @@ def _document(model: Model, family: Family, dtypes: Iterable[Any]) -> dict[str, 
     }  # fmt: skip
     dtype = next(iter(dtypes)) if len(set(dtypes)) == 1 else torch.float32
     made["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if not isinstance(kept, dict) or kept.get("model_type") != family.model_type:
+    same_kind = isinstance(kept, dict) and kept.get("model_type") == family.model_type
+    if model.num_classes and not (same_kind and _num_labels(kept) == model.num_classes):
+        names = {number: f"LABEL_{number}" for number in range(model.num_classes)}
+        made |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if not isinstance(kept, dict) or not same_kind:
         return made
-    if _says(family, kept, model) == _says(family, made, model):
+    if "id2label" not in made and _says(family, kept, model) == _says(family, made, model):
         named = {name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}
         return {**kept, **named}
     return {**kept, **made}
+
+
+def _num_labels(document: Any) -> int:
+    """Classes that a config.json speaks of; 2 where it speaks of none, as transformers has it."""
+    names = document.get("id2label")
+    found = len(names) if isinstance(names, dict) else document.get("num_labels", 2)
+    return found if isinstance(found, int) else 2
 
 
 def _says(family: Family, document: dict[str, Any], model: Model) -> ModelConfig:

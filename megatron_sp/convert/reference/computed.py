@@ -1,0 +1,7 @@
+"""The names under which every side of a comparison gives its results."""
+
+from __future__ import annotations
+
+NEXT, MASKED, ORDER, CLASSES = "next-token logits", "masked-token logits", "order logits", "class logits"
+OUTPUTS = (NEXT, MASKED, ORDER, CLASSES)
+"""[b, s, v], [b, s, v], [b, 2] and [b, classes]."""

@@ -1,0 +1,234 @@
+"""GPT-2, Llama, Mistral, GPT-NeoX, BERT and MegatronBERT from a folder of Hugging Face's, by the names and layouts of their own files.
+
+Tensors are read by the safetensors library when a block's turn comes. config.json is read here anew, so that a setting that the conversion
+misreads shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
+from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
+from megatron_sp.convert.reference.model import Block, Foreign, Shape, Shard
+from megatron_sp.utils.errors import CheckpointError
+
+Cast = Callable[[Tensor], Tensor]
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "gelu_python": "gelu",
+    "relu": "relu", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+
+
+class Files:
+    """The tensors of a folder, by name, each read when it is asked for.
+
+    Args:
+        folder: with model.safetensors, or several files and their index.
+        cast: applied to each tensor.
+        prefix: of all names but those of heads, which checkpoints of a bare model lack.
+    """
+
+    def __init__(self, folder: Path, cast: Cast, prefix: str) -> None:
+        self.folder, self.cast, self.prefix = folder, cast, prefix
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                self._where = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def find(self, name: str) -> str | None:
+        """The name in the files, which may lack the prefix, or be of the days when norms had a gamma and a beta."""
+        short = name.removeprefix(self.prefix)
+        for known in (name, short, _old(name), _old(short)):
+            if known in self._where:
+                return known
+        return None
+
+    def get(self, name: str) -> Tensor:
+        """Raises CheckpointError: it is not there."""
+        known = self.find(name)
+        if known is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}, which its model needs")
+        with safe_open(self.folder / self._where[known], "pt") as file:
+            return self.cast(file.get_tensor(known))
+
+    def get_if(self, name: str) -> Tensor | None:
+        return None if self.find(name) is None else self.get(name)
+
+    def linear(self, name: str) -> Linear:
+        return Linear(self.get(f"{name}.weight"), self.get_if(f"{name}.bias"))
+
+    def scale(self, name: str) -> Scale:
+        return Scale(self.get(f"{name}.weight"), self.get_if(f"{name}.bias"))
+
+
+def _old(name: str) -> str:
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+def open_folder(folder: Path, cast: Cast) -> Foreign:
+    """The model of a folder.
+
+    Raises:
+        CheckpointError: it is of a kind that is not computed here, or lacks a tensor.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kind = config.get("model_type")
+    made: Any = {"gpt2": GPT2, "llama": Llama, "mistral": Llama, "gpt_neox": NeoX, "bert": Bert, "megatron-bert": Bert}.get(kind)
+    if made is None:
+        raise CheckpointError(f"{folder / 'config.json'}: model_type is {str(kind)[:100]!r}: the reference does not compute it")
+    model: Foreign = made(config, folder, cast)
+    return model
+
+
+class GPT2:
+    """Conv1D: weights are stored [in, out], and q, k, v are thirds of the columns."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        self.files = Files(folder, cast, "transformer.")
+        self.shape = Shape(
+            c["n_layer"], c["n_embd"] // c["n_head"], c["vocab_size"], c["n_positions"], c.get("layer_norm_epsilon", 1e-5),
+            ACTIVATIONS[c.get("activation_function", "gelu_new")],
+        )  # fmt: skip
+        self._tied = c.get("tie_word_embeddings", True)
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        return self.files.get("transformer.wte.weight")[tokens] + self.files.get("transformer.wpe.weight")[: tokens.shape[1]]
+
+    def block(self, layer: int) -> Block:
+        name, files = f"transformer.h.{layer}.", self.files
+
+        def turned(part: str) -> Linear:
+            return Linear(files.get(f"{name}{part}.weight").T, files.get(f"{name}{part}.bias"))
+
+        qkv, out, up, down = (turned(part) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+        assert qkv.bias is not None
+        q, k, v = (Linear(*pair) for pair in zip(qkv.weight.chunk(3), qkv.bias.chunk(3), strict=True))
+        norms = files.scale(f"{name}ln_1"), files.scale(f"{name}ln_2")
+        return Block(norms, [Shard(q, k, v, out.weight, up, down.weight)], out.bias, down.bias)
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        x = norm(x, self.files.scale("transformer.ln_f"), self.shape.eps, rms=False)
+        return {NEXT: x @ self.files.get("transformer.wte.weight" if self._tied else "lm_head.weight").T}
+
+
+class Llama:
+    """And Mistral, which adds a window."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        self.files = Files(folder, cast, "model.")
+        head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        self.shape = Shape(
+            c["num_hidden_layers"], head_dim, c["vocab_size"], c.get("max_position_embeddings", 2048), c.get("rms_norm_eps", 1e-6),
+            ACTIVATIONS[c.get("hidden_act", "silu")], rms=True, gated=True, rotary=_rotary(c, head_dim),
+            window=c.get("sliding_window") if c["model_type"] == "mistral" else None,
+        )  # fmt: skip
+        self._tied = c.get("tie_word_embeddings", False)
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        return self.files.get("model.embed_tokens.weight")[tokens]
+
+    def block(self, layer: int) -> Block:
+        name, files = f"model.layers.{layer}.", self.files
+        q, k, v, out = (files.linear(f"{name}self_attn.{part}_proj") for part in "qkvo")
+        gate, up, down = (files.linear(f"{name}mlp.{part}_proj") for part in ("gate", "up", "down"))
+        norms = files.scale(f"{name}input_layernorm"), files.scale(f"{name}post_attention_layernorm")
+        return Block(norms, [Shard(q, k, v, out.weight, up, down.weight, gate)], out.bias, down.bias)
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        x = norm(x, self.files.scale("model.norm"), self.shape.eps, rms=True)
+        return {NEXT: x @ self.files.get("model.embed_tokens.weight" if self._tied else "lm_head.weight").T}
+
+
+class NeoX:
+    """Rows of the fused projection: for each head its query, its key, its value."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        self.files = Files(folder, cast, "gpt_neox.")
+        self._heads, head_dim = c["num_attention_heads"], c["hidden_size"] // c["num_attention_heads"]
+        self.shape = Shape(
+            c["num_hidden_layers"], head_dim, c["vocab_size"], c.get("max_position_embeddings", 2048), c.get("layer_norm_eps", 1e-5),
+            ACTIVATIONS[c.get("hidden_act", "gelu")], "parallel" if c.get("use_parallel_residual", True) else "pre",
+            rotary=_rotary(c, head_dim, c.get("rotary_pct", 0.25), "rotary_emb_base"),
+        )  # fmt: skip
+        self._tied = c.get("tie_word_embeddings", False)
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        return self.files.get("gpt_neox.embed_in.weight")[tokens]
+
+    def block(self, layer: int) -> Block:
+        name, files = f"gpt_neox.layers.{layer}.", self.files
+        fused = files.linear(f"{name}attention.query_key_value")
+        weight = fused.weight.unflatten(0, (self._heads, 3, -1))
+        bias = None if fused.bias is None else fused.bias.unflatten(0, (self._heads, 3, -1))
+        q, k, v = (Linear(weight[:, i].flatten(0, 1), None if bias is None else bias[:, i].flatten()) for i in range(3))
+        out, up, down = (files.linear(f"{name}{part}") for part in ("attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
+        norms = files.scale(f"{name}input_layernorm"), files.scale(f"{name}post_attention_layernorm")
+        return Block(norms, [Shard(q, k, v, out.weight, up, down.weight)], out.bias, down.bias)
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        x = norm(x, self.files.scale("gpt_neox.final_layer_norm"), self.shape.eps, rms=False)
+        return {NEXT: x @ self.files.get("gpt_neox.embed_in.weight" if self._tied else "embed_out.weight").T}
+
+
+class Bert:
+    """And MegatronBERT, whose norms stand in front, with one behind the last block instead of behind the embedding."""
+
+    def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
+        self.files = Files(folder, cast, "bert.")
+        self._post = c["model_type"] == "bert"
+        self.shape = Shape(
+            c["num_hidden_layers"], c["hidden_size"] // c["num_attention_heads"], c["vocab_size"], c["max_position_embeddings"],
+            c.get("layer_norm_eps", 1e-12), ACTIVATIONS[c.get("hidden_act", "gelu")], "post" if self._post else "pre", causal=False,
+        )  # fmt: skip
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        get = self.files.get
+        x = get("bert.embeddings.word_embeddings.weight")[tokens] + get("bert.embeddings.token_type_embeddings.weight")[types]
+        x = x + get("bert.embeddings.position_embeddings.weight")[: tokens.shape[1]]
+        return norm(x, self.files.scale("bert.embeddings.LayerNorm"), self.shape.eps, rms=False) if self._post else x
+
+    def block(self, layer: int) -> Block:
+        name, files = f"bert.encoder.layer.{layer}.", self.files
+        q, k, v = (files.linear(f"{name}attention.self.{part}") for part in ("query", "key", "value"))
+        out, up, down = (files.linear(f"{name}{part}.dense") for part in ("attention.output", "intermediate", "output"))
+        names = ("attention.output.LayerNorm", "output.LayerNorm") if self._post else ("attention.ln", "ln")
+        first, second = (files.scale(f"{name}{part}") for part in names)
+        return Block((first, second), [Shard(q, k, v, out.weight, up, down.weight)], out.bias, down.bias)
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        files, found = self.files, {}
+        if not self._post:
+            x = norm(x, files.scale("bert.encoder.ln"), self.shape.eps, rms=False)
+        pooled = torch.tanh(files.linear("bert.pooler.dense")(x[:, 0])) if files.find("bert.pooler.dense.weight") else None
+        if files.find("classifier.weight") and pooled is not None:
+            return {CLASSES: files.linear("classifier")(pooled)}
+        y = activate(self.shape.activation, files.linear("cls.predictions.transform.dense")(x))
+        y = norm(y, files.scale("cls.predictions.transform.LayerNorm"), self.shape.eps, rms=False)
+        found[MASKED] = y @ files.get("bert.embeddings.word_embeddings.weight").T + files.get("cls.predictions.bias")
+        if files.find("cls.seq_relationship.weight") and pooled is not None:
+            found[ORDER] = files.linear("cls.seq_relationship")(pooled)
+        return found
+
+
+def _rotary(c: dict[str, Any], head_dim: int, share: float = 1.0, base: str = "rope_theta") -> Rotary:
+    """What config.json says of positions: in rope_parameters today, in rope_theta and rope_scaling before."""
+    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta") or c.get("rope_theta") or c.get(base) or 10000.0
+    dim = int(head_dim * rope.get("partial_rotary_factor", share))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        length = rope.get("original_max_position_embeddings") or c["max_position_embeddings"]
+        return Rotary(theta, dim, 1.0, (rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], length))
+    if kind not in ("default", "linear"):
+        raise CheckpointError(f"rope_type is {str(kind)[:100]!r}: the reference does not compute it")
+    return Rotary(theta, dim, rope["factor"] if kind == "linear" else 1.0)

@@ -1,0 +1,147 @@
+"""A model as its files have it, in neutral terms, and its forward pass, with the weights of one block in memory at a time.
+
+A block is computed as tensor-parallel ranks do: each shard has heads and a share of the MLP of its own, what comes out is summed, and
+biases of rows are added once. Files that are not split have one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, allowed_pairs, attend, norm, rotate
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is the same for all blocks.
+
+    Attributes:
+        vocab_size: rows of the embedding that stand for tokens; None: the files do not say, and some may be padding.
+        positions: the longest sequence.
+        order: norms in front, norms behind, or attention and MLP side by side on the same input.
+        gated: the first half of the MLP is activated, and multiplies the second.
+    """
+
+    num_layers: int
+    head_dim: int
+    vocab_size: int | None
+    positions: int
+    eps: float
+    activation: str
+    order: Literal["pre", "post", "parallel"] = "pre"
+    causal: bool = True
+    rms: bool = False
+    gated: bool = False
+    rotary: Rotary | None = None
+    window: int | None = None
+
+
+class Shard(NamedTuple):
+    """A rank's share of a block: projections of its heads and its part of the MLP; biases of rows are the block's."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Tensor  # [h, n * d]
+    up: Linear
+    down: Tensor  # [h, f]
+    gate: Linear | None = None
+
+
+class Block(NamedTuple):
+    """A layer of the model. ``norms``: in the order in which they come; ``head_norms``: of queries and keys, or nothing."""
+
+    norms: tuple[Scale, Scale]
+    shards: list[Shard]
+    out_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    head_norms: tuple[Scale, Scale] | None = None
+
+
+class Rows(NamedTuple):
+    """Sequences to compare models on.
+
+    Attributes:
+        tokens: int64 [b, s], padded behind.
+        lengths: of each sequence.
+        types: int64 [b, s], segments, for BERT.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    types: Tensor
+
+
+class Foreign(Protocol):
+    """A model in files."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        """[b, s] -> [b, s, h], with positions, segments and the norm behind them, where there are any."""
+        ...
+
+    def block(self, layer: int) -> Block:
+        """Read the weights of one."""
+        ...
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        """What the heads make of the last block's result [b, s, h], by the names of ``computed.py``."""
+        ...
+
+
+def run(model: Foreign, rows: Rows) -> Iterator[tuple[str, Tensor]]:
+    """The hidden states [b, s, h] behind the embedding and each block, and at last each output; each by its name."""
+    shape = model.shape
+    x = model.embed(rows.tokens, rows.types)
+    yield "embedding", x
+    allowed = allowed_pairs(rows.lengths, x.shape[1], causal=shape.causal, window=shape.window)
+    angles = None if shape.rotary is None else shape.rotary.angles(x.shape[1], x.dtype)
+    for layer in range(shape.num_layers):
+        x = run_block(x, model.block(layer), shape, allowed, angles)
+        yield f"layer {layer}", x
+    yield from model.outputs(x).items()
+
+
+def run_block(x: Tensor, block: Block, shape: Shape, allowed: Tensor, angles: Tensor | None) -> Tensor:
+    """[b, s, h] -> [b, s, h]."""
+
+    def normed(x: Tensor, which: int) -> Tensor:
+        return norm(x, block.norms[which], shape.eps, rms=shape.rms)
+
+    def attention(x: Tensor) -> Tensor:
+        total = sum((_attention(x, shard, block, shape, allowed, angles) for shard in block.shards), torch.zeros_like(x))
+        return total if block.out_bias is None else total + block.out_bias
+
+    def mlp(x: Tensor) -> Tensor:
+        total = sum((_mlp(x, shard, shape) for shard in block.shards), torch.zeros_like(x))
+        return total if block.down_bias is None else total + block.down_bias
+
+    if shape.order == "parallel":
+        return x + attention(normed(x, 0)) + mlp(normed(x, 1))
+    if shape.order == "post":
+        x = normed(x + attention(x), 0)
+        return normed(x + mlp(x), 1)
+    x = x + attention(normed(x, 0))
+    return x + mlp(normed(x, 1))
+
+
+def _attention(x: Tensor, shard: Shard, block: Block, shape: Shape, allowed: Tensor, angles: Tensor | None) -> Tensor:
+    q, k, v = (linear(x).unflatten(-1, (-1, shape.head_dim)) for linear in (shard.query, shard.key, shard.value))
+    if block.head_norms is not None:
+        q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), block.head_norms, strict=True))
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
+    return attend(q, k, v, allowed) @ shard.out.T
+
+
+def _mlp(x: Tensor, shard: Shard, shape: Shape) -> Tensor:
+    if shard.gate is None:
+        return activate(shape.activation, shard.up(x)) @ shard.down.T
+    return (activate(shape.activation, shard.gate(x)) * shard.up(x)) @ shard.down.T

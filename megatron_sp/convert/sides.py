@@ -1,0 +1,251 @@
+"""What a comparison has on its two sides: our own model, the class of transformers, or the reference that reads the files anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.convert.model import Model, build
+from megatron_sp.convert.reference import hugging_face, model
+from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
+from megatron_sp.convert.reference.model import Rows
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.models.transformer import ForwardContext, shard_specs
+from megatron_sp.ops import availability
+from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.utils.errors import CheckpointError
+
+Cast = Callable[[Tensor], Tensor]
+Computed = Iterator[tuple[str, Tensor]]
+
+
+class Side(Protocol):
+    """One of the two. Both give their results in one order: hidden states behind the embedding and each layer, then the outputs."""
+
+    @property
+    def label(self) -> str:
+        """What computes, for the report."""
+        ...
+
+    def compute(self, rows: Rows, cast: Cast) -> Computed:
+        """Results by name, [b, s, ...] or [b, ...]; each tensor of weights goes through ``cast`` as it is read."""
+        ...
+
+
+class Ours:
+    """megatron_sp's own model on what a format has read; the weights of one block are in memory at a time."""
+
+    def __init__(self, source: Model, label: str = "megatron_sp") -> None:
+        self.source, self.label = source, label
+
+    def compute(self, rows: Rows, cast: Cast) -> Computed:
+        is_bert, seen = self.source.config.is_bert, list[Tensor]()
+        dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
+        net = build(self.source.config, self.source.num_classes, dtype)
+        self._fill(net, cast, seen)
+        lengths = torch.tensor(rows.lengths) if is_bert else None
+        context = ForwardContext(AttentionMask(causal=not is_bert, key_lengths=lengths))
+        with torch.no_grad():
+            x = net.hidden(rows.tokens, context, types=rows.types if is_bert and self.source.config.token_types else None)
+            yield "embedding", seen[0].transpose(0, 1)
+            for layer, hidden in enumerate(seen[1:]):
+                yield f"layer {layer}", hidden.transpose(0, 1)
+            yield from _our_outputs(net, x)
+
+    def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
+        """Weights of a block come when it is called and go when it returns; the others stay."""
+        blocks = [unit.module for unit in net.units() if unit.alike]
+        prefixes = [unit.name for unit in net.units() if unit.alike]
+        for name, _ in list(net.named_parameters()):
+            if not name.startswith(tuple(f"{prefix}." for prefix in prefixes)):
+                self._load(net, [name], cast)
+        net.embedding.register_forward_hook(lambda module, inputs, x: seen.append(x))
+        for prefix, block in zip(prefixes, blocks, strict=True):
+            names = [f"{prefix}.{name}" for name, _ in block.named_parameters()]
+            block.register_forward_pre_hook(lambda module, inputs, names=names: self._load(net, names, cast))
+            block.register_forward_hook(lambda module, inputs, x, names=names: _forget(net, names))
+            block.register_forward_hook(lambda module, inputs, x: seen.append(x))
+
+    def _load(self, net: nn.Module, names: Iterable[str], cast: Cast) -> None:
+        specs = shard_specs(net)
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            parameter = net.get_parameter(name)
+            found = cast(self.source.store.read(name))
+            if parameter.shape != specs[name].shape:  # rows that pad the vocabulary
+                padded = torch.zeros(parameter.shape, dtype=found.dtype)
+                padded[: len(found)] = found
+                found = padded
+            setattr(net.get_submodule(owner), leaf, nn.Parameter(found, requires_grad=False))
+
+
+def _forget(net: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(net.get_submodule(owner), leaf, nn.Parameter(net.get_parameter(name).to("meta"), requires_grad=False))
+
+
+def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
+    """x: [s, b, h], behind the last norm."""
+    if isinstance(net, GPTModel):
+        yield NEXT, net.logits(x).transpose(0, 1)
+    elif isinstance(net, BertClassifier):
+        yield CLASSES, net.classification_head(net.pooler(x[0]))
+    elif isinstance(net, BertModel):
+        yield MASKED, net.predictions(x).transpose(0, 1)
+        if net.binary_head is not None:
+            yield ORDER, net.binary_head(net.pooled(x))
+
+
+class Reference:
+    """The files of another program, read and computed without the conversion's own code."""
+
+    def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str) -> None:
+        self.open_files, self.label = open_files, label
+
+    def compute(self, rows: Rows, cast: Cast) -> Computed:
+        with torch.no_grad():
+            yield from model.run(self.open_files(cast), rows)
+
+
+class Transformers:
+    """The class of transformers that a folder names, from that folder alone: no network, no code that comes with a model.
+
+    The whole model is in memory.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any], tensors: Iterable[str]) -> None:
+        self.folder = folder
+        self.cls = class_of(document, set(tensors))
+        self.label = f"transformers {availability.find('transformers').version}, {self.cls}"
+
+    def compute(self, rows: Rows, cast: Cast) -> Computed:
+        net = self._load(cast)
+        layers = next(m for m in net.modules() if isinstance(m, nn.ModuleList) and len(m) == net.config.num_hidden_layers)
+        seen: list[Tensor] = []
+        layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        for layer in layers:
+            layer.register_forward_hook(lambda module, inputs, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        more: dict[str, Any] = {}
+        if "Bert" in self.cls:
+            inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
+            more = {"token_type_ids": rows.types, "attention_mask": inside.long()}
+        with torch.no_grad():
+            found = net(input_ids=rows.tokens, **more)
+        yield "embedding", seen[0]
+        yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
+        yield from _their_outputs(self.cls, found)
+
+    def _load(self, cast: Cast) -> Any:
+        dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
+        with _offline():
+            transformers = availability.load("transformers")
+            try:
+                net, report = getattr(transformers, self.cls).from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
+                    attn_implementation="eager", output_loading_info=True,
+                )  # fmt: skip
+            except Exception as error:  # whatever its many versions raise: the folder is then not what they read
+                raise CheckpointError(f"{self.label} cannot load {self.folder}: {_short(error)}") from None
+        lacking = sorted(report["missing_keys"]) + sorted(str(name) for name in report.get("mismatched_keys", ()))
+        if lacking:
+            raise CheckpointError(f"{self.label} does not find {', '.join(lacking[:5])} in {self.folder}: that is not a whole model")
+        for tensor in net.parameters():
+            tensor.requires_grad_(False).copy_(cast(tensor))
+        return net.eval()
+
+
+def class_of(document: dict[str, Any], tensors: set[str]) -> str:
+    """The class that computes all the heads there are."""
+    kind = document.get("model_type")
+    if kind not in ("bert", "megatron-bert"):
+        return {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[
+            str(kind)
+        ]
+    task = ("SequenceClassification" if "classifier.weight" in tensors else "PreTraining" if "cls.seq_relationship.weight" in tensors
+            else "MaskedLM")  # fmt: skip
+    return f"{'Bert' if kind == 'bert' else 'MegatronBert'}For{task}"
+
+
+def _their_outputs(cls: str, found: Any) -> Computed:
+    if cls.endswith("ForPreTraining"):
+        yield MASKED, found.prediction_logits
+        yield ORDER, found.seq_relationship_logits
+    else:
+        name = CLASSES if cls.endswith("SequenceClassification") else MASKED if cls.endswith("MaskedLM") else NEXT
+        yield name, found.logits
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """What the libraries under transformers look at before they would ask the network; and they tell nothing but errors."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        logging = availability.load("transformers").logging
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def side_of(format_name: str, path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:
+    """The most independent one there is.
+
+    Args:
+        format_name: of the checkpoint at ``path``.
+        read: what the format made of it.
+        wide: computed in fp64, which the rotary positions of transformers are not.
+        tell: told what could not be used.
+    """
+    if format_name == "megatron_sp":
+        return Ours(read)
+    if format_name == "hf":
+        return _of_folder(path, read, wide=wide, tell=tell)
+    tell(f"note: {path} is computed by megatron_sp on what it has read itself: there is no independent reference for such files")
+    return Ours(read, f"megatron_sp, from {format_name}")
+
+
+def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:
+    reference = Reference(lambda cast: hugging_face.open_folder(path, cast), "the reference in plain torch")
+    found = availability.installed("transformers")
+    if not found.available:
+        return reference
+    if wide and read.config.position_embedding_type == "rope":
+        tell("note: transformers has rotary positions in fp32 only: the reference in plain torch takes its place")
+        return reference
+    needed, there = sum(torch.Size(info.shape).numel() for info in read.weights().values()) * (8 if wide else 4), _available_bytes()
+    if there is not None and needed > 0.6 * there:
+        free = f"{there / 2**30:.1f} GiB that are free"
+        tell(f"note: transformers would take {needed / 2**30:.1f} of the {free}: the reference takes its place")
+        return reference
+    names = [fate.name for fate in read.fates]
+    return cast("Side", Transformers(path, read.settings["hf"], names))
+
+
+def _available_bytes() -> int | None:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    return None
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

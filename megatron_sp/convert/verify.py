@@ -1,0 +1,238 @@
+"""``--verify``: do both sides of a conversion compute the same? Logits on the same tokens, and where they part, if they do.
+
+The error of an output is max|a - b| / max|a|. Weights of 16 bits are computed in fp32; where the conversion has rounded them, the source is
+rounded too before it computes, so that nothing is left that could excuse a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.config import DataConfig
+from megatron_sp.convert.copies import widest
+from megatron_sp.convert.formats.format import Format
+from megatron_sp.convert.model import Model
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER, OUTPUTS
+from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.sides import Cast, Side, side_of
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.files import CONFIG, name_files
+from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
+
+LIMITS = {torch.float32: 2e-5, torch.float64: 1e-10}
+"""Largest error of logits, relative to the largest logit, by what they are computed in."""
+_SEED, _LENGTHS, _MAX_TEXT, _LONGEST = 1234, (48, 31, 7, 1), 64, 600
+_TOPICS = ("for", "class", "lambda")
+_MASK_EVERY = 7
+_CHOICE = {NEXT: "next token", MASKED: "masked token", ORDER: "order", CLASSES: "class"}
+
+Tell = Callable[[str], None]
+
+
+def verify(source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell) -> int:
+    """Compare what a conversion read with what it wrote.
+
+    Args:
+        source, input: what was converted.
+        target, output: what came of it.
+        options: of the conversion.
+        text: to compare on, beside random tokens; None: a little of Python's own documentation, if there is a tokenizer.
+        tell: told the results, a line each.
+    Returns:
+        EXIT_OK, or EXIT_NUMERICS if they differ.
+    Raises:
+        CheckpointError: one of them cannot be read, or transformers does not read the output.
+        ConfigError: there is text and no tokenizer.
+    """
+    before = source.read(input, options)
+    after = target.read(output, replace(options, step=None, output=None, tokenizer=None, vocab_size=before.config.vocab_size))
+    dtypes = _dtype_of(before), _dtype_of(after)
+    compute = torch.float64 if dtypes == (torch.float64, torch.float64) else torch.float32
+    wide = compute == torch.float64
+    sides = [side_of(f.name, path, read, wide=wide, tell=tell) for f, path, read in ((source, input, before), (target, output, after))]
+    casts = _casts(dtypes, compute)
+    tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{_rounded(dtypes)}")
+    same = True
+    for what, rows in _samples(before, after, text, tell):
+        same &= _tell_all(what, compare(sides, casts, rows), LIMITS[compute], tell)
+    tell("verify: the same" if same else f"verify: NOT the same: do not use {output}")
+    return EXIT_OK if same else EXIT_NUMERICS
+
+
+class Result(NamedTuple):
+    """Of comparing one tensor of results.
+
+    Attributes:
+        difference: max|a - b|; NaN if either has one.
+        scale: max|a|.
+        agreement: share of places where the largest entry is the same; of hidden states meaningless.
+    """
+
+    name: str
+    difference: float
+    scale: float
+    agreement: float
+
+    @property
+    def error(self) -> float:
+        return self.difference / self.scale if self.scale else self.difference
+
+
+def compare(sides: Sequence[Side], casts: Sequence[Cast], rows: Rows) -> list[Result]:
+    """All results of both sides on the same tokens, in the order of the computation; both must give the same ones."""
+    ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
+    inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
+    found = []
+    for (name, a), (other, b) in zip(ours, theirs, strict=True):
+        assert name == other, f"{sides[0].label} gives {name}, {sides[1].label} {other}"
+        if name in (ORDER, CLASSES):
+            found.append(_compare(name, a, b))
+        else:
+            found.append(_compare(name, a[inside], b[inside]))
+    return found
+
+
+def _compare(name: str, a: Tensor, b: Tensor) -> Result:
+    """[..., n] each; of vocabularies, one of which may have rows of padding, the common part."""
+    common = min(a.shape[-1], b.shape[-1])
+    a, b = a[..., :common].double(), b[..., :common].double()
+    agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
+    return Result(name, (a - b).abs().max().item(), a.abs().max().item(), agreement)
+
+
+def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
+    """The outputs, and if one is over the limit the first hidden states that are; whether none is."""
+    same = True
+    for r in results:
+        if r.name in OUTPUTS:
+            good = r.error <= limit  # a NaN is not
+            same &= good
+            tell(
+                f"  {what}: {r.name}: max|difference| {r.difference:.2e}, {r.error:.1e} of the largest ({r.scale:.3g}); the same"
+                f" {_CHOICE[r.name]} at {100 * r.agreement:.2f} %: {'ok' if good else f'ABOVE the limit of {limit:g}'}"
+            )
+    if not same:
+        first = next((r for r in results if not r.error <= limit), None)
+        if first is not None:
+            size = f"max|difference| {first.difference:.2e}, {first.error:.1e} of the largest"
+            tell(f"  {what}: the first difference is in: {first.name} ({size})")
+    return same
+
+
+def _dtype_of(model: Model) -> torch.dtype | None:
+    """Of the weights; None: they have several."""
+    found = {info.dtype for info in model.weights().values()}
+    return widest(found) if len(found) == 1 else None
+
+
+def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:
+    """What each side does to its weights: each is rounded as the other one's are, where those are not wider."""
+
+    def through(own: torch.dtype | None, other: torch.dtype | None, or_same: bool) -> Cast:
+        rounds = own is not None and other is not None and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
+        return (lambda t: t.to(other).to(compute)) if rounds else (lambda t: t.to(compute))
+
+    return through(dtypes[0], dtypes[1], True), through(dtypes[1], dtypes[0], False)
+
+
+def _rounded(dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> str:
+    source, target = dtypes
+    if source is None or target is None or source == target:
+        return ""
+    return f" (weights rounded to {_name(target if target.itemsize <= source.itemsize else source)})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What both models can be asked."""
+
+    vocab_size: int
+    positions: int
+    longest: int
+
+
+def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[tuple[str, Rows]]:
+    configs = before.config, after.config
+    positions = min(c.max_positions for c in configs)
+    windows = [getattr(c, "window_size", None) for c in configs]
+    beyond = max((window + 9 for window in windows if window), default=0)
+    if beyond > min(_LONGEST, positions):
+        tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies behind the window of {beyond - 9} is not compared")
+        beyond = 0
+    longest = min(positions, max(_LENGTHS[0], beyond))
+    limits = _Limits(min(c.vocab_size or 1 for c in configs), positions, longest)
+    found = [("random tokens", _random_rows(limits, before))]
+    if (ids := _text_ids(before, after, limits, text, tell)) is not None:
+        found.append(("text", _rows(ids, before)))
+    return found
+
+
+def _random_rows(limits: _Limits, model: Model) -> Rows:
+    draw = torch.Generator().manual_seed(_SEED)
+    lengths = [limits.longest, *(min(length, limits.positions) for length in _LENGTHS[1:])]
+    return _rows([torch.randint(limits.vocab_size, (length,), generator=draw).tolist() for length in lengths], model)
+
+
+def _rows(ids: list[list[int]], model: Model) -> Rows:
+    """Padded behind with token 0; for BERT the second half of each is of the second segment."""
+    lengths = [len(row) for row in ids]
+    tokens, types = torch.zeros(2, len(ids), max(lengths), dtype=torch.int64)
+    for row, found in enumerate(ids):
+        tokens[row, : len(found)] = torch.tensor(found)
+        if model.config.is_bert and model.config.token_types > 1:
+            types[row, (len(found) + 1) // 2 : len(found)] = 1
+    return Rows(tokens, lengths, types)
+
+
+def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, tell: Tell) -> list[list[int]] | None:
+    tokenizer = _tokenizer(before) or _tokenizer(after)
+    if tokenizer is None:
+        if text is not None:
+            raise ConfigError("--verify-text needs a tokenizer, and neither side has one: give --tokenizer PATH")
+        return None
+    if tokenizer.vocab_size > limits.vocab_size:
+        tell(f"note: the tokenizer has {tokenizer.vocab_size} tokens, the model {limits.vocab_size}: no text is compared")
+        return None
+    most = min(_MAX_TEXT, limits.positions)
+    found = [_special(tokenizer, tokenizer.encode(one), most, before.config.is_bert) for one in ([text] if text else _documentation())]
+    return [ids for ids in found if ids] or None
+
+
+def _special(tokenizer: Tokenizer, ids: list[int], most: int, is_bert: bool) -> list[int]:
+    """A sample as the model knows them: BERT's has a beginning, an end, and masks."""
+    if not is_bert or tokenizer.cls is None or tokenizer.sep is None:
+        return ids[:most]
+    ids = [tokenizer.cls, *ids[: most - 2], tokenizer.sep]
+    if tokenizer.mask is not None:
+        ids[3:-1:_MASK_EVERY] = [tokenizer.mask] * len(ids[3:-1:_MASK_EVERY])
+    return ids
+
+
+def _documentation() -> list[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # a stripped installation
+        return []
+    return [topics[name][:600] for name in _TOPICS if name in topics]
+
+
+def _tokenizer(model: Model) -> Tokenizer | None:
+    """Of the files that go with a model."""
+    data = DataConfig()
+    if not name_files(data, model.tokenizer, Path(), model.tokenizer.get(CONFIG)):
+        return None
+    for field in ("tokenizer_model", "vocab_file", "merge_file"):
+        if named := getattr(data, field):
+            setattr(data, field, str(model.tokenizer[Path(named).name]))
+    return build_tokenizer(data)
