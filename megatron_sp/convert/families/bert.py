@@ -47,7 +47,8 @@ class Bert:
             seq_length=settings.count("max_position_embeddings"), max_position_embeddings=settings.count("max_position_embeddings"),
             vocab_size=settings.count("vocab_size"), num_tokentypes=settings.count("type_vocab_size", 2),
             norm_epsilon=settings.get("layer_norm_eps", float, 1e-12),
-            bert_no_binary_head="cls.seq_relationship.weight" not in tensors and not self.num_classes(tensors),
+            bert_no_binary_head="cls.seq_relationship.weight" not in tensors
+            and (not self.num_classes(tensors) or settings.count("type_vocab_size", 2) == 1),  # one segment has no order
             attention_dropout=settings.get("attention_probs_dropout_prob", float, 0.1),
             hidden_dropout=settings.get("hidden_dropout_prob", float, 0.1), init_method_std=settings.get("initializer_range", float, 0.02),
         )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Random models of transformers' own making: what comes of them here computes the same, and so does the reference in plain torch."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_sp.cli import main
+from megatron_sp.convert import sides
+from megatron_sp.convert.formats.registry import FORMATS
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.reference import hugging_face
+from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.sides import Reference, Transformers
+from megatron_sp.convert.verify import LIMITS, compare, verify
+from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+          "original_max_position_embeddings": 24}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may ask for anything."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def gpt2(draw: random.Random) -> Any:
+    heads = draw.choice([1, 2, 5])
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=draw.randint(3, 90), n_positions=draw.randint(20, 70), n_embd=heads * draw.choice([4, 6]), n_layer=draw.randint(1, 3),
+        n_head=heads, n_inner=draw.choice([None, 17]), activation_function=draw.choice(["gelu_new", "gelu"]),
+        layer_norm_epsilon=draw.choice([1e-5, 1e-3]), tie_word_embeddings=draw.random() < 0.5, initializer_range=0.3,
+    ))  # fmt: skip
+
+
+def llama_fields(draw: random.Random) -> dict[str, Any]:
+    groups, each = draw.choice([1, 2, 3]), draw.choice([1, 2])
+    rope = {"rope_type": "default", "rope_theta": draw.choice([100.0, 1e4, 5e5])}
+    return {
+        "vocab_size": draw.randint(3, 90), "hidden_size": 4 * groups * each, "num_hidden_layers": draw.randint(1, 3),
+        "num_attention_heads": groups * each, "num_key_value_heads": groups, "intermediate_size": draw.randint(5, 40),
+        "max_position_embeddings": 64, "rms_norm_eps": draw.choice([1e-5, 1e-6]), "initializer_range": 0.3, "head_dim": draw.choice([4, 6]),
+        "tie_word_embeddings": draw.random() < 0.5, "rope_parameters": rope,
+    }  # fmt: skip
+
+
+def llama(draw: random.Random) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_fields(draw)))
+
+
+def bert_fields(draw: random.Random) -> dict[str, Any]:
+    heads = draw.choice([1, 3])
+    return {
+        "vocab_size": draw.randint(3, 90), "hidden_size": heads * 4, "num_hidden_layers": draw.randint(1, 3), "num_attention_heads": heads,
+        "intermediate_size": draw.randint(5, 40), "max_position_embeddings": draw.randint(20, 70), "type_vocab_size": draw.choice([1, 2]),
+        "hidden_act": draw.choice(["gelu", "gelu_new"]), "layer_norm_eps": draw.choice([1e-12, 1e-5]), "initializer_range": 0.3,
+    }  # fmt: skip
+
+
+def bert(draw: random.Random) -> Any:
+    fields = bert_fields(draw)
+    fields["type_vocab_size"] = 2  # the order head wants two
+    return transformers.BertForPreTraining(transformers.BertConfig(**fields))
+
+
+def bert_masked(draw: random.Random) -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**bert_fields(draw)))
+
+
+def bert_classifier(draw: random.Random) -> Any:
+    config = transformers.BertConfig(**bert_fields(draw), num_labels=draw.choice([1, 2, 5]))
+    return transformers.BertForSequenceClassification(config)
+
+
+def megatron_bert(draw: random.Random) -> Any:
+    return transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**{**bert_fields(draw), "type_vocab_size": 2}))
+
+
+FAMILIES = (gpt2, llama, bert, bert_masked, bert_classifier, megatron_bert)
+
+
+def saved(make: Any, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A model of a random configuration, no norm or bias of which is at one or zero."""
+    torch.manual_seed(seed)
+    net = make(random.Random(seed)).to(dtype)
+    for p in net.parameters():
+        if p.ndim == 1:
+            p.data += 0.3 * torch.randn(p.shape, dtype=dtype)
+    net.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1, 2, 3, 5, 6, 7))])
+def test_random_configurations_there_and_back(tmp_path: Path, make: Any, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here and back: transformers on theirs, our model, transformers on what we write; in fp64 for every second one."""
+    dtype = torch.float64 if seed % 2 else torch.float32
+    theirs, run, back = saved(make, seed, tmp_path / "theirs", dtype), tmp_path / "run", tmp_path / "back"
+    for source, kind, target in ((theirs, "megatron_sp", run), (run, "hf", back)):
+        code = main(["convert", "--input", str(source), "--to", kind, "--output", str(target), "--verify"])
+        told = capsys.readouterr().err
+        assert code == EXIT_OK, told
+        assert "verify: the same" in told
+        assert f"transformers {transformers.__version__}" in told or (dtype == torch.float64 and make is llama)
+
+
+def neox(draw: random.Random) -> Any:
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, max_position_embeddings=40,
+        hidden_act="gelu", use_parallel_residual=draw.random() < 0.5, initializer_range=0.3, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])},
+    ))  # fmt: skip
+
+
+def mistral(draw: random.Random) -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**llama_fields(draw), sliding_window=5))
+
+
+def llama3(draw: random.Random) -> Any:
+    more = {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**llama_fields(draw), **more}))
+
+
+def rows_of(vocab_size: int, longest: int) -> Rows:
+    lengths = [longest, 9, 1]
+    tokens = torch.randint(vocab_size, (3, longest), generator=torch.Generator().manual_seed(5))
+    return Rows(tokens, lengths, torch.zeros_like(tokens))
+
+
+@pytest.mark.parametrize("make", [neox, mistral, llama3])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
+def test_the_reference_is_what_transformers_computes(tmp_path: Path, make: Any, seed: int) -> None:
+    folder = saved(make, seed, tmp_path)
+    document = json.loads((folder / "config.json").read_text())
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.float()
+
+    both = (Transformers(folder, document, ()), Reference(lambda cast: hugging_face.open_folder(folder, cast), "reference"))
+    results = compare(both, (cast, cast), rows_of(document["vocab_size"], 30))
+    assert [r.name for r in results][-1] == "next-token logits" and len(results) == 2 + document["num_hidden_layers"]
+    assert max(r.error for r in results) <= LIMITS[torch.float32], results
+
+
+def test_a_folder_that_transformers_cannot_use_is_told(tmp_path: Path) -> None:
+    """A tensor under a name that only we would look for is a model with random weights to them."""
+    folder = saved(gpt2, 0, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["h.0.ln_1.weight"] = tensors.pop("transformer.h.0.ln_1.weight")
+    save_file({"transformer.h.0.ln_9.weight" if n == "h.0.ln_1.weight" else n: t for n, t in tensors.items()}, folder / "model.safetensors")
+    side = Transformers(folder, {"model_type": "gpt2"}, ())
+    with pytest.raises(sides.CheckpointError, match=r"does not find .*ln_1.weight"):
+        list(side.compute(rows_of(3, 4), lambda t: t))
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    folder = saved(gpt2, 0, tmp_path / "m")
+    canary = tmp_path / "canary"
+    (folder / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Evil: pass\n")
+    document = json.loads((folder / "config.json").read_text())
+    document["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(document))
+    code = main(["convert", "--input", str(folder), "--to", "megatron_sp", "--output", str(tmp_path / "run"), "--verify"])
+    assert code == EXIT_OK and not canary.exists()
+
+
+def test_a_mistake_is_found_by_transformers_too(tmp_path: Path) -> None:
+    folder, run = saved(llama, 0, tmp_path / "m"), tmp_path / "run"
+    assert main(["convert", "--input", str(folder), "--to", "megatron_sp", "--output", str(run)]) == EXIT_OK
+    document = json.loads((folder / "config.json").read_text())
+    document["rope_parameters"]["rope_theta"] *= 1.1
+    (folder / "config.json").write_text(json.dumps(document))
+    lines: list[str] = []
+    assert verify(FORMATS["hf"], folder, FORMATS["megatron_sp"], run, Options(), None, lines.append) == EXIT_NUMERICS
+    assert any("the first difference is in: layer 0" in line for line in lines)
