@@ -125,10 +125,11 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
         raise ConfigError(f"DATA_PATH={path}: there is no {path}.idx; tools/preprocess_data.py makes it (see README.md)")
     if bool(spm) == bool(vocab) or not os.path.isfile(spm or vocab):
         raise ConfigError(
-            f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece model or a list of"
-            " word pieces"
+            f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece model, a"
+            " tokenizer.json, or a list of word pieces"
         )
-    tokenizer = ["SentencePieceTokenizer", "--tokenizer-model", spm] if spm else ["BertWordPieceLowerCase", "--vocab-file", vocab]
+    of_model = "HuggingFaceTokenizer" if spm.endswith(".json") else "SentencePieceTokenizer"
+    tokenizer = [of_model, "--tokenizer-model", spm] if spm else ["BertWordPieceLowerCase", "--vocab-file", vocab]
     return ["--data-path", path, "--split", "99,1,0", "--tokenizer-type", *tokenizer]
 
 

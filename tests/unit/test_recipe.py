@@ -127,6 +127,9 @@ def test_own_data(tmp_path: Path) -> None:
         recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces), VOCAB_FILE=str(words))
     mine = recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces))
     assert mine.config.data.data_path == (str(prefix),) and mine.config.data.tokenizer_model == str(pieces)
+    (tmp_path / "tokenizer.json").touch()
+    theirs = recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(tmp_path / "tokenizer.json"))
+    assert theirs.config.data.tokenizer_type == "HuggingFaceTokenizer"
     assert mine.config.model.vocab_size is None  # not the preset's
     plan = plan_run(mine.config, mine.world_size)
     assert mine.config.model.vocab_size == 300 and f"  data        {prefix}\n" in describe(mine, plan)
