@@ -89,6 +89,10 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
+def other_second_segment(t: dict[str, Tensor]) -> None:
+    t["bert.embeddings.token_type_embeddings.weight"][1, 0] += 0.1
+
+
 def poison(t: dict[str, Tensor]) -> None:
     t["transformer.h.2.ln_1.weight"][0] = torch.nan
 
@@ -108,7 +112,7 @@ MISTAKES: list[tuple[str, Callable[[dict[str, Tensor]], None], dict[str, Any], s
     ("gpt2", nothing, {"layer_norm_epsilon": 1e-6}, "layer 0"),
     ("llama", nothing, {"rope_theta": 5500.0}, "layer 0"),
     ("llama", nothing, {"rms_norm_eps": 1e-5}, "layer 0"),
-    ("bert", drop("bert.embeddings.token_type_embeddings.weight"), {}, "embedding"),
+    ("bert", other_second_segment, {}, "embedding"),
     ("bert", drop("cls.predictions.bias"), {}, "masked-token logits"),
     ("bert", drop("bert.pooler.dense.bias"), {}, "order logits"),
     ("bert-classifier", drop("classifier.bias"), {}, "class logits"),
@@ -164,3 +168,14 @@ def test_text_goes_through_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     (folder / "vocab.txt").unlink()
     with pytest.raises(ConfigError, match="--verify-text needs a tokenizer, and neither side has one"):
         compared(run, folder, "the")
+
+
+def test_a_classifier_that_was_trained_on_what_was_converted_names_its_classes(tmp_path: Path) -> None:
+    """Its run still carries the config.json of the pretraining, which speaks of none."""
+    _, pretrained = converted(tmp_path, "bert")
+    model = random_model("bert-classifier")
+    model.settings["hf"] = json.loads((pretrained / "config.json").read_text())
+    FORMATS["hf"].write(model, tmp_path / "tuned", Options(), lambda num_bytes: None)
+    document = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert len(document["id2label"]) == len(document["label2id"]) == 5
+    assert document["architectures"] == ["BertForSequenceClassification"]
