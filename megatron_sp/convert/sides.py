@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.convert.model import Model, build
-from megatron_sp.convert.reference import hugging_face, model
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.reference import hugging_face, megatron, model
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.model import Rows
 from megatron_sp.models.bert import BertModel
@@ -206,12 +207,13 @@ def _offline() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def side_of(format_name: str, path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:
+def side_of(format_name: str, path: Path, read: Model, options: Options, *, wide: bool, tell: Callable[[str], None]) -> Side:
     """The most independent one there is.
 
     Args:
         format_name: of the checkpoint at ``path``.
         read: what the format made of it.
+        options: with which it did.
         wide: computed in fp64, which the rotary positions of transformers are not.
         tell: told what could not be used.
     """
@@ -219,8 +221,19 @@ def side_of(format_name: str, path: Path, read: Model, *, wide: bool, tell: Call
         return Ours(read)
     if format_name == "hf":
         return _of_folder(path, read, wide=wide, tell=tell)
-    tell(f"note: {path} is computed by megatron_sp on what it has read itself: there is no independent reference for such files")
-    return Ours(read, f"megatron_sp, from {format_name}")
+    try:
+        return _of_ranks(path, read, options)
+    except megatron.Unsupported as why:
+        tell(f"note: {path} is computed by megatron_sp on what it has read itself, without an independent reference: {why}")
+        return Ours(read, f"megatron_sp, from {format_name}")
+
+
+def _of_ranks(path: Path, read: Model, options: Options) -> Side:
+    """Raises Unsupported: files that the reference does not compute."""
+    folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
+    megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size)  # before anything is compared
+    label = "the reference in plain torch"
+    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size), label)
 
 
 def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:

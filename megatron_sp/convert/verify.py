@@ -52,11 +52,15 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
         ConfigError: there is text and no tokenizer.
     """
     before = source.read(input, options)
-    after = target.read(output, replace(options, step=None, output=None, tokenizer=None, vocab_size=before.config.vocab_size))
+    of_output = replace(options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size)
+    after = target.read(output, of_output)
     dtypes = _dtype_of(before), _dtype_of(after)
     compute = torch.float64 if dtypes == (torch.float64, torch.float64) else torch.float32
     wide = compute == torch.float64
-    sides = [side_of(f.name, path, read, wide=wide, tell=tell) for f, path, read in ((source, input, before), (target, output, after))]
+    sides = (
+        side_of(source.name, input, before, options, wide=wide, tell=tell),
+        side_of(target.name, output, after, of_output, wide=wide, tell=tell),
+    )
     casts = _casts(dtypes, compute)
     tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{_rounded(dtypes)}")
     same = True

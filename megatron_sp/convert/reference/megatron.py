@@ -1,0 +1,391 @@
+"""Megatron's GPT and BERT from the files of tensor- and pipeline-parallel ranks, computed as these ranks would.
+
+Each rank's own slice is viewed by its own heads, in the order of its checkpoint's era; what row-parallel layers give is summed over the
+ranks; vocabulary shards are looked up and multiplied one by one. Both families of names are read: those of Megatron-LM until 2024 and of
+Megatron-DeepSpeed, and those of Megatron core.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.dist_file import DistFolder
+from megatron_sp.convert.pickle_tree import Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.reference.computed import MASKED, NEXT, ORDER
+from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
+from megatron_sp.convert.reference.model import Block, Shape, Shard
+from megatron_sp.convert.torch_file import TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+Cast = Callable[[Tensor], Tensor]
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
+_NUMBERED = re.compile(r"(?:model)(\d*)")
+# Each part of a block: its names in core, and in older files.
+_NAMES = {
+    "qkv": ("self_attention.linear_qkv", "self_attention.query_key_value", "attention.query_key_value"),
+    "out": ("self_attention.linear_proj", "self_attention.dense", "attention.dense"),
+    "up": ("mlp.linear_fc1", "mlp.dense_h_to_4h"),
+    "down": ("mlp.linear_fc2", "mlp.dense_4h_to_h"),
+    "first": ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
+    "second": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm", "post_attention_layernorm"),
+    "query norm": ("self_attention.q_layernorm",),
+    "key norm": ("self_attention.k_layernorm",),
+}
+_ORDERS = ("interleaved", "flat", "v0", "v1")
+_STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.transformer.")
+
+
+class Unsupported(Exception):
+    """The reference does not compute this: why."""
+
+
+class Part:
+    """The tensors of one piece of the model on one rank, by flat names."""
+
+    def __init__(self, file: TorchFile, tree: Any, cast: Cast) -> None:
+        self.records, self.file, self.cast, self.path = dict(_flat(tree, "")), file, cast, file.path
+
+    def get(self, *names: str) -> Tensor:
+        """The first of these that there is. Raises CheckpointError: none."""
+        found = self.get_if(*names)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
+        return found
+
+    def get_if(self, *names: str) -> Tensor | None:
+        known = next((name for name in names if name in self.records), None)
+        return None if known is None else self.cast(self.file.read(self.records[known]))
+
+    def layers(self) -> int:
+        found = {int(match[1]) for name in self.records if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
+        return len(found)
+
+
+def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, TensorRecord]]:
+    if isinstance(tree, TensorRecord):
+        yield prefix[:-1], tree
+    elif isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from _flat(value, f"{prefix}{name}.")
+
+
+class DistPart:
+    """The same of a folder of torch.distributed.checkpoint, which has whole tensors in chunks, those of all layers stacked or not.
+
+    Of a stack only the chunks are read that a layer lies in.
+    """
+
+    def __init__(self, folder: DistFolder, cast: Cast) -> None:
+        self.path, self.folder, self.cast = folder.path, folder, cast
+        self.records = {name: record for name, record in folder.tensors.items() if not name.startswith("optimizer.")}
+
+    def get(self, *names: str) -> Tensor:
+        """As a part of a rank does."""
+        found = self.get_if(*names)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
+        return found
+
+    def get_if(self, *names: str) -> Tensor | None:
+        """Likewise; a layer's number in a name may be that of a stack's row."""
+        for name in names:
+            stacked = _LAYER.fullmatch(name)
+            if name in self.records:
+                return self.cast(self.folder.read(name))
+            if stacked is not None and stacked[1] + stacked[3] in self.records:
+                return self.cast(self._row(stacked[1] + stacked[3], int(stacked[2])))
+        return None
+
+    def _row(self, name: str, row: int) -> Tensor:
+        tensor = self.folder.tensors[name]
+        made = torch.empty(tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
+        for (offsets, sizes), place in tensor.chunks:
+            if offsets[0] <= row < offsets[0] + sizes[0]:
+                with TorchFile(self.path / place.file, part=(place.offset, place.length)) as file:
+                    chunk = file.read(file.tree)
+                made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = chunk[row - offsets[0]]
+        return made
+
+    def layers(self) -> int:
+        numbered = {int(match[2]) for name in self.records if (match := _LAYER.fullmatch(name))}
+        return len(numbered) or max((t.shape[0] for name, t in self.records.items() if ".layers." in name), default=0)
+
+
+class Megatron:
+    """A model in parts.
+
+    Args:
+        parts: [t] are the pieces of the model in the order of its layers, as tp rank t has them.
+        tree: what lies beside the weights: args, checkpoint_version.
+        qkv_layout: --qkv-layout; None: what checkpoint_version says.
+        vocab_size: without padding.
+    Raises:
+        Unsupported: such files are not computed here.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[Part | DistPart]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int
+    ) -> None:
+        self.parts, self.tp, self.args = parts, len(parts), _arguments(tree)
+        version = float(tree.get("checkpoint_version", 0) or 0)
+        self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in self.parts[0][0].records)
+        said = tree.get("qkv_layout")
+        self.order = qkv_layout or (said if said in _ORDERS else "v0" if version < 1 else "v1" if version < 2 else "interleaved")
+        if self._is_core:
+            self.order = "interleaved"
+        self.shape = self._shape(vocab_size)
+
+    def _shape(self, vocab_size: int) -> Shape:
+        a = self.args
+        heads, hidden = int(a["num_attention_heads"]), int(a["hidden_size"])
+        self._head_dim = int(a.get("kv_channels") or hidden // heads)
+        self._heads = heads // self.tp
+        last = self.parts[0][-1].records
+        self._is_bert = any("lm_head.dense" in name for name in last)
+        qkv_bias = self._linear(self.parts[0][0], 0, "qkv").bias is not None
+        rms = a.get("normalization", "LayerNorm") == "RMSNorm"
+        gated = bool(a.get("swiglu", False))
+        fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", qkv_bias))
+        tanh = fused or (not self._is_core and bool(a.get("openai_gelu", False)))
+        activation = "silu" if gated else "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu"
+        rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
+        layers = sum(part.layers() for part in self.parts[0])
+        window = a.get("window_size")
+        self._plus_one = bool(a.get("apply_layernorm_1p") or a.get("layernorm_zero_centered_gamma"))
+        return Shape(
+            layers, self._head_dim, vocab_size, int(a.get("max_position_embeddings") or 2048),
+            float(a.get("norm_epsilon") or a.get("layernorm_epsilon") or 1e-5), activation, causal=not self._is_bert, rms=rms, gated=gated,
+            rotary=self._rotary() if rotary else None,
+            window=window[0] + 1 if isinstance(window, (tuple, list)) and window[0] >= 0 else None,
+        )  # fmt: skip
+
+    def _rotary(self) -> Rotary:
+        a = self.args
+        stretched = (float(a.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192.0) if a.get("use_rope_scaling") else None
+        divided = float(a.get("rotary_seq_len_interpolation_factor") or 1.0)
+        dim = int(self._head_dim * float(a.get("rotary_percent") or 1.0))
+        return Rotary(float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), dim, divided, stretched)
+
+    # the pieces of the forward pass
+
+    def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
+        x = sum(self._looked_up(rank, tokens) for rank in range(self.tp))
+        assert isinstance(x, Tensor)
+        first, old = self.parts[0][0], "language_model."
+        positions = first.get_if("embedding.position_embeddings.weight", f"{old}embedding.position_embeddings.weight")
+        segments = first.get_if("embedding.tokentype_embeddings.weight", f"{old}embedding.tokentype_embeddings.weight")
+        x = x if positions is None else x + positions[: tokens.shape[1]]
+        return x if segments is None else x + segments[types]
+
+    def _looked_up(self, rank: int, tokens: Tensor) -> Tensor:
+        """What a rank's rows of the vocabulary give, zero for tokens that are another's."""
+        table = self._words(self.parts[rank][0])
+        at = tokens - rank * len(table)
+        mine = (at >= 0) & (at < len(table))
+        return table[at.clamp(0, len(table) - 1)] * mine[..., None]
+
+    def _words(self, part: Part | DistPart) -> Tensor:
+        return part.get("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+
+    def block(self, layer: int) -> Block:
+        first, at = self._place(0, layer)
+        shards = [self._shard(*self._place(rank, layer)) for rank in range(self.tp)]
+        norms = self._scale(first, at, "first"), self._scale(first, at, "second")
+        heads = None
+        if self._find(first, at, "query norm", "weight") is not None:
+            heads = self._scale(first, at, "query norm"), self._scale(first, at, "key norm")
+        out_bias, down_bias = (self._linear(first, at, part).bias for part in ("out", "down"))
+        return Block(norms, shards, out_bias, down_bias, heads)
+
+    def _place(self, rank: int, layer: int) -> tuple[Part | DistPart, int]:
+        """The piece that a layer is in, and its number there."""
+        for part in self.parts[rank]:
+            if layer < part.layers():
+                return part, layer
+            layer -= part.layers()
+        raise AssertionError(f"layer {layer} is behind the last")
+
+    def _find(self, part: Part | DistPart, layer: int, which: str, kind: str) -> Tensor | None:
+        joint = "_" if which in ("first", "second") else "."
+        names = []
+        for stack in _STACKS:
+            for name in _NAMES[which]:
+                folded = name.endswith(".layer_norm")  # Transformer Engine keeps the norm in the linear layer behind it
+                names.append(f"{stack}layers.{layer}.{name}{joint if folded else '.'}{kind}")
+        return part.get_if(*names)
+
+    def _linear(self, part: Part | DistPart, layer: int, which: str) -> Linear:
+        weight = self._find(part, layer, which, "weight")
+        if weight is None:
+            raise CheckpointError(f"{part.path}: layer {layer} has no {' or '.join(_NAMES[which])}")
+        return Linear(weight, self._find(part, layer, which, "bias"))
+
+    def _scale(self, part: Part | DistPart, layer: int, which: str) -> Scale:
+        weight = self._find(part, layer, which, "weight")
+        if weight is None:
+            raise CheckpointError(f"{part.path}: layer {layer} has no {' or '.join(_NAMES[which])}")
+        return self._made(weight, self._find(part, layer, which, "bias"))
+
+    def _made(self, weight: Tensor, bias: Tensor | None) -> Scale:
+        return Scale(weight + 1 if self._plus_one else weight, bias)
+
+    def _shard(self, part: Part | DistPart, layer: int) -> Shard:
+        qkv, up = self._linear(part, layer, "qkv"), self._linear(part, layer, "up")
+        weights = self._split(qkv.weight)
+        biases = self._split(qkv.bias) if qkv.bias is not None else (None, None, None)
+        q, k, v = (Linear(*pair) for pair in zip(weights, biases, strict=True))
+        out, down = self._linear(part, layer, "out").weight, self._linear(part, layer, "down").weight
+        if not self.shape.gated:
+            return Shard(q, k, v, out, up, down)
+        gate_w, up_w = up.weight.chunk(2)
+        gate_b, up_b = up.bias.chunk(2) if up.bias is not None else (None, None)
+        return Shard(q, k, v, out, Linear(up_w, up_b), down, Linear(gate_w, gate_b))
+
+    def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a rank's own fused rows."""
+        n, d = self._heads, self._head_dim
+        g = (fused.shape[0] // d - n) // 2
+        if self.order == "flat":
+            q, k, v = fused.split([n * d, g * d, g * d])
+            return q, k, v
+        if self.order == "v0":
+            q, k, v = fused.unflatten(0, (3, n * d))
+            return q, k, v
+        if self.order == "v1":
+            q, k, v = (fused.unflatten(0, (n, d, 3))[:, :, i].flatten(0, 1) for i in range(3))
+            return q, k, v
+        groups = fused.unflatten(0, (g, n // g + 2, d))
+        return groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)
+
+    def outputs(self, x: Tensor) -> dict[str, Tensor]:
+        last, shape = self.parts[0][-1], self.shape
+        weight = last.get(*(f"{stack}final_layernorm.weight" for stack in _STACKS))
+        bias = last.get_if(*(f"{stack}final_layernorm.bias" for stack in _STACKS))
+        x = norm(x, self._made(weight, bias), shape.eps, rms=shape.rms)
+        if not self._is_bert:
+            return {NEXT: torch.cat([x @ self._head(rank).T for rank in range(self.tp)], dim=-1)[..., : shape.vocab_size]}
+        y = Linear(last.get("lm_head.dense.weight"), last.get("lm_head.dense.bias"))(x)
+        y = activate("gelu_tanh" if not self._is_core and self.args.get("openai_gelu") else "gelu", y)
+        y = norm(y, self._made(*(last.get(f"lm_head.layer_norm.{kind}", f"lm_head.layernorm.{kind}") for kind in ("weight", "bias"))),
+                 shape.eps, rms=shape.rms)  # fmt: skip
+        shares = [y @ self._words(self.parts[rank][0]).T + self.parts[rank][-1].get("output_layer.bias", "lm_head.bias")
+                  for rank in range(self.tp)]  # fmt: skip
+        found = {MASKED: torch.cat(shares, dim=-1)[..., : shape.vocab_size]}
+        order = last.get_if("binary_head.weight")
+        if order is not None:
+            pooler = Linear(*(last.get(f"pooler.dense.{kind}", f"language_model.pooler.dense.{kind}") for kind in ("weight", "bias")))
+            found[ORDER] = Linear(order, last.get_if("binary_head.bias"))(torch.tanh(pooler(x[:, 0])))
+        return found
+
+    def _head(self, rank: int) -> Tensor:
+        if self.args.get("untie_embeddings_and_output_weights"):
+            return self.parts[rank][-1].get("output_layer.weight", "language_model.output_layer.weight")
+        return self._words(self.parts[rank][0])
+
+
+def open_folder(folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int) -> Megatron:
+    """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
+    distributed checkpoint.
+
+    Args:
+        folder: of the iteration.
+        cast: applied to each tensor.
+        qkv_layout, vocab_size: as the class has them.
+    Raises:
+        Unsupported: such files are not computed here.
+    """
+    if (folder / ".metadata").is_file():
+        dist = DistFolder(folder)
+        model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size)
+        weakref.finalize(model, dist.close)
+        return model
+    files = _rank_files(folder)
+    tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
+    parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
+    model = Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size)
+    weakref.finalize(model, _close, list(files.values()))
+    return model
+
+
+def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
+    """Of the stages of one tp rank, in the order of the layers: the first chunk of every stage, then the second, ..."""
+    found: list[tuple[int, int, Part]] = []
+    for stage, file in enumerate(files):
+        trees = {key: value for key, value in file.tree.items() if _NUMBERED.fullmatch(str(key))} or {"model": file.tree.get("module")}
+        for key, tree in trees.items():
+            match = _NUMBERED.fullmatch(key)
+            assert match is not None
+            found.append((int(match[1] or 0), stage, Part(file, tree, cast)))
+    return [part for _, _, part in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _common(folder: Path) -> Mapping[str, Any]:
+    """What a distributed checkpoint keeps beside its tensors."""
+    if not (folder / "common.pt").is_file():
+        raise Unsupported("the folder has no common.pt")
+    with TorchFile(folder / "common.pt") as file:
+        return file.tree if isinstance(file.tree, dict) else {}
+
+
+def iteration_folder(path: Path, step: int | None) -> Path:
+    """Where the ranks' folders are: a folder of them, one of them, or a root whose note says which.
+
+    Raises:
+        Unsupported: the note leads nowhere.
+    """
+    if _RANK.fullmatch(path.name):
+        return path.parent
+    if (path / ".metadata").is_file():
+        return path
+    if any(_RANK.fullmatch(child.name.removesuffix("_model_states.pt")) for child in path.iterdir()):
+        return path
+    if step is not None:
+        names = [f"iter_{step:07d}", f"global_step{step}"]
+    else:
+        notes = [path / name for name in ("latest", "latest_checkpointed_iteration.txt")]
+        said = next((note.read_text().strip() for note in notes if note.is_file()), "")
+        names = [f"iter_{int(said):07d}" if said.isdecimal() else said]
+    found = next((path / name for name in names if name and Path(name).name == name and (path / name).is_dir()), None)
+    if found is None:
+        raise Unsupported(f"the note of the newest iteration names no folder in {path}")
+    return found
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
+    """(tp rank, stage) -> its file."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name.removesuffix("_model_states.pt"))
+        file = path / "model_optim_rng.pt" if path.is_dir() else path
+        if match is not None and file.is_file():
+            found[int(match[1]), int(match[2] or 0)] = file
+    if not found:
+        raise Unsupported("there are no mp_rank files with whole slices of the model")
+    with PickleReader() as reader:
+        opened = {place: TorchFile(file, reader) for place, file in found.items()}
+    if not all(isinstance(file.tree, dict) for file in opened.values()):
+        raise Unsupported("a file does not hold names")
+    if any((folder / name).exists() for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt")):
+        raise Unsupported("the weights are in other files than those of the mp ranks")
+    return opened
+
+
+def _close(files: list[TorchFile]) -> None:
+    for file in files:
+        file.close()
+
+
+def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    args = tree.get("args")
+    values = args.attributes if isinstance(args, Object) else args
+    if not isinstance(values, dict) or "num_attention_heads" not in values:
+        raise Unsupported("the files do not hold the arguments of the training")
+    return {str(name): None if isinstance(value, (Name, Object)) else value for name, value in values.items()}
