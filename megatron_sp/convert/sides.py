@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_sp.convert.model import Model, build
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.reference import hugging_face, megatron, model
+from megatron_sp.convert.reference import hugging_face, model
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.model import Rows
 from megatron_sp.models.bert import BertModel
@@ -221,6 +221,8 @@ def side_of(format_name: str, path: Path, read: Model, options: Options, *, wide
         return Ours(read)
     if format_name == "hf":
         return _of_folder(path, read, wide=wide, tell=tell)
+    from megatron_sp.convert.reference import megatron
+
     try:
         return _of_ranks(path, read, options)
     except megatron.Unsupported as why:
@@ -230,6 +232,8 @@ def side_of(format_name: str, path: Path, read: Model, options: Options, *, wide
 
 def _of_ranks(path: Path, read: Model, options: Options) -> Side:
     """Raises Unsupported: files that the reference does not compute."""
+    from megatron_sp.convert.reference import megatron
+
     folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
     megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size)  # before anything is compared
     label = "the reference in plain torch"

@@ -169,7 +169,7 @@ class _Limits:
 def _samples(before: Model, after: Model, text: str | None, tell: Tell) -> list[tuple[str, Rows]]:
     configs = before.config, after.config
     positions = min(c.max_positions for c in configs)
-    windows = [getattr(c, "window_size", None) for c in configs]
+    windows = [c.window_size for c in configs]
     beyond = max((window + 9 for window in windows if window), default=0)
     if beyond > min(_LONGEST, positions):
         tell(f"note: sequences of up to {_LENGTHS[0]} tokens: what lies behind the window of {beyond - 9} is not compared")

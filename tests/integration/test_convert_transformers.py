@@ -91,7 +91,8 @@ def megatron_bert(draw: random.Random) -> Any:
     return transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**{**bert_fields(draw), "type_vocab_size": 2}))
 
 
-FAMILIES = (gpt2, llama, bert, bert_masked, bert_classifier, megatron_bert)
+_LONG = [pytest.param(make, marks=pytest.mark.long) for make in (bert, bert_masked, megatron_bert)]
+FAMILIES = [gpt2, llama, bert_classifier, *_LONG]
 
 
 def saved(make: Any, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
