@@ -141,14 +141,8 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             )
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
-    tp, sp = parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
-    if world_size > 0 and world_size % (tp * sp):
-        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp")
-        yield (
-            f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
-            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}{ways}"
-        )
-    if parallel.sequence_parallel and tp == 1:
+    yield from _whole_replicas(config, world_size)
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield (
             "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1"
             f"{_ways_out(config, world_size, set(), 'tp', more_than=1)}; for Ulysses give --sequence-parallel-size N, else leave it out"
@@ -160,6 +154,21 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         yield f"the number of processes ({world_size}) must be at least 1"
     if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
         yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
+
+
+def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
+    tp, sp = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
+    if world_size > 0 and world_size % (tp * sp):
+        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp")
+        yield (
+            f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
+            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}{ways}"
+        )
+
+
+def inference_violations(config: Config, world_size: int) -> list[str]:
+    """What is wrong with using a model, which is there already, in a layout: the rules of training have no say in it."""
+    return [*_split_heads(config, world_size, ("tp", "sp")), *_whole_replicas(config, world_size)]
 
 
 def _zero(config: Config) -> Iterator[str]:
@@ -178,32 +187,36 @@ def _zero(config: Config) -> Iterator[str]:
         yield "--zero3-gather-once keeps every block: leave --zero3-keep-units out"
 
 
-def _split_heads(config: Config, world_size: int) -> Iterator[str]:
-    """Heads and widths over tp and sp."""
+def _split_heads(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp", "sp", "heads", "groups", "ffn")) -> Iterator[str]:
+    """Heads and widths over tp and sp; ``sizes``: which of them can still be changed."""
     model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
     heads = model.num_attention_heads
     if not heads or (tp == 1 and sp == 1):
         return
+
+    def ways(mend: set[str], *names: str) -> str:
+        return _ways_out(config, world_size, mend, *(name for name in names if name in sizes))
+
     if heads % tp:
         yield (
             f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)}"
-            f"{_ways_out(config, world_size, {'heads over tp'}, 'tp', 'heads')}"
+            f"{ways({'heads over tp'}, 'tp', 'heads')}"
         )
     if heads < tp * sp:
         yield (
             f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the sequence-parallel ranks"
-            f" (sequence_parallel_size {sp}), and each needs one{_ways_out(config, world_size, {'heads over sp'}, 'sp', 'tp', 'heads')}"
+            f" (sequence_parallel_size {sp}), and each needs one{ways({'heads over sp'}, 'sp', 'tp', 'heads')}"
         )
     groups = model.num_query_groups
     if groups and groups % tp and tp % groups:
         yield (
             f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
-            f" held by several ranks): {_division(groups, tp)}{_ways_out(config, world_size, {'groups over tp'}, 'tp', 'groups')}"
+            f" held by several ranks): {_division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
         )
     if _ffn_known(model) and model.ffn_size % tp:
         yield (
             f"the width of the MLP ({model.ffn_size}) must be a multiple of tensor_model_parallel_size ({tp}):"
-            f" {_division(model.ffn_size, tp)}{_ways_out(config, world_size, {'ffn'}, 'tp', 'ffn')}"
+            f" {_division(model.ffn_size, tp)}{ways({'ffn'}, 'tp', 'ffn')}"
         )
 
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Continue text with a trained model, in one process on a CPU or a GPU.
+"""Continue text with a trained model, in one process or over several that share it, on CPUs or GPUs.
 
     python tools/generate.py --load runs/quickstart --prompt "The for statement"
     python tools/generate.py --load runs/quickstart --interactive
+    bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart --prompt "The for statement" --tensor-model-parallel-size 2
 
 Model and tokenizer are those of the checkpoint; its weights are read, its optimizer state is not. Text goes to stdout as it is
-generated, everything else to stderr. The same command gives the same text.
+generated, everything else to stderr. The same command gives the same text, and so does another layout, up to rounding.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
+from megatron_sp.training.inference_flags import add_model_flags
+from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import torch
-
+    from megatron_sp.comm.groups import Launch
     from megatron_sp.data.tokenizers import Tokenizer
     from megatron_sp.models.generation import NewToken, Sampling
     from megatron_sp.models.gpt import GPTModel
+    from megatron_sp.training.inference import Team
 
-EXIT_INTERRUPTED = 130
 INSTEAD = {
     "BERT": "which sees both sides of a word and cannot continue a text: tools/fill_mask.py has it guess words that you hide",
     "classifier": "which puts texts into classes and writes none: tools/finetune_classifier.py says how well",
@@ -39,18 +39,7 @@ INSTEAD = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_argument_group("model")
-    model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
-    model.add_argument("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
-    model.add_argument(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="SentencePiece model, tokenizer.json or its folder, if it is no longer where training found it",
-    )
-    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
-                       help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
-    model.add_argument("--num-threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    add_model_flags(parser)
     prompts = parser.add_argument_group("prompts (one of these; default: one prompt a line from stdin)").add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; empty: start a document")
     prompts.add_argument("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -99,36 +88,17 @@ def ask_for_prompts() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def choose_device(choice: str) -> torch.device:
-    """Raises ConfigError if a GPU was asked for and there is none."""
-    import torch
-
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
-    return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def load(options: argparse.Namespace) -> tuple[GPTModel, Tokenizer, str]:
+def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, str]:
     """The model and tokenizer of a checkpoint, and a line about it.
 
     Raises:
         CheckpointError, ConfigError, DataError: what is wrong with either.
     """
-    import torch
-
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.training.stored_model import find_stored
+    from megatron_sp.training import inference
 
-    device = choose_device(options.device)
-    stored = find_stored(options.load, options.ckpt_step, "GPT", INSTEAD, _warn, options.tokenizer_model)
-    dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if device.type == "cuda" else "float32"
-    model = cast("GPTModel", stored.load(GPTModel, device, getattr(torch, dtype)))
-    count = sum(p.numel() for p in model.parameters())
-    return model, stored.tokenizer, f"{stored.folder}: {count:,} parameters in {dtype} on {device}, step {stored.step}"
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
+    return cast("GPTModel", loaded.model), loaded.stored.tokenizer, loaded.description
 
 
 class Printer:
@@ -156,8 +126,10 @@ class Printer:
         print(text, end="", flush=True)
 
 
-def continue_prompts(model: GPTModel, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling) -> None:
-    """Generate and print everything for these prompts, then the speed."""
+def continue_prompts(
+    model: GPTModel, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
+) -> None:  # fmt: skip
+    """Generate everything for these prompts, on every rank; rank 0 prints it, then the speed."""
     from megatron_sp.models.generation import generate
 
     ids = [tokenizer.encode(text) for text in texts]
@@ -167,64 +139,55 @@ def continue_prompts(model: GPTModel, tokenizer: Tokenizer, texts: list[str], op
         model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, eod=eod, stop=stop,
         vocab_size=tokenizer.vocab_size, num_samples=options.num_samples,
     )  # fmt: skip
-    printer = Printer(tokenizer, eod, headings=len(texts) * options.num_samples > 1)
+    printer = Printer(tokenizer, eod, headings=len(texts) * options.num_samples > 1) if team.rank == 0 else None
     began, count, at_begin = time.perf_counter(), 0, True
     for new in tokens:
-        if at_begin:
+        if printer is not None and at_begin:
             printer.begin(texts[new.prompt], ids[new.prompt])
-        printer.add(new)
+        if printer is not None:
+            printer.add(new)
         count, at_begin = count + 1, bool(new.finish)
         if new.finish == "context":
-            limit = model.config.max_positions
-            print(f"stopped at the end of the model's context ({limit} positions, max_position_embeddings)", file=sys.stderr)
+            team.say(f"stopped at the end of the model's context ({model.config.max_positions} positions, max_position_embeddings)")
     seconds = time.perf_counter() - began
-    print(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
+    team.say(f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, launch: Launch) -> None:
     """Everything behind the command line."""
     from megatron_sp.models.generation import Sampling
+    from megatron_sp.training import inference
 
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p, options.seed)
-    if options.num_threads is not None and options.num_threads < 1:
-        raise ConfigError(f"--num-threads ({options.num_threads}) must be at least 1; leave it out to use all cores")
     if options.max_new_tokens < 1 or options.num_samples < 1:
         raise ConfigError(f"--max-new-tokens ({options.max_new_tokens}) and --num-samples ({options.num_samples}) must be at least 1")
+    inference.check_layout(options, launch.world_size, copies=False)
+    team = inference.join(options, launch)
     texts = options.prompt
     if texts is None and not options.interactive:
-        texts = read_lines(options.prompt_file)
-    import torch
-
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
-    model, tokenizer, description = load(options)
-    print(description, file=sys.stderr)
+        texts = team.from_first(lambda: read_lines(options.prompt_file))
+    model, tokenizer, description = load(options, team)
+    team.say(description)
     if texts is not None:
-        continue_prompts(model, tokenizer, texts, options, sampling)
+        continue_prompts(model, tokenizer, texts, options, sampling, team)
         return
-    for text in ask_for_prompts():
+    asked = ask_for_prompts() if team.rank == 0 else iter(())
+    while (text := team.broadcast(next(asked, None))) is not None:
         try:
-            continue_prompts(model, tokenizer, [text], options, sampling)
+            continue_prompts(model, tokenizer, [text], options, sampling, team)
         except ConfigError as error:  # a prompt that is too long is no reason to go
-            print(f"error: {error}", file=sys.stderr)
+            team.say(f"error: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
     options = parse(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the letter shows "?", it does not end the program
-    try:
-        run(options)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    from megatron_sp.training.inference import run_tool
+
+    return run_tool(lambda launch: run(options, launch))
 
 
 if __name__ == "__main__":

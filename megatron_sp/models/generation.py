@@ -6,6 +6,9 @@ is generated beside it and in whatever order, and no random state is touched.
 
 Sequences run one after the other, not as a batch: a batched matrix product rounds differently, and the same prompt would then have
 different continuations alone and in company. Samples of one prompt share its first pass through the model.
+
+A model that is split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments and
+gets the same tokens (``models/kv_cache.py`` says how).
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext, KVCache
+from megatron_sp.models.kv_cache import KVCache
+from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.parallel.gather import agreed
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 FinishReason = Literal["", "eod", "stop", "max_new_tokens", "context"]
@@ -154,8 +159,11 @@ def generate(
     def next_logits(tokens: list[int], cache: KVCache | None) -> Tensor:
         return _next_logits(model, tokens, cache, kernel)[:vocab_size]
 
+    def pick(logits: Tensor, sample: int, position: int) -> int:
+        return agreed(choose(logits, sampling or Sampling(), sample, position), model.layout, logits.device)
+
     num_layers = len(model.stack.layers) if use_cache else None
-    return _generate(next_logits, starts, sampling or Sampling(), ending, num_samples, num_layers)
+    return _generate(next_logits, pick, starts, ending, num_samples, num_layers)
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
@@ -204,8 +212,8 @@ def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int 
 
 def _generate(
     next_logits: Callable[[list[int], KVCache | None], Tensor],
+    pick: Callable[[Tensor, int, int], int],
     starts: list[list[int]],
-    sampling: Sampling,
     ending: _Ending,
     num_samples: int,
     num_cached_layers: int | None,
@@ -221,21 +229,18 @@ def _generate(
                 cache.length = len(start)  # the prompt's keys and values are still there; a former sample's are overwritten
             while not finish:
                 position = len(tokens)
-                tokens.append(choose(logits, sampling, sample, position))
+                tokens.append(pick(logits, sample, position))
                 finish = ending.reason(tokens, len(tokens) - len(start))
                 yield NewToken(prompt, sample, position, tokens[-1], finish)
                 if not finish:
                     logits = next_logits(tokens, cache)
 
 
-@torch.no_grad()
 def _next_logits(model: GPTModel, tokens: list[int], cache: KVCache | None, kernel: KernelName) -> Tensor:
     """Logits [v] behind the last token; with a cache only what it does not hold yet is computed."""
-    weight = model.embedding.word_embeddings.weight
     unread = tokens[cache.length :] if cache is not None else tokens
-    ids = torch.tensor([unread], dtype=torch.int64, device=weight.device)  # [1, s_new]
-    x = model.hidden(ids, ForwardContext(AttentionMask(), kernel=kernel, cache=cache))  # [s_new, 1, h]
-    return model.logits(x[-1, 0])
+    ids = torch.tensor([unread], dtype=torch.int64, device=model.embedding.word_embeddings.weight.device)  # [1, s_new]
+    return model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel, cache=cache))[0]
 
 
 class TextStream:

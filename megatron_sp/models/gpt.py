@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron_sp.models.language_model import LanguageModel, VocabParallelEmbedding
 from megatron_sp.models.transformer import ForwardContext, UnitEvents
-from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
+from megatron_sp.parallel.gather import last_position, whole_sequence
+from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
 
 
 class GPTModel(LanguageModel):
@@ -49,19 +50,47 @@ class GPTModel(LanguageModel):
             (sum of masked token losses of this rank's positions, scalar, the same on every tp rank; loss of each of them
             [s/sp, b], detached).
         """
+        made = self._head_loss(tokens, labels, loss_mask, ctx, events)
+        return made.sum, made.tokens
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, labels: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """How likely the model finds each label, for evaluation.
+
+        Args:
+            tokens, labels: int64 [b, s], as for ``forward``.
+            ctx: mask and kernel.
+        Returns:
+            (loss of each label [b, s], fp32 or wider; whether no other token is likelier, bool [b, s]), the same on every rank of the tp
+            and sp groups.
+        """
+        made = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None)
+        length = tokens.shape[1]
+        return whole_sequence(made.tokens, length, self.layout).t(), whole_sequence(made.hits, length, self.layout).t()
+
+    def _head_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None) -> HeadLoss:
         x = self.hidden(tokens, ctx, events)
         if events is not None and self.output_layer is None:
             events.before_use(0)
         head = self.output_layer or self.embedding.word_embeddings
         cut = self.layout.cut(tokens.shape[1])
         labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
-        made = lm_head_loss(
+        return lm_head_loss(
             x, head.weight, labels, loss_mask, vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens,
             tp=self.layout.tp, sink=head.sink,
         )  # fmt: skip
-        return made.sum, made.tokens
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., vocab_size], for generation."""
+        """[..., h], the same on every tp rank -> [..., vocab_size], for generation."""
         head = self.output_layer or self.embedding.word_embeddings
-        return lm_head_logits(x, head.weight, head.rows)
+        return lm_head_logits(x, head.weight, head.rows, tp=self.layout.tp)
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Behind the last of the tokens [b, s] -> [b, vocab_size], on every rank of the tp and sp groups."""
+        return self.logits(last_position(self.hidden(tokens, ctx), tokens.shape[1], self.layout))
+
+    @torch.no_grad()
+    def all_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Behind each of the tokens [b, s] -> [s, b, vocab_size], on every rank of the tp and sp groups; mind the memory."""
+        return self.logits(whole_sequence(self.hidden(tokens, ctx), tokens.shape[1], self.layout))

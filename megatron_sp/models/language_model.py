@@ -214,9 +214,8 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
         """[b, s] token ids (and segments) -> [s/(sp * parts), b, h], this rank's positions after the norm behind the blocks."""
-        start = ctx.cache.length if ctx.cache is not None else 0
         cut = self.layout.cut(tokens.shape[1])
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
+        positions = self._positions(tokens, ctx)
         ctx = self._prepare(ctx, positions, cut)
         if events is not None:
             events.before_use(0)
@@ -244,8 +243,14 @@ class LanguageModel(nn.Module):
         if self.stack.final_layernorm is not None:
             x = self.stack.final_layernorm(x)
         if ctx.cache is not None:
-            ctx.cache.length += tokens.shape[1]
+            ctx.cache.advance(tokens.shape[1])
         return x
+
+    def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Of the tokens in their sequences: [s], or [s, b] where they differ."""
+        if ctx.cache is not None:
+            return ctx.cache.positions(tokens.shape[1], tokens.device).t()
+        return torch.arange(tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
 
     def _offload_pass(self, x: Tensor, ctx: ForwardContext) -> OffloadPass | None:
         """For this forward pass, if activations are kept in host memory (--offload-activations)."""

@@ -49,24 +49,17 @@ class Unit(NamedTuple):
     alike: bool = False
 
 
-class KVCache:
-    """Keys and values of past positions, for generation: one pair of buffers for each layer."""
-
-    def __init__(self, num_layers: int, max_length: int) -> None:
-        self.max_length = max_length
-        self.length = 0  # positions that hold something; advanced once per forward pass by the model
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+class Cache(Protocol):
+    """Keys and values of past positions, for generation (``models/kv_cache.py``)."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [s_new, m, 1, d]; returns all keys and values so far [length + s_new, m, 1, d]."""
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            keys, values = (t.new_empty(self.max_length, *t.shape[1:]) for t in (k, v))
-            self._keys[layer], self._values[layer] = keys, values
-        end = self.length + k.shape[0]
-        keys[self.length : end], values[self.length : end] = k, v
-        return keys[:end], values[:end]
+        """Keep k and v [s_new, m, 1, d] of a layer; returns all keys and values so far [s, m, 1, d]."""
+
+    def advance(self, num_positions: int) -> None:
+        """A forward pass over so many positions is through."""
+
+    def positions(self, num_new: int, device: torch.device) -> Tensor:
+        """int64 [num_new] or [b, num_new]: where the next positions are in their sequences."""
 
 
 @dataclass
@@ -92,7 +85,7 @@ class ForwardContext:
     rotary: tuple[Tensor, Tensor] | None = None
     dropout: DropoutKeys | None = None
     local_dropout: DropoutKeys | None = None
-    cache: KVCache | None = None
+    cache: Cache | None = None
     recompute_core: bool = False
     mlp_chunks: int = 1
 
@@ -233,8 +226,6 @@ class SelfAttention(nn.Module):
 
         The gradient that arrives at the second one is added in here, so that of x comes once, when all that reads it is through.
         """
-        if ctx.cache is not None:
-            return self._cached(x, ctx, ctx.cache, norm)
         qkv, proj = self.linear_qkv, self.linear_proj
         plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
         out, x = attention_block(
@@ -246,20 +237,14 @@ class SelfAttention(nn.Module):
         """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
-    def _cached(self, x: Tensor, ctx: ForwardContext, cache: KVCache, norm: NormInFront | None) -> tuple[Tensor, Tensor]:
-        """For generation: queries of the new positions, keys and values of all."""
-        qkv, x = self.linear_qkv(x, norm)
-        share = self.chunks[0].shares[0]
-        q, k, v = AttentionCore(self, ctx).prepare({"qkv": qkv}, share)
-        assert k is not None and v is not None
-        k, v = cache.extend(self.layer, k, v)
-        out = core_attention(q, k, v, self.mask(ctx, len(share.keys)), kernel=ctx.kernel)
-        return self.linear_proj(out.reshape(*qkv.shape[:2], -1), residual=x), x
-
     def mask(self, ctx: ForwardContext, groups: int) -> AttentionMask:
         """Of the pass, for so many groups of heads, with this layer's window."""
         mask = fold_mask(ctx.mask, groups)
-        return mask if self.window is None else replace(mask, window=self.window)
+        if self.window is None:
+            return mask
+        if mask.causal or mask.key_lengths is None:
+            return replace(mask, window=self.window)
+        return replace(mask, key_starts=mask.key_lengths - self.window)  # one new position behind each sequence: all it sees are keys
 
 
 class AttentionCore:
@@ -297,7 +282,9 @@ class AttentionCore:
         return q, self._repeated(k, share), self._repeated(v, share)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        """See ``parallel.ulysses.Core``."""
+        """See ``parallel.ulysses.Core``; with a cache the keys and values are those of all positions so far."""
+        if self.ctx.cache is not None:
+            k, v = self.ctx.cache.extend(self.layer.layer, k, v)
         if self.ctx.recompute_core:
             return recompute(self._core, q, k, v, share, draws_random=self.layer.draws_random(self.ctx))
         return self._core(q, k, v, share)

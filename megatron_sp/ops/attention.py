@@ -52,6 +52,7 @@ class AttentionMask:
         documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
             document only. None: one document. Not together with ``key_lengths``.
         window: a query sees itself and the ``window`` - 1 keys before it, no others; with ``causal``. None: all before it.
+        key_starts: int64 [b], with ``key_lengths`` and one query for each sequence, its last position: keys before are not seen. None: all are.
     """
 
     causal: bool = True
@@ -59,6 +60,7 @@ class AttentionMask:
     documents: tuple[tuple[int, ...], ...] | None = None
     lengths: tuple[int, ...] | None = None
     window: int | None = None
+    key_starts: Tensor | None = None
 
     def lengths_on_host(self) -> tuple[int, ...] | None:
         """Of the keys, if they are known without waiting for a device."""
@@ -402,7 +404,9 @@ def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> T
         allowed = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
         allowed = allowed if mask.window is None else allowed.triu(s_k - s_q - mask.window + 1)
     if mask.key_lengths is not None:
-        inside = (torch.arange(s_k, device=device) < mask.key_lengths[:, None])[:, None, None, :]
+        at = torch.arange(s_k, device=device)
+        inside = at < mask.key_lengths[:, None] if mask.key_starts is None else (at < mask.key_lengths[:, None]) & (at >= mask.key_starts[:, None])
+        inside = inside[:, None, None, :]
         allowed = inside if allowed is None else inside & allowed
     return allowed
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.comm.collectives import all_gather_async
 from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
@@ -174,12 +175,15 @@ class _LMHeadLoss(torch.autograd.Function):
         return out_x, None, None, None, out_bias, *rest
 
 
-def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None) -> Tensor:
-    """[..., h] -> [..., vocab_size], fp32 or wider: for generation, where few tokens need logits."""
-    logits = x @ weight[:vocab_size].t()
-    return (logits if bias is None else logits + bias[:vocab_size]).to(
-        torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    )
+def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NOT_SPLIT) -> Tensor:
+    """[..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group: for generation, where few tokens need logits."""
+    rows = vocab_size if tp.size == 1 else weight.shape[0]
+    logits = x @ weight[:rows].t()
+    wide = (logits if bias is None else logits + bias[:rows]).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
+    if tp.size == 1:
+        return wide
+    by_row = wide.reshape(-1, rows).t().contiguous()  # [rows/tp, t]: ranks' parts are joined along the first dim
+    return all_gather_async(by_row, tp.group).wait()[:vocab_size].t().reshape(*x.shape[:-1], vocab_size)
 
 
 def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
+from megatron_sp.parallel.layout import Layout
 from megatron_sp.utils.errors import CheckpointError, DataError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
@@ -37,14 +38,17 @@ class Stored(NamedTuple):
     step: object
     checkpointer: Checkpointer
 
-    def load(self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype) -> LanguageModel:
-        """The model with its weights, to be used and not trained; no other tensor is read.
+    def load(
+        self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: Layout | None = None
+    ) -> LanguageModel:  # fmt: skip
+        """The model with its weights, to be used and not trained; no other tensor is read. Collective, if the checkpointer is.
 
         Args:
             cls: of the model; all its parameters must be in the checkpoint.
+            layout: which part of it; without one, all.
         """
         with torch.device("meta"):  # initial weights need not be drawn
-            model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype)
+            model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype, layout=layout)
         model.to_empty(device=device)
         specs, wanted = shard_specs(model), {}
         for name, parameter in model.named_parameters():
@@ -57,8 +61,9 @@ class Stored(NamedTuple):
 
 
 def find_stored(
-    run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None], tokenizer_file: str | None = None
-) -> Stored:
+    run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None], tokenizer_file: str | None = None,
+    checkpointer: Checkpointer | None = None,
+) -> Stored:  # fmt: skip
     """What a run's checkpoint says, once it is clear that it is of the right kind.
 
     Args:
@@ -68,12 +73,15 @@ def find_stored(
         instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
         warn: told about what the configuration has that this version does not know.
         tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of what training named.
+        checkpointer: that has found ``run`` already, a step folder; None: a new one finds it.
     Raises:
         CheckpointError: there is none, or it is of another kind.
         ConfigError, DataError: what is wrong with the tokenizer.
     """
-    checkpointer = Checkpointer(None)
-    folder = checkpointer.find(run, step)
+    if checkpointer is None:
+        checkpointer = Checkpointer(None)
+        run = checkpointer.find(run, step)
+    folder = Path(run)
     state = checkpointer.read_state(folder)
     config, warnings = Config.from_dict(state.get("config"))
     for warning in warnings:

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import stored_models
 import torch
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
+from megatron_sp.comm.groups import Launch
 from megatron_sp.config import Config, ModelConfig
 from megatron_sp.models.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel
+from megatron_sp.training.inference import Team
 
 REPOSITORY = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(REPOSITORY / "tools"))
@@ -26,21 +29,7 @@ import generate  # noqa: E402
 
 @pytest.fixture
 def byte_run(tmp_path: Path) -> tuple[Path, GPTModel]:
-    """A run folder with the checkpoints of steps 1 and 2, and the model of step 2."""
-    config = Config()
-    config.model = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=24, vocab_size=259, init_method_std=0.4)
-    config.data.tokenizer_type = "ByteTokenizer"
-    checkpointer = Checkpointer(tmp_path / "run")
-    checkpointer.prepare()
-    for step in (1, 2):
-        model = GPTModel(config.model, config.kernels, seed=step, dtype=torch.float32)
-        tensors = {}
-        for name, parameter in model.named_parameters():
-            valid = parameter.detach()[:259] if name == "embedding.word_embeddings.weight" else parameter.detach()
-            for prefix in ("", "optimizer.exp_avg."):
-                tensors[prefix + name] = GlobalTensor(tuple(valid.shape), valid.dtype, [Piece((0,) * valid.ndim, valid)])
-        checkpointer.save(step, tensors, {"consumed_samples": 0, "config": config.to_dict()})
-    return tmp_path / "run", model
+    return stored_models.byte_run(tmp_path)
 
 
 def call(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> tuple[int, str, str]:
@@ -150,7 +139,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_exit_code_4(
     byte_run: tuple[Path, GPTModel], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = generate.parse(["--load", str(byte_run[0]), "--device", "cpu", "--prompt", "a"])
-    model, tokenizer, _ = generate.load(options)
+    model, tokenizer, _ = generate.load(options, Team(Launch(0, 0, 1, 1, 0), torch.device("cpu"), None))
     assert model.config.vocab_size == 259 and tokenizer.vocab_size == 257
     assert not any(p.requires_grad for p in model.parameters())
     assert torch.equal(model.embedding.word_embeddings.weight[259:], torch.zeros(384 - 259, 16))  # rows that pad the vocabulary

@@ -11,7 +11,8 @@ import torch
 from megatron_sp.config import KernelConfig, ModelConfig
 from megatron_sp.models.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext, KVCache
+from megatron_sp.models.kv_cache import KVCache
+from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.utils.errors import ConfigError, NumericsError
 

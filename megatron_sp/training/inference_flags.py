@@ -1,0 +1,24 @@
+"""Flags that the tools share which use a model and do not train it: which model, where, and over how many processes."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Put the groups "model" and "layout" into a tool's command line."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
+    model.add_argument("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
+    model.add_argument(
+        "--tokenizer-model", metavar="FILE", help="SentencePiece model or vocab.txt, if it is no longer where training found it"
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
+                       help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
+    model.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of each process (default: its share of the cores)")
+    layout = parser.add_argument_group("layout (with torchrun or scripts/launch.sh)")
+    layout.add_argument("--tensor-model-parallel-size", "--tp-size", type=int, default=1, metavar="N", dest="tp_size",
+                        help="processes that share each layer's weights (default: 1)")  # fmt: skip
+    layout.add_argument("--sequence-parallel-size", "--sp-size", type=int, default=1, metavar="N", dest="sp_size",
+                        help="processes that share each sequence and, at attention, its heads (default: 1)")  # fmt: skip
