@@ -18,7 +18,7 @@ def byte_config(seq_length: int = 24) -> Config:
     """A GPT of one layer that reads bytes; its vocabulary has two ids more than they need."""
     config = Config()
     config.model = ModelConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=seq_length, vocab_size=259, init_method_std=0.4
+        num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=seq_length, vocab_size=259, init_method_std=0.4
     )
     config.data.tokenizer_type = "ByteTokenizer"
     return config

@@ -118,6 +118,14 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
+def stored_config(options: argparse.Namespace) -> Config:
+    """What the checkpoint says of its model and run; weights are not looked at. On any rank alone. Raises CheckpointError."""
+    folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
+    config, _ = Config.from_dict(Checkpointer(None).read_state(folder).get("config"))
+    config.normalize()
+    return config
+
+
 def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:
     """Whether the model can be used by so many processes, from the checkpoint's state.json alone, on every rank by itself.
 
@@ -136,9 +144,7 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
     product = options.tp_size * options.sp_size
     if world_size == product == 1:
         return
-    folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
-    config, _ = Config.from_dict(Checkpointer(None).read_state(folder).get("config"))
-    config.normalize()
+    config = stored_config(options)
     config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size = options.tp_size, options.sp_size
     config.batch.global_batch_size, config.batch.rampup_batch_size = None, None
     raise_all(inference_violations(config, world_size))

@@ -146,8 +146,8 @@ def test_the_tool_prints_the_text_of_one_process_once(
     ("ranks", "words", "message"),
     [
         (2, (), "the number of processes (2) must be tensor_model_parallel_size * sequence_parallel_size (1 * 1 = 1)"),
-        (2, ("--tp-size", "3"), "num_attention_heads (2) must be a multiple of tensor_model_parallel_size (3)"),
-        (2, ("--tp-size", "2", "--sp-size", "2"), "each needs one"),
+        (2, ("--tp-size", "3"), "num_attention_heads (4) must be a multiple of tensor_model_parallel_size (3)"),
+        (2, ("--sp-size", "5"), "each needs one"),
         (1, ("--sp-size", "0"), "--sequence-parallel-size (0) must be at least 1"),
         (2, ("--tp-size", "2", "--prompt-file", "/nowhere/prompts.txt"), "/nowhere/prompts.txt cannot be read"),
     ],

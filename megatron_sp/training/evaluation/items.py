@@ -1,0 +1,115 @@
+"""Files of texts and questions; what is wrong with them is said with the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_sp.utils.errors import DataError
+
+
+class LastWord(NamedTuple):
+    """A text whose last word is to be found; the word has its space in front."""
+
+    context: str
+    word: str
+    where: str
+
+
+class Choices(NamedTuple):
+    """A question with several answers, one of which is right."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+    where: str
+
+
+def read_text(path: str | Path) -> str:
+    """Raises DataError if the file is absent or no UTF-8."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}") from None
+
+
+def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
+    """The texts of a file: one in each line's ``text`` of a .jsonl, else all of it.
+
+    Raises:
+        DataError: nothing there, or a line that is no such object; with its number.
+    """
+    if Path(path).suffix not in (".jsonl", ".json"):
+        texts = [read_text(path)]
+    else:
+        texts = [_string(row, "text", where) for where, row in read_objects(path, limit)]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise DataError(f"{path} has no text in it")
+    return texts
+
+
+def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord]:
+    """Raises DataError: a line that is no object with a ``text`` of at least two words; with its number."""
+    found = []
+    for where, row in read_objects(path, limit):
+        text = _string(row, "text", where).rstrip()
+        context, _, word = text.rpartition(" ")
+        if not context.strip() or not word:
+            raise DataError(f"{where}: 'text' must have at least two words with a space between them, the last of which is to be found")
+        found.append(LastWord(context, " " + word, where))
+    return found
+
+
+def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
+    """Raises DataError: a line that is no object with ``context``, ``choices`` and ``answer``; with its number."""
+    found = []
+    for where, row in read_objects(path, limit):
+        context, choices, answer = _string(row, "context", where), row.get("choices"), row.get("answer")
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
+            raise DataError(f"{where}: 'choices' must be a list of at least two texts, not {_show(choices)}")
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+            raise DataError(f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}, not {_show(answer)}")
+        found.append(Choices(context, tuple(choices), answer, where))
+    return found
+
+
+def read_objects(path: str | Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """(file and line, object) of each line that is not empty, the first ``limit`` of them.
+
+    Raises:
+        DataError: a line that is no JSON object, or a file without any.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        if limit is not None and len(found) == limit:
+            break
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(f'{where}: must be a JSON object, such as {{"text": ...}}, not {_show(row)}')
+        found.append((where, row))
+    if not found:
+        raise DataError(f"{path} has no line in it")
+    return found
+
+
+def _string(row: dict[str, Any], field: str, where: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str):
+        has = ", ".join(f"'{name}'" for name in list(row)[:8]) or "nothing"
+        raise DataError(f"{where}: '{field}' must be a text, not {_show(value)}" + ("" if field in row else f" (the line has {has})"))
+    return value
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

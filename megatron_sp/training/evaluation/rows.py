@@ -1,0 +1,70 @@
+"""What is scored: rows of tokens, and which of them count.
+
+A row is at most one more token than the model reads at once: all but the last go in, all but the first are what it should have said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.utils.errors import DataError
+
+
+class Row(NamedTuple):
+    """A stretch of tokens for one forward pass.
+
+    Attributes:
+        tokens: the model reads all but the last.
+        first: how many of its predictions do not count, from the first on: ``tokens[first + 1:]`` is what is scored.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    first: int
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.tokens) - 1 - self.first
+
+
+def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Row]:
+    """Rows that score every token but the first exactly once.
+
+    Args:
+        tokens: a document, or many of them joined.
+        length: tokens that the model reads at once.
+        stride: by how many the next window begins later; at ``length`` they do not overlap, below it every token but those of the first
+            window has at least ``length - stride`` tokens in front of it.
+    """
+    scored, start = 0, 0  # the labels 1 to ``scored`` have had their turn
+    while scored < len(tokens) - 1:
+        stop = min(start + length, len(tokens) - 1)
+        yield Row(tokens[start : stop + 1], scored - start)
+        scored, start = stop, start + stride
+
+
+def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> Row:
+    """How a text goes on: the tokens of ``context + text``, of which those of ``text`` are scored.
+
+    Both are encoded together, as they would be in a corpus, and cut where the context alone ends, with its last spaces counted to the
+    text. A context that is too long loses its beginning; an empty one is the end of a document.
+
+    Args:
+        length: tokens that the model reads at once.
+        where: for messages.
+    Raises:
+        DataError: the text alone is too long.
+    """
+    kept = context.rstrip()
+    whole = tokenizer.encode(context + text)
+    known = min(len(tokenizer.encode(kept)), len(whole) - 1) if kept else 0
+    if known == 0:
+        whole, known = [tokenizer.eod, *whole], 1
+    num_scored = len(whole) - known
+    if num_scored > length:
+        raise DataError(f"{where}: '{text[:40]}...' has {num_scored} tokens, the model reads {length} at once: shorten it")
+    whole = whole[-(length + 1) :]
+    return Row(whole, len(whole) - 1 - num_scored)
