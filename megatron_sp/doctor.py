@@ -26,7 +26,7 @@ REQUIRED = {
 }  # fmt: skip
 """Distributions that setup.py requires besides torch, with the oldest version."""
 OLDEST_TORCH, TESTED_TORCH = (2, 10), ((2, 11), (2, 13))
-EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",)}
+EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("transformers",), "serve": ("starlette", "uvicorn")}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--part", choices=("train", "valid", "test"), default="valid", help="with --split: which of them (default: valid)")
     how.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model reads at once (default: the run's)")
     how.add_argument("--stride", type=int, metavar="N",
-                     help="windows begin every N tokens and overlap; each scores what is new in it (default: they do not overlap)")  # fmt: skip
+                     help="windows begin every N tokens and overlap; each scores what is new (default: no overlap)")  # fmt: skip
     how.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows of a forward pass (default: 8)")
     how.add_argument("--limit", type=int, metavar="N", help="only the first N documents, lines, or rows of BERT")
     how.add_argument("--json", metavar="OUT", help="write the numbers, and where they come from, into this file too")

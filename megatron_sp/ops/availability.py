@@ -42,6 +42,8 @@ _OPTIONAL = {
     "wandb": _Optional("wandb", "wandb"),
     "matplotlib": _Optional("matplotlib", "matplotlib"),
     "transformers": _Optional("transformers", "transformers"),
+    "starlette": _Optional("starlette", "starlette.applications"),
+    "uvicorn": _Optional("uvicorn", "uvicorn"),
 }
 _APEX_FILES = ("optimizers/fused_adam.py", "normalization/fused_layer_norm.py")
 FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that name (remove it: pip uninstall apex)"
@@ -79,8 +81,8 @@ def find(name: str) -> Kernel:
     return kernel
 
 
-def load(name: str) -> ModuleType:
-    """The module itself.
+def load(name: str, module: str | None = None) -> ModuleType:
+    """The module itself, or another one of its package.
 
     Raises:
         RuntimeError: it is not available; the reason.
@@ -88,7 +90,7 @@ def load(name: str) -> ModuleType:
     kernel = find(name)
     if not kernel.available:
         raise RuntimeError(kernel.reason)
-    return importlib.import_module(_OPTIONAL[name].module)
+    return importlib.import_module(module or _OPTIONAL[name].module)
 
 
 def _version(distribution: str) -> str:

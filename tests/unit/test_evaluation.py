@@ -170,7 +170,7 @@ def test_a_continuation_has_the_tokens_of_the_whole_text() -> None:
     assert bytes(row.tokens).decode() == "ab  cd" and row.first == 1  # the context's last spaces count as the text's
     assert continuation(tokenizer, "abcdef", "gh", 4, "here") == (list(b"defgh"), 2)
     assert continuation(tokenizer, "", "gh", 4, "here") == ([256, *b"gh"], 0)
-    with pytest.raises(DataError, match="file, line 3: 'abcde...' has 5 tokens, the model reads 4 at once"):
+    with pytest.raises(DataError, match=r"file, line 3: 'abcde\.\.\.' has 5 tokens, the model reads 4 at once"):
         continuation(tokenizer, "x", "abcde", 4, "file, line 3")
 
 
@@ -194,7 +194,7 @@ def test_errors_of_the_mean() -> None:
         (items.read_last_words, '{"text": "word "}', "line 2: 'text' must have at least two words"),
         (items.read_choices, '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: 'choices' must be a list of at least two"),
         (items.read_choices, '{"context": "a", "choices": ["b", ""], "answer": 0}', "line 2: 'choices'"),
-        (items.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: 'answer' must be the number of a choice, 0 to 1, not 2"),
+        (items.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: 'answer' must be the number of a"),
         (items.read_choices, '{"context": "a", "choices": ["b", "c"], "answer": true}', "line 2: 'answer'"),
     ],
 )  # fmt: skip

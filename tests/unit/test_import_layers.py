@@ -68,7 +68,18 @@ TORCH_FREE = (
     "models/unit_order",
     "optim/residency",
 )
-OPTIONAL = {"flash_attn", "apex", "triton", "tensorboard", "wandb", "matplotlib", "transformers", "torch.utils.tensorboard"}
+OPTIONAL = {
+    "flash_attn",
+    "apex",
+    "triton",
+    "tensorboard",
+    "wandb",
+    "matplotlib",
+    "transformers",
+    "torch.utils.tensorboard",
+    "starlette",
+    "uvicorn",
+}
 CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "tyro", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
 MAY_NAME_OPTIONAL = ("ops/availability.py",)

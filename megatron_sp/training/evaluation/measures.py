@@ -26,8 +26,9 @@ def perplexity(scores: Sequence[RowScore], num_bytes: int | None) -> Numbers:
     """
     total, count = math.fsum(s.loss for s in scores), sum(s.num_tokens for s in scores)
     mean = total / count
+    error = clustered_stderr([s.loss for s in scores], [s.num_tokens for s in scores])
     return {
-        "loss": mean, "loss_stderr": clustered_stderr([s.loss for s in scores], [s.num_tokens for s in scores]), "perplexity": safe_exp(mean),
+        "loss": mean, "loss_stderr": error, "perplexity": safe_exp(mean),
         "bits_per_byte": total / math.log(2) / num_bytes if num_bytes else None,
         "accuracy": sum(s.hits for s in scores) / count, "tokens": count, "bytes": num_bytes, "windows": len(scores),
     }  # fmt: skip

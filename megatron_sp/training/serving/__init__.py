@@ -1,0 +1,1 @@
+"""A completions endpoint for a model: requests, a queue, batches, HTTP."""
