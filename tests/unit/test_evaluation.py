@@ -183,6 +183,7 @@ def test_errors_of_the_mean() -> None:
     assert measures.clustered_stderr(sums, [2] * 4) == pytest.approx(np.std(np.array(sums) / 2, ddof=1) / 2)
     numbers = measures.perplexity([RowScore(4000.0, 2, 1), RowScore(4000.0, 2, 0)], None)
     assert numbers["perplexity"] == math.inf and numbers["accuracy"] == 0.25
+    assert measures.last_word([RowScore(1.0, 2, 1), RowScore(1.0, 2, 2)])["accuracy"] == 0.5  # a word is found whole or not
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,14 @@ def test_a_failure_of_the_model_is_an_answer_and_not_the_end(model: GPTModel, en
     assert [text for text, _ in Client(engine, prompt="ab", max_tokens=5, temperature=0).finish()] == alone(model, "ab", 5, Sampling(0.0))
 
 
+def test_logits_that_are_not_finite_are_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a request that never has a row."""
+    monkeypatch.setattr(engine._slots, "read", lambda *_: torch.full((1, 257), float("nan")))
+    with pytest.raises(ApiError, match="not finite") as caught:
+        Client(engine, prompt="ab", max_tokens=1).finish()
+    assert caught.value.status == 500
+
+
 def test_missing_packages_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, False, reason=f"{name} is not installed"))
     with pytest.raises(ConfigError, match=r"starlette is not installed; uvicorn is not installed.* pip install starlette uvicorn"):

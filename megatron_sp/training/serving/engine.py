@@ -182,8 +182,8 @@ class Engine:
             with self._changed:
                 self._waiting.popleft()
                 self._running += [entry] if stays else []
-            self._reading = None
             self._emit(entry, sequence.begin(logits))
+            self._reading = None
             if sequence.finished and stays:
                 self._drop(len(self._running) - 1)
             if busy:
