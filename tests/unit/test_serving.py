@@ -233,10 +233,11 @@ def test_going_down_finishes_what_it_can(model: GPTModel) -> None:
     engine.start()
     short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, prompt="ab", max_tokens=4000)
     long.next()
-    engine.drain(0.3)
+    engine.drain(60.0)
     with pytest.raises(ApiError, match="shutting down"):
         Client(engine, prompt="ab")
     assert len(short.finish()) == 1
+    engine.drain(0.0)
     with pytest.raises(ApiError, match="shutting down") as caught:
         long.finish()
     assert caught.value.status == 503

@@ -106,8 +106,10 @@ class Engine:
             self._changed.notify()
 
     def drain(self, grace_s: float) -> None:
-        """Take nothing new; what is there has this long to finish, the rest gets 503. May be called from a signal handler."""
-        self._drain_until = self._drain_until or time.monotonic() + grace_s
+        """Take nothing new; what is there has this long to finish, the rest gets 503. May be called from a signal handler,
+        and again to make it shorter."""
+        until = time.monotonic() + grace_s
+        self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
 
     def stop(self) -> None:
         """End the thread, and the other ranks."""
