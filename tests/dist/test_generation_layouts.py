@@ -109,7 +109,7 @@ def check_all(cases: list[tuple[int, int, dict[str, Any]]]) -> None:
         check_case(*case)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_logits_and_text_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
     run_ranks(check_all, world_size, tmp_path, CASES[world_size])
 
