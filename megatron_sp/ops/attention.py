@@ -52,7 +52,7 @@ class AttentionMask:
         documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
             document only. None: one document. Not together with ``key_lengths``.
         window: a query sees itself and the ``window`` - 1 keys before it, no others; with ``causal``. None: all before it.
-        key_starts: int64 [b], with ``key_lengths`` and one query for each sequence, its last position: keys before are not seen. None: all are.
+        key_starts: int64 [b], with ``key_lengths`` and one query for each sequence, its last position: keys before are not seen.
     """
 
     causal: bool = True
@@ -405,7 +405,11 @@ def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> T
         allowed = allowed if mask.window is None else allowed.triu(s_k - s_q - mask.window + 1)
     if mask.key_lengths is not None:
         at = torch.arange(s_k, device=device)
-        inside = at < mask.key_lengths[:, None] if mask.key_starts is None else (at < mask.key_lengths[:, None]) & (at >= mask.key_starts[:, None])
+        inside = (
+            at < mask.key_lengths[:, None]
+            if mask.key_starts is None
+            else (at < mask.key_lengths[:, None]) & (at >= mask.key_starts[:, None])
+        )
         inside = inside[:, None, None, :]
         allowed = inside if allowed is None else inside & allowed
     return allowed

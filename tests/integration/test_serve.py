@@ -88,6 +88,12 @@ class Server:
             response.close()
             connection.close()
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> Outcome:
         self._end.set()
         self._thread.join(60)
@@ -203,32 +209,32 @@ def test_models_and_health(server: Server) -> None:
 
 
 def test_sigterm_lets_what_is_there_finish(stored: tuple[Path, GPTModel], tmp_path: Path) -> None:
-    server = Server(tmp_path, stored[0], "--api-key", "secret", "--shutdown-timeout", "60")
-    status, answer = server.ask({"prompt": "ab"})
-    assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-    assert server.ask({"prompt": "ab"}, Authorization="Bearer secre")[0] == 401
-    stream, port = server.stream({"prompt": "ab", "max_tokens": 80, "seed": 1}, Authorization="Bearer secret"), server.port
-    text = next(stream)["choices"][0]["text"]
-    stopper = threading.Thread(target=server.stop)
-    stopper.start()
-    events = list(stream)
-    assert events[-1] == "[DONE]"
-    assert text + "".join(event["choices"][0]["text"] for event in events[:-1]) == alone(stored[1], "ab", 80, Sampling(seed=1))
-    stopper.join(60)
-    server.stop().expect(0, "stopped")
-    with pytest.raises(ConnectionRefusedError):
-        http.client.HTTPConnection("127.0.0.1", port, timeout=5).request("GET", "/health")
+    with Server(tmp_path, stored[0], "--api-key", "secret", "--shutdown-timeout", "60") as server:
+        status, answer = server.ask({"prompt": "ab"})
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        assert server.ask({"prompt": "ab"}, Authorization="Bearer secre")[0] == 401
+        stream, port = server.stream({"prompt": "ab", "max_tokens": 80, "seed": 1}, Authorization="Bearer secret"), server.port
+        text = next(stream)["choices"][0]["text"]
+        stopper = threading.Thread(target=server.stop)
+        stopper.start()
+        events = list(stream)
+        assert events[-1] == "[DONE]"
+        assert text + "".join(event["choices"][0]["text"] for event in events[:-1]) == alone(stored[1], "ab", 80, Sampling(seed=1))
+        stopper.join(60)
+        server.stop().expect(0, "stopped")
+        with pytest.raises(ConnectionRefusedError):
+            http.client.HTTPConnection("127.0.0.1", port, timeout=5).request("GET", "/health")
 
 
 @pytest.mark.parametrize("layout", ["--tp-size", pytest.param("--sp-size", marks=pytest.mark.long)])
 def test_ranks_that_share_the_model(stored: tuple[Path, GPTModel], tmp_path: Path, layout: str) -> None:
-    server = Server(tmp_path, stored[0], layout, "2", ranks=2)
-    body = {"prompt": ["ab", "q"], "max_tokens": 15, "seed": 3, "n": 2, "echo": True, "logprobs": 0}
-    status, answer = server.ask(body)
-    assert status == 200
-    for i, prompt in enumerate(("ab", "q")):
-        assert answer["choices"][2 * i]["text"] == prompt + alone(stored[1], prompt, 15, Sampling(seed=3))
-    server.stop().expect(0, "stopped")
+    with Server(tmp_path, stored[0], layout, "2", ranks=2) as server:
+        body = {"prompt": ["ab", "q"], "max_tokens": 15, "seed": 3, "n": 2, "echo": True, "logprobs": 0}
+        status, answer = server.ask(body)
+        assert status == 200
+        for i, prompt in enumerate(("ab", "q")):
+            assert answer["choices"][2 * i]["text"] == prompt + alone(stored[1], prompt, 15, Sampling(seed=3))
+        server.stop().expect(0, "stopped")
 
 
 @pytest.mark.parametrize(
