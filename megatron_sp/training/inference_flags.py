@@ -11,7 +11,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
     model.add_argument("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
     model.add_argument(
-        "--tokenizer-model", metavar="FILE", help="SentencePiece model or vocab.txt, if it is no longer where training found it"
+        "--tokenizer-model",
+        metavar="FILE",
+        help="SentencePiece model, tokenizer.json or its folder, or vocab.txt, if it is no longer where training found it",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
