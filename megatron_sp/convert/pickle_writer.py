@@ -43,13 +43,25 @@ class LazyTensor:
         return tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
 
 
+@dataclass(frozen=True)
+class LazyFlat:
+    """A long vector whose stretches are made one behind the other when its turn comes: for the checksum, and again to write.
+
+    ``parts`` starts over at every call; all parts together have ``numel`` elements.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[Tensor]]
+
+
 class TreeWriter:
     """Writes one pickle and collects the storages that it refers to, in the order of their keys "0", "1", ..."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._keys: dict[Any, str] = {}  # of storages met before
-        self.storages: list[Callable[[], Tensor]] = []  # each returns the storage's elements
+        self.storages: list[Callable[[], Tensor] | LazyFlat] = []  # each returns the storage's elements
 
     def dumps(self, tree: Any) -> bytes:
         """The pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, namespaces, numpy arrays, ``Tensor``,
@@ -180,7 +192,10 @@ class TreeWriter:
         numel = 0 if 0 in value.shape else numel
         self._rebuild(self._key(object(), value.numbers), value.dtype, numel, 0, tuple(value.shape), tuple(reversed(stride)))
 
-    def _key(self, identity: Any, numbers: Callable[[], Tensor]) -> str:
+    def _lazy_flat(self, value: LazyFlat) -> None:
+        self._rebuild(self._key(object(), value), value.dtype, value.numel, 0, (value.numel,), (1,))
+
+    def _key(self, identity: Any, numbers: Callable[[], Tensor] | LazyFlat) -> str:
         if identity not in self._keys:
             self._keys[identity] = str(len(self.storages))
             self.storages.append(numbers)
@@ -224,6 +239,7 @@ _ACTIONS: dict[type, Callable[[TreeWriter, Any], None]] = {
     np.ndarray: TreeWriter._array,
     Tensor: TreeWriter._tensor,
     LazyTensor: TreeWriter._lazy_tensor,
+    LazyFlat: TreeWriter._lazy_flat,
     torch.dtype: lambda writer, value: writer._global(str(value)),
     torch.device: lambda writer, value: writer._call("torch.device", str(value)),
     Name: lambda writer, value: writer._global(value.name),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.convert.pickle_writer import TreeWriter
+from megatron_sp.convert.pickle_writer import LazyFlat, TreeWriter
 from megatron_sp.convert.torch_file import memory_of
 from megatron_sp.convert.zip_entries import ZipWriter
 from megatron_sp.utils.files import fsync_dir
@@ -55,10 +56,20 @@ def stream_torch_file(write: Callable[[memoryview | bytes], object], tree: Any) 
     archive.add("archive/data.pkl", pickled)
     archive.add("archive/byteorder", b"little")
     for key, numbers in enumerate(writer.storages):
-        archive.add(f"archive/data/{key}", memory_of(numbers()))
+        if isinstance(numbers, LazyFlat):
+            archive.add_parts(f"archive/data/{key}", numbers.numel * numbers.dtype.itemsize, partial(_memories, numbers))
+        else:
+            archive.add(f"archive/data/{key}", memory_of(numbers()))
     archive.add("archive/version", b"3\n")
     archive.finish()
     return archive.position
+
+
+def _memories(flat: LazyFlat) -> Iterator[memoryview]:
+    for part in flat.parts():
+        if part.dtype != flat.dtype:
+            raise ValueError(f"announced {flat.dtype}, made {part.dtype}")
+        yield memory_of(part.detach().cpu().contiguous())
 
 
 def write_all(file: Any, data: memoryview | bytes) -> None:

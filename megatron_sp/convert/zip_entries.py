@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron_sp.utils.errors import CheckpointError
@@ -217,7 +217,23 @@ class ZipWriter:
 
     def add(self, name: str, data: memoryview | bytes) -> None:
         """One entry, stored, its contents at a multiple of ALIGNMENT."""
-        encoded, size, header, crc = name.encode("utf-8"), len(data), self.position, zlib.crc32(data)
+        self._entry(name, len(data), zlib.crc32(data), [data])
+
+    def add_parts(self, name: str, size: int, parts: Callable[[], Iterable[memoryview]]) -> None:
+        """The same of contents that are too large to hold: ``parts`` is gone through twice, for the checksum in front and to write.
+
+        Raises:
+            ValueError: the parts do not have ``size`` bytes together.
+        """
+        crc = found = 0
+        for part in parts():
+            crc, found = zlib.crc32(part, crc), found + len(part)
+        if found != size:
+            raise ValueError(f"{name}: announced {size:,} bytes, made {found:,}")
+        self._entry(name, size, crc, parts())
+
+    def _entry(self, name: str, size: int, crc: int, parts: Iterable[memoryview | bytes]) -> None:
+        encoded, header = name.encode("utf-8"), self.position
         long = _narrow(size) != size
         extra = struct.pack("<HHQQ", 1, 16, size, size) if long else b""
         extra += _padding(header + _LOCAL.size + len(encoded) + len(extra))
@@ -225,8 +241,9 @@ class ZipWriter:
         flags = 0x800  # names are UTF-8
         version = 45 if long else 20
         self._out(_LOCAL.pack(0x04034B50, version, flags, 0, 0, _DATE, crc, short, short, len(encoded), len(extra)) + encoded + extra)
-        for start in range(0, size, _BLOCK_BYTES):
-            self._out(data[start : start + _BLOCK_BYTES])
+        for part in parts:
+            for start in range(0, len(part), _BLOCK_BYTES):
+                self._out(part[start : start + _BLOCK_BYTES])
         wide = [value for value in (size, size, header) if _narrow(value) != value]
         extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
         fields = (0x02014B50, 45, 45 if wide else 20, flags, 0, 0, _DATE, crc, short, short, len(encoded), len(extra), 0, 0, 0, 0)
