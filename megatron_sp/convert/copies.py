@@ -222,15 +222,20 @@ class Gathered:
         info, copies = self._tensors[name], self._parts[name]
         made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
         for copy in copies:
-            if copy.replica and not _same(copy.ours.of(made), copy.theirs.of(self._store.read(copy.theirs.name)).to(info.dtype)):
+            if copy.replica and not self._agrees(copy, made):
                 raise CheckpointError(
                     f"{copy.theirs.name} must be the same on every rank that holds it, and differs from that of another: the ranks of this"
                     " checkpoint have drifted apart, or its files are of different steps"
                 )
         return made
 
+    def _agrees(self, copy: Copy, made: Tensor) -> bool:
+        """A replica in fewer bits is compared with the rounding of the first."""
+        replica = copy.theirs.of(self._store.read(copy.theirs.name))
+        return is_same(copy.ours.of(made).to(replica.dtype), replica)
 
-def _same(a: Tensor, b: Tensor) -> bool:
+
+def is_same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, but for signs of zero; NaN equals itself."""
     return bool(torch.equal(a.contiguous(), b.contiguous())) or bool(((a == b) | ((a != a) & (b != b))).all())
 
