@@ -265,6 +265,10 @@ class Scattered:
         info = self._tensors[name]
         return assemble(info.shape, info.dtype, [(c.theirs, c.ours) for c in self._parts[name]], self._read_ours)
 
+    def forget(self) -> None:
+        """Let go of the last tensor of ours, for who reads from several of these in turn."""
+        self._last = None
+
     def _read_ours(self, name: str) -> Tensor:
         """The last tensor is kept while more of theirs are made from it: q, k and v come one after another."""
         if self._last is None or self._last[0] != name:
