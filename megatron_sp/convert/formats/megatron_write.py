@@ -135,20 +135,20 @@ def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Pr
     names = options.megatron_names
     mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
     ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
-    flat = {_written(name, place, plan, names): _lazy(plan.weights, name, progress) for name in ordered}
+    flat = {_written(name, place, plan, names): lazy(plan.weights, name, progress) for name in ordered}
     args = namespace(
         model, tp=options.tp, pp=options.pp, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
         params_dtype=next(iter(mine.values())).dtype,
     )  # fmt: skip
     tree: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
-        "model": _nested(flat) if names == "legacy" else flat,
+        "model": nested(flat) if names == "legacy" else flat,
     }  # fmt: skip
     if plan.states:
         listed = registered(list(flat))
         ours = {_written(name, place, plan, names): name for name in ordered}
         tree["optimizer"] = _optimizer(model, plan, [ours[name] for name in listed], place, progress)
-        tree["opt_param_scheduler"] = _scheduler(model)
+        tree["opt_param_scheduler"] = scheduler(model)
     return tree
 
 
@@ -162,7 +162,7 @@ def _written(name: str, place: Place, plan: Plan, names: Names) -> str:
     return written(bare, names, tied_head=bare == HEAD and place.prefix in plan.tied_heads)
 
 
-def _lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:
+def lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:
     info: TensorInfo = store.tensors()[name]
 
     def make() -> Tensor:
@@ -180,7 +180,7 @@ _LEGACY_PARTS = (
 )  # fmt: skip
 
 
-def _nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
+def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """Legacy's dicts in dicts; the last one has the rest of the names with dots."""
     found: dict[str, Any] = {}
     for name, tensor in flat.items():
@@ -200,7 +200,7 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
     groups = _groups(model, decays)
 
     def state(name: str) -> dict[str, Any]:
-        moments = {kind: _lazy(plan.states[kind], name, progress) for kind in ("exp_avg", "exp_avg_sq")}
+        moments = {kind: lazy(plan.states[kind], name, progress) for kind in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.tensor(float(model.step)), **moments}
 
     inner = {"state": {number: state(name) for number, name in enumerate(numbered)}, "param_groups": groups}
@@ -208,13 +208,13 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
         return inner
     return {
         "optimizer": inner,
-        "fp32_from_fp16_params": [[_lazy(plan.states["master"], name, progress) for name in group] for group in decays],
+        "fp32_from_fp16_params": [[lazy(plan.states["master"], name, progress) for name in group] for group in decays],
     }
 
 
 def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
     """Adam's groups of parameters, with and without weight decay."""
-    config, first = _training(model).optimizer, 0
+    config, first = training(model).optimizer, 0
     groups = []
     for mult, group in zip((1.0, 0.0), decays, strict=True):
         groups.append({
@@ -232,10 +232,10 @@ def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
     shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
     decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     inner = {"state": {"common_step": model.step}, "param_groups": _groups(model, decays)}
-    return {"optimizer": {"optimizer": inner} if "master" in plan.states else inner, "opt_param_scheduler": _scheduler(model)}
+    return {"optimizer": {"optimizer": inner} if "master" in plan.states else inner, "opt_param_scheduler": scheduler(model)}
 
 
-def _training(model: Model) -> Config:
+def training(model: Model) -> Config:
     """The run that the model is from, so far as it is known."""
     native = model.settings.get("native")
     if isinstance(native, dict) and isinstance(native.get("config"), dict):
@@ -243,9 +243,9 @@ def _training(model: Model) -> Config:
     return Config(model=model.config)
 
 
-def _scheduler(model: Model) -> dict[str, Any]:
+def scheduler(model: Model) -> dict[str, Any]:
     """Of ``OptimizerParamScheduler``, which counts samples; the flags of a training win with --override-opt_param-scheduler."""
-    config = _training(model)
+    config = training(model)
     o, samples = config.optimizer, config.batch.global_batch_size or 1
     steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)
     return {
