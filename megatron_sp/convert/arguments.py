@@ -50,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-names", choices=("core", "core-local", "legacy"), default="core",
         help="of parameters for megatron: those of core with Transformer Engine (the default), of core's local layers, or of before 2024",
     )  # fmt: skip
+    written.add_argument(
+        "--deepspeed-layout", choices=("module", "zero1", "universal"),
+        help="megatron-deepspeed: weights alone, with the optimizer's state for one data parallel rank, or universal, for any number"
+        " (default: zero1 with such a state, else module)",
+    )  # fmt: skip
+    written.add_argument(
+        "--deepspeed-qkv-layout", choices=("flat", "interleaved"), default="flat",
+        help="megatron-deepspeed: order of q, k, v rows; flat for versions since December 2024 (default), else interleaved",
+    )  # fmt: skip
     written.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file for hf (default: 5GB)")
     checks = parser.add_argument_group("checks")
     checks.add_argument("--verify", action="store_true", help="compare the logits of both sides afterwards; exit code 5 if they differ")

@@ -78,7 +78,7 @@ def _options(args: argparse.Namespace) -> Options:
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
         pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
-        megatron_names=args.megatron_names,
+        megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
     )  # fmt: skip
 
 

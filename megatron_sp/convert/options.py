@@ -26,6 +26,8 @@ class Options:
         dtype: of the written weights; None: as they are.
         given: settings of the model that files do not say.
         megatron_names: of the parameters in Megatron's files.
+        deepspeed_layout: what megatron-deepspeed is written as; None: with the optimizer's state zero1, else module.
+        deepspeed_qkv_layout: order of the rows of fused projections that it is written with.
         tp, pp: ranks to write for, where a format has files of ranks.
         max_shard_bytes: files are cut at about this size.
         output: the folder that everything will be in at last.
@@ -39,6 +41,8 @@ class Options:
     dtype: torch.dtype | None = None
     given: Given = field(default_factory=Given)
     megatron_names: Literal["core", "core-local", "legacy"] = "core"
+    deepspeed_layout: Literal["module", "zero1", "universal"] | None = None
+    deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
     tp: int = 1
     pp: int = 1
     max_shard_bytes: int = 5 << 30

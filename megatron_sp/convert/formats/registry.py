@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.hugging_face import HuggingFace
 from megatron_sp.convert.formats.megatron import Megatron
@@ -11,7 +12,7 @@ from megatron_sp.convert.formats.megatron_dist import MegatronDist
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.utils.errors import CheckpointError
 
-_ALL: tuple[Format, ...] = (Native(), HuggingFace(), Megatron(), MegatronDist())
+_ALL: tuple[Format, ...] = (Native(), HuggingFace(), Megatron(), MegatronDist(), MegatronDeepSpeed())
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 

@@ -1,0 +1,134 @@
+"""Many torch files at once, and tensors put together from stretches of what lies in them.
+
+A tensor of a ZeRO checkpoint is cut over the files of all data parallel ranks. ``Stored`` says which stretches of which files it
+consists of; ``Stretches`` reads them block by block into its memory, so that nothing but the tensor and one block is ever held.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.copies import TensorInfo
+from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
+from megatron_sp.convert.torch_file import DTYPES, TorchFile
+from megatron_sp.utils.errors import CheckpointError
+
+_BLOCK = 4 << 20  # elements that are read at once where a tensor has several parts
+
+
+class Files:
+    """Torch files by path; so many stay open as half of the process may have, and the others are opened again when needed."""
+
+    def __init__(self) -> None:
+        self._reader = PickleReader()
+        self._open: OrderedDict[Path, TorchFile] = OrderedDict()
+        self._most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    def tree(self, path: Path) -> Any:
+        """What was saved. Raises CheckpointError."""
+        return self._get(path).tree
+
+    def read(self, path: Path, record: TensorRecord) -> Tensor:
+        """A tensor of the file. Raises CheckpointError."""
+        return self._get(path).read(record)
+
+    def _get(self, path: Path) -> TorchFile:
+        if path not in self._open:
+            while len(self._open) >= self._most:
+                self._open.popitem(last=False)[1].close()
+            self._open[path] = TorchFile(path, self._reader)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``count`` elements of a tensor in a file, in the order of its own elements, from ``first`` on."""
+
+    path: Path
+    record: TensorRecord
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that consists of stretches one behind the other."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def whole(cls, path: Path, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
+        """A tensor of a file, perhaps with another shape than it has there. Raises CheckpointError: not of as many elements."""
+        numel, stored = (torch.Size(s).numel() for s in (record.shape if shape is None else shape, record.shape))
+        if numel != stored:
+            raise CheckpointError(
+                f"{path} has {stored:,} elements where {list(shape or ())} are {numel:,}: it is of another model, or damaged"
+            )
+        return cls(tuple(record.shape if shape is None else shape), dtype_of(path, record), (Stretch(path, record, 0, numel),))
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.shape, self.dtype)
+
+
+class Stretches:
+    """Tensors by name (a ``TensorStore``)."""
+
+    def __init__(self, files: Files, stored: Mapping[str, Stored]) -> None:
+        self._files, self.stored = files, stored
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: stored.info for name, stored in self.stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        stored = self.stored[name]
+        if len(stored.stretches) == 1 and stored.stretches[0].count == torch.Size(stored.stretches[0].record.shape).numel():
+            stretch = stored.stretches[0]
+            return self._files.read(stretch.path, stretch.record).contiguous().view(stored.shape)
+        made = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
+        for at, block in self.blocks(name):
+            made[at : at + block.numel()] = block
+        return made.view(stored.shape)
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The elements from front to back: (position, [n]) with bounded n."""
+        at = 0
+        for stretch in self.stored[name].stretches:
+            for first in range(0, stretch.count, _BLOCK):
+                count = min(_BLOCK, stretch.count - first)
+                yield at, self._flat(stretch.path, stretch.record, stretch.first + first, count)
+                at += count
+
+    def _flat(self, path: Path, record: TensorRecord, first: int, count: int) -> Tensor:
+        """Elements ``first`` to ``first + count`` of a tensor in a file."""
+        if not is_contiguous(record):
+            return self._files.read(path, record).reshape(-1)[first : first + count]
+        return self._files.read(path, replace(record, offset=record.offset + first, shape=(count,), stride=(1,)))
+
+
+def is_contiguous(record: TensorRecord) -> bool:
+    """Its elements lie in their order, without gaps."""
+    wanted = 1
+    for size, stride in zip(reversed(record.shape), reversed(record.stride), strict=True):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
+
+
+def dtype_of(path: Path, record: TensorRecord) -> torch.dtype:
+    """Raises CheckpointError: one that is not known here."""
+    if record.dtype not in DTYPES:
+        raise CheckpointError(f"{path} has a tensor of {record.dtype}, which cannot be read: save it as one of {', '.join(DTYPES)}")
+    return DTYPES[record.dtype]

@@ -1,0 +1,193 @@
+"""Universal checkpoints: every parameter in full, in a folder of its name, whatever the layout of ranks was.
+
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` hold {"param": tensor} with a word on how the shares of the tensor parallel ranks were
+put together: ``cat_dim``, behind one another along it; with ``param_n_sub_params`` 2, [gate | up] of each half; with ``sub_param_shape``,
+each block of rows; none of these, all had the same. ``vocab_tensor``: rows of padding are gone. Taken apart again as the file says, the
+shares are those of the ranks before, also where the one who saved named no parameters, and everything was put end to end. From stage 3
+they are bare tensors without a shape, which is then in the model states.
+
+Source: deepspeed 0.19.8, checkpoint/ds_to_universal.py :: merge_tp_slices, checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.convert.copies import TensorInfo
+from megatron_sp.convert.formats.deepspeed_files import Files, dtype_of, is_contiguous
+from megatron_sp.convert.formats.deepspeed_states import as_dict
+from megatron_sp.convert.pickle_tree import Object, TensorRecord
+from megatron_sp.utils.errors import CheckpointError
+
+FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+STEP = "step.pt"
+_BLOCK = 4 << 20  # elements that are read at once
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a tensor parallel rank had of a parameter.
+
+    Attributes:
+        record: of the full tensor in its file; its shape is [rows, ...].
+        dim: along which the rank had a part.
+        ranges: (first, count) of the parts, in the order in which the rank had them; those beyond the end are padding.
+    """
+
+    path: Path
+    record: TensorRecord
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        found = list(self.record.shape)
+        found[self.dim] = sum(count for _, count in self.ranges)
+        return tuple(found)
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.shape, dtype_of(self.path, self.record))
+
+    @property
+    def num_stored(self) -> int:
+        """Elements in front of those that are padding."""
+        if self.dim or not self.record.shape:
+            return math.prod(self.shape)
+        rows = sum(max(0, min(count, self.record.shape[0] - first)) for first, count in self.ranges)
+        return rows * math.prod(self.record.shape[1:])
+
+
+class Shares:
+    """Shares by name (a ``TensorStore``)."""
+
+    def __init__(self, files: Files, shares: Mapping[str, Share]) -> None:
+        self._files, self.shares = files, shares
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: share.info for name, share in self.shares.items()}
+
+    def read(self, name: str) -> Tensor:
+        share = self.shares[name]
+        record, made = share.record, torch.zeros(share.shape, dtype=share.info.dtype)
+        size, at = record.shape[share.dim] if record.shape else 1, 0
+        for first, count in share.ranges:
+            there = max(0, min(count, size - first))
+            self._copy(share, first, there, made.narrow(share.dim, at, there) if record.shape else made)
+            at += count
+        return made
+
+    def _copy(self, share: Share, first: int, count: int, to: Tensor) -> None:
+        """Elements ``first`` to ``first + count`` along the dim, block by block of rows."""
+        record = share.record
+        if not record.shape:
+            to.copy_(self._files.read(share.path, record))
+            return
+        from_row, num_rows = (first, count) if share.dim == 0 else (0, record.shape[0])
+        at_once = max(1, _BLOCK // max(1, math.prod(record.shape[1:])))
+        for row in range(0, num_rows, at_once):
+            rows = min(at_once, num_rows - row)
+            block = self._files.read(share.path, _rows(record, from_row + row, rows))
+            to[row : row + rows] = block if share.dim == 0 else block.narrow(share.dim, first, count)
+
+
+def _rows(record: TensorRecord, first: int, count: int) -> TensorRecord:
+    return replace(record, offset=record.offset + first * record.stride[0], shape=(count, *record.shape[1:]))
+
+
+def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
+    """The shares of all tensor parallel ranks in a file.
+
+    Args:
+        shape: of a rank's share, where the model states say it.
+        tp: number of ranks.
+        vocab_rows: of a vocabulary with padding, where it is known.
+    Raises:
+        CheckpointError: it is damaged, or put together in a way that is not known here.
+    """
+    tree = files.tree(path)
+    if isinstance(tree, TensorRecord):
+        return _bare(path, tree, shape, tp)
+    tree = as_dict(tree, str(path))
+    record = tree.get("param")
+    if not isinstance(record, TensorRecord):
+        raise CheckpointError(f"{path} has no tensor 'param', which files of universal checkpoints have: it is damaged")
+    if tree.get("is_expert_param") or tree.get("ep_num_experts"):
+        raise CheckpointError(f"{path} is of a mixture of experts, which cannot be converted: there is no such model here")
+    is_cut = any(name in tree for name in ("cat_dim", "sub_param_shape", "vocab_tensor"))
+    if not is_cut or (tp == 1 and not tree.get("vocab_tensor")):
+        return [_whole(path, record)] * tp
+    dim, parts = _parts(path, tree, record, shape, tp, vocab_rows)
+    return [Share(path, record, dim, tuple((start + rank * each, each) for start, each in parts)) for rank in range(tp)]
+
+
+def _whole(path: Path, record: TensorRecord) -> Share:
+    return Share(path, record, 0, ((0, record.shape[0] if record.shape else 1),))
+
+
+def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: int) -> list[Share]:
+    if tp != 1 or (shape is None and len(record.shape) == 1):
+        raise CheckpointError(
+            f"{path} is a tensor without a word on its shape: the model states beside it must have param_shapes of one rank"
+        )
+    shape = shape if shape is not None else record.shape
+    if math.prod(shape) != math.prod(record.shape) or not is_contiguous(record):
+        raise CheckpointError(f"{path} has {math.prod(record.shape):,} elements, {list(shape)} are {math.prod(shape):,}: it is damaged")
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return [_whole(path, replace(record, shape=tuple(shape), stride=strides))]
+
+
+def _parts(
+    path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None
+) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
+    """(dim, [(start, size of a rank's part)]): a rank has the part of each block, or the same of all."""
+    if "sub_param_shape" in tree:
+        return _blocks(path, tree["sub_param_shape"], record, tp)
+    dim = tree.get("cat_dim")
+    if tree.get("vocab_tensor"):
+        rows = shape[0] * tp if shape is not None else vocab_rows if vocab_rows is not None else -(-record.shape[0] // tp) * tp
+        return 0, _even(path, [rows], tp)
+    if not isinstance(dim, int) or not 0 <= dim < len(record.shape):
+        raise CheckpointError(f"{path}: cat_dim is {str(dim)[:50]} of a tensor {list(record.shape)}: it is damaged")
+    count = tree.get("param_n_sub_params", 1)
+    if not isinstance(count, int) or not 1 <= count <= 64 or record.shape[dim] % count:
+        raise CheckpointError(
+            f"{path}: {str(count)[:50]} equal parts of {list(record.shape)} along dim {dim} are not possible: it is damaged"
+        )
+    return dim, _even(path, [record.shape[dim] // count] * count, tp)
+
+
+def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
+    if any(size % tp for size in sizes):
+        raise CheckpointError(
+            f"{path}: parts of {sizes} are not divided evenly by {tp} tensor parallel ranks: such a layout is not known here"
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [(start, size // tp) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, list[tuple[int, int]]]:
+    """``SubparamShape(patterns, shape, partition_dim)``: the sizes of the blocks stand in the shape."""
+    said = spec.attributes if isinstance(spec, Object) else {}
+    dim, shape = said.get("partition_dim"), said.get("shape")
+    if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):
+        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it cannot be taken apart")
+    sizes = [shape[dim]] if isinstance(shape[dim], int) else list(shape[dim]) if isinstance(shape[dim], tuple) else []
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != record.shape[dim]:
+        raise CheckpointError(f"{path}: sub_param_shape is {str(said)[:200]} of a tensor {list(record.shape)}: it cannot be taken apart")
+    return dim, _even(path, sizes, tp)
+
+
+def parameters(folders: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    """Names and folders of parameters. Raises CheckpointError: one has no weights."""
+    for name, folder in folders.items():
+        if not (folder / FILES["master"]).exists():
+            raise CheckpointError(f"{folder} has no {FILES['master']}: the checkpoint is incomplete")
+        yield name, folder
