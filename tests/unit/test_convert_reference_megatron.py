@@ -86,7 +86,7 @@ def test_distributed_checkpoints(tmp_path: Path, shape: str, stacked: bool) -> N
         state = {name: tensor for name, tensor in state.items() if ".layers." not in name}
         state |= {f"decoder.layers.{part}": torch.stack([tree["model"][f"decoder.layers.{i}.{part}"] for i in range(4)]) for part in parts}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "iter", no_dist=True)
-    torch.save({"args": tree["args"], "checkpoint_version": 3.0}, tmp_path / "iter" / "common.pt")
+    torch.serialization.save({"args": tree["args"], "checkpoint_version": 3.0}, tmp_path / "iter" / "common.pt")
     assert worst(against_reference(model, tmp_path / "iter", None)) <= LIMITS[torch.float64]
 
 
