@@ -1,0 +1,14 @@
+"""Schedules of well-known models of transformers: one file for each family, all of it ordinary lines of a schedule.
+
+    s = presets.auto(model, Mesh.of(groups), seq=True)     # by config.model_type
+    s.verify(batch)
+    s.apply()
+
+A family of one's own: a function that writes the lines, with ``@register_preset("its model_type")``.
+"""
+
+from megatron_sp.schedule.presets import bert, gpt2, gpt_neox, llama, opt, t5, vit
+from megatron_sp.schedule.presets.hf_plan import from_hf_plan
+from megatron_sp.schedule.presets.registry import auto, families, register_preset
+
+__all__ = ["auto", "bert", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "opt", "register_preset", "t5", "vit"]

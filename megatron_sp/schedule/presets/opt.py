@@ -1,0 +1,32 @@
+"""OPT. Its MLP is no module of its own, and joins batch and positions, [b, s, h] -> [b * s, h], in front of its first layer.
+
+Cut along the sequence, ranks therefore gather along the first dim there: that is another order of the same rows, which an MLP does not
+notice, and the sum behind it cuts along the same dim again.
+"""
+
+from __future__ import annotations
+
+from megatron_sp.schedule.presets.common import around, base_of, config_of, differ, module_or_none
+from megatron_sp.schedule.presets.registry import register_preset
+from megatron_sp.schedule.schedule import Schedule
+
+
+@register_preset("opt")
+def opt(s: Schedule, seq: bool) -> str:
+    """Write the lines."""
+    config, decoder, (enter, leave) = config_of(s), f"{base_of(s)}decoder", around(seq)
+    blocks, rows = f"{decoder}.layers.*", 0
+
+    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states").set("num_heads", divide="tp")
+    s[f"{blocks}.self_attn.{{q,k,v}}_proj"].column(input="prepared", heads=config.num_attention_heads)
+    s[f"{blocks}.self_attn.out_proj"].row(leave)
+
+    s[f"{blocks}.fc1"].sync("fwd_pre", enter, axis=rows).column(input="prepared")
+    s[f"{blocks}.fc2"].row(leave, axis=rows)
+
+    differ(s, blocks, f"{blocks}.self_attn", seq=seq)
+    if seq:  # where norms stand behind their layers, none stands behind the last
+        norm = f"{decoder}.final_layer_norm"
+        last = f"{decoder}.layers.{config.num_hidden_layers - 1}"
+        s.sequence(f"{decoder}.layers.0", last if module_or_none(s, norm) is None else norm)
+    return blocks

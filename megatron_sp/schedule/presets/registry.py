@@ -1,0 +1,90 @@
+"""From a model to its schedule, by the name that transformers gives its family in ``config.model_type``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.schedule.mesh import AXES, Mesh
+from megatron_sp.schedule.presets.common import write_vocabulary
+from megatron_sp.schedule.schedule import Schedule, schedule
+from megatron_sp.utils.errors import ConfigError
+
+Writer = Callable[[Schedule, bool], str]
+_WRITERS: dict[str, Writer] = {}
+
+
+def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
+    """Decorator of a function that writes the lines of a family.
+
+    The function gets the schedule, and whether activations between the layers are cut along the sequence over tp; the model is
+    ``schedule.model``. It returns the glob of the model's blocks. Word embeddings and the layer over the vocabulary are not its business.
+    """
+
+    def register(writer: Writer) -> Writer:
+        _WRITERS.update(dict.fromkeys(model_types, writer))
+        return writer
+
+    return register
+
+
+def families() -> list[str]:
+    """All that are known."""
+    return sorted(_WRITERS)
+
+
+def auto(
+    model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, seq: bool = False,
+    ulysses: bool | None = None, vocab: bool = True, recompute: str | bool = False,
+) -> Schedule:  # fmt: skip
+    """The schedule of a model of a known family; not applied yet, and more lines may follow.
+
+    Args:
+        mesh: of the job. Without one ``tp`` and ``sp`` give sizes, for a schedule that is checked and shown without a job.
+        tp, sp: ranks along these axes; beside a mesh they only have to agree with it.
+        seq: cut activations between the layers along the sequence over tp (arXiv:2205.05198).
+        ulysses: cut sequences over sp (default: where sp is more than 1).
+        vocab: split the word embeddings, and the layer over the vocabulary.
+        recompute: compute blocks again in backward; True, or the policy of ``.checkpoint()``.
+    Raises:
+        ConfigError: the family is not known, its model has something that the preset does not cover, or sizes do not fit the mesh.
+    """
+    s = schedule(model, _mesh(mesh, tp, sp))
+    blocks = _writer(model)(s, seq)
+    if vocab:
+        write_vocabulary(s)
+    if recompute:
+        s[blocks].checkpoint(None if recompute is True else recompute)
+    if ulysses or (ulysses is None and s.mesh.sp.size() > 1):
+        s.ulysses()
+    return s
+
+
+def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:
+    if mesh is None:
+        return Mesh.sizes(tp or 1, sp or 1)
+    for axis, size in (("tp", tp), ("sp", sp)):
+        if size is not None and size != mesh.group(axis).size():
+            found = ", ".join(f"{a} {mesh.group(a).size()}" for a in AXES)
+            raise ConfigError(f"{axis} ({size}) is not that of the mesh ({found}): leave it out, or make another mesh")
+    return mesh
+
+
+def _writer(model: nn.Module) -> Writer:
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", None)
+    if name in _WRITERS:
+        return _WRITERS[name]
+    if name is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no config.model_type, by which presets are found: write its lines with schedule(model, mesh)"
+        )
+    near = difflib.get_close_matches(str(name), families(), 2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    plan = ", or take transformers' own plan with from_hf_plan(model)" if getattr(config, "base_model_tp_plan", None) else ""
+    raise ConfigError(
+        f"there is no preset for {name!r}, only for {', '.join(families())}{hint}: write its lines with schedule(model, mesh){plan}"
+    )
