@@ -15,7 +15,16 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "attention_dropout": 0.0, "pad_token_id": 0}
-GPT2 = {"n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 16, "vocab_size": V, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GPT2 = {
+    "n_layer": 2,
+    "n_embd": 24,
+    "n_head": 4,
+    "n_positions": 16,
+    "vocab_size": V,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
 OPT = {
     "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_dim": 20, "max_position_embeddings": 16, "vocab_size": V,
     "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 0,

@@ -129,7 +129,7 @@ class Applied:
             )
         state = self.full_state_dict()
         if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
-            save(folder, state_dict=state, **more)
+            save(folder, state_dict=dict(state), **more)  # it empties what it is given
         for group in (self.mesh.dp_sp, self.mesh.tp):  # nobody reads before it is written
             all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)
 

@@ -3,36 +3,157 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from preset_models import FAMILIES, MODELS, batch_of, make
+from preset_models import FAMILIES, MODELS, batch_of, make, transformers
 from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.schedule import Mesh
+from megatron_sp.schedule import Mesh, Schedule
 from megatron_sp.schedule.presets import auto, from_hf_plan
 
-MODES = {"tp": {}, "tp_seq": {"seq": True}, "recompute": {"seq": True, "recompute": True}}
+#: name -> (what auto() is told, changes of the configuration)
+Mode = tuple[dict[str, Any], dict[str, Any]]
+MODES: dict[str, Mode] = {
+    "tp": ({}, {}),
+    "tp_seq": ({"seq": True}, {}),
+    "recompute": ({"seq": True, "recompute": True}, {}),
+}  # fmt: skip
+MORE: dict[str, Mode] = {
+    "eager": ({"seq": True}, {"attn_implementation": "eager"}),
+    "tp, recompute": ({"recompute": True}, {}),
+    "keep_gathered": ({"seq": True, "recompute": "keep_gathered"}, {}),
+    "whole vocabulary": ({"vocab": False}, {}),
+}
+FEW: Mode = ({"seq": True, "recompute": True}, {"num_key_value_heads": 1})
 
 
 def mesh() -> Mesh:
     return Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size()))
 
 
-def equal(names: list[str], modes: list[str]) -> None:
+def equal(cases: list[tuple[str, Mode]]) -> None:
+    m = mesh()
+    for name, (options, changes) in cases:
+        try:
+            auto(make(name, **changes), m, **options).verify(batch_of(name))
+        except Exception as error:
+            raise AssertionError(f"{name}, {options}, {changes}") from error
+
+
+def run_cases(tmp_path: Path, ranks: int, cases: list[tuple[str, Mode]]) -> None:
+    for name in {name for name, _ in cases}:
+        make(name)  # its module is imported once, before the fork
+    run_ranks(equal, ranks, tmp_path, cases)
+
+
+def test_presets_change_nothing(tmp_path: Path) -> None:
+    cases = [(name, mode) for name in FAMILIES for mode in MODES.values()]
+    run_cases(tmp_path, 2, [*cases, ("llama", FEW), ("qwen3", FEW)])
+
+
+@pytest.mark.long
+def test_other_heads_and_options_change_nothing(tmp_path: Path) -> None:
+    others = [(name, mode) for name in MODELS if name not in FAMILIES for mode in MODES.values()]
+    run_cases(tmp_path, 2, others + [(name, mode) for name in FAMILIES for mode in MORE.values()])
+
+
+@pytest.mark.long
+def test_on_four_ranks(tmp_path: Path) -> None:
+    cases = [(name, mode) for name in MODELS for mode in (MODES["tp"], MODES["recompute"])]
+    eight: Mode = ({"seq": True}, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6})
+    run_cases(tmp_path, 4, [*cases, ("llama", FEW), ("llama", eight), ("qwen3", eight)])
+
+
+# files
+
+
+def round_trip(folder: Path) -> None:
+    m = mesh()
+    for name in ("bert", "gpt2", "llama", "t5"):  # tied with a bias, Conv1D in blocks, fewer heads than ranks, tied twice
+        changes = {"num_key_value_heads": 1} if name == "llama" else {}
+        s = auto(make(name, **changes), m)
+        before = {key: t.clone() for key, t in s.model.state_dict().items()}
+        names = [key for key, _ in s.model.named_parameters()]
+        s.apply()
+        assert s.applied is not None and [key for key, _ in s.model.named_parameters()] == names
+        assert list(s.model.state_dict()) == list(before)
+        s.applied.save_pretrained(folder / name)
+        again = type(s.model).from_pretrained(folder / name)
+        assert again.state_dict().keys() == before.keys()
+        assert all(torch.equal(t, before[key]) for key, t in again.state_dict().items())
+        with torch.no_grad():
+            for p in s.model.parameters():
+                p.zero_()
+        s.applied.load_full(again.state_dict())
+        assert all(torch.equal(t, before[key]) for key, t in s.applied.full_state_dict().items())
+
+
+def test_save_pretrained_and_back_bit_for_bit(tmp_path: Path) -> None:
+    run_ranks(round_trip, 2, tmp_path, tmp_path)
+
+
+# transformers' own plans, and its own recomputation
+
+
+def own_plans(names: list[str]) -> None:
     m = mesh()
     for name in names:
-        for mode in modes:
-            try:
-                auto(make(name), m, **MODES[mode]).verify(batch_of(name))
-            except Exception as error:
-                raise AssertionError(f"{name}, {mode}") from error
+        from_hf_plan(make(name), m).verify(batch_of(name))
+    few = make("qwen3", num_key_value_heads=1)
+    from_hf_plan(few, m).verify(batch_of("qwen3"))
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_presets_change_nothing(tmp_path: Path, half: int) -> None:
-    for name in FAMILIES:
-        make(name)  # its module is imported once, in the parent
-    run_ranks(equal, 2, tmp_path, FAMILIES[half::2], list(MODES))
+def test_plans_of_transformers_change_nothing(tmp_path: Path) -> None:
+    run_ranks(own_plans, 2, tmp_path, ["llama", "qwen2", "qwen3", "gpt_neox", "llama-classifier"])
+
+
+def drop(name: str, rate: float) -> dict[str, float]:
+    """The changes of a configuration that make all its dropout this."""
+    config = make(name).config.to_dict()
+    return {key: rate for key, value in config.items() if "drop" in key and isinstance(value, float) and "layerdrop" not in key}
+
+
+def gradients(s: Schedule, name: str, *, theirs: bool) -> dict[str, torch.Tensor]:
+    model: Any = s.apply().double()
+    if theirs:
+        model.gradient_checkpointing_enable()
+    torch.manual_seed(5)
+    result = model(**{k: v.double() if v.is_floating_point() else v for k, v in batch_of(name).items()})
+    value = result.loss if result.get("loss") is not None else result[0].square().sum()
+    alike = value.detach().clone().repeat(dist.get_world_size(), 1)
+    dist.broadcast(alike[0], 0)
+    assert abs(float(alike[0] - value)) <= 1e-12 * abs(float(value)), f"{name}: ranks disagree about the loss"
+    value.backward()
+    assert s.applied is not None
+    s.applied.finish_backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def with_dropout(names: list[str]) -> None:
+    m = mesh()
+    for name in names:
+        for seq in (False, True):
+            found = [
+                gradients(auto(make(name, **drop(name, 0.3)), m, seq=seq, recompute=ours), name, theirs=theirs)
+                for ours, theirs in ((False, False), (True, False), (False, True))
+            ]
+            for other in found[1:]:
+                assert found[0].keys() == other.keys()
+                for key, grad in found[0].items():
+                    torch.testing.assert_close(other[key], grad, rtol=1e-10, atol=1e-12, msg=f"{name}, {seq}: {key}")
+
+
+def test_dropout_is_alike_where_ranks_agree_and_in_recomputation(tmp_path: Path) -> None:
+    run_ranks(with_dropout, 2, tmp_path, ["gpt2", "bert", "t5"])
+
+
+@pytest.mark.long
+def test_dropout_of_the_other_families(tmp_path: Path) -> None:
+    names = [name for name in FAMILIES if name not in ("gpt2", "bert", "t5")]
+    for name in names:
+        make(name)
+    run_ranks(with_dropout, 2, tmp_path, names)

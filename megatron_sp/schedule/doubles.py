@@ -1,0 +1,34 @@
+"""Models that take a detour through float32 (norms, rotary angles, softmax) compute it in float64 as well, where float64 is to be compared.
+
+Without this the detour rounds a rank's part of a gradient otherwise than the whole gradient, and right schedules differ by 1e-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_BITS = (Tensor.view,)  # these take a dtype to read the same bits otherwise
+
+
+class Doubles(TorchFunctionMode):
+    """Inside, whoever asks for float32 gets float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double(**named)
+        if func not in _BITS:
+            args = tuple(_wider(a) for a in args)
+            named = {name: _wider(value) for name, value in named.items()}
+        return func(*args, **named)
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
