@@ -35,6 +35,7 @@ class Gpu:
         host_us: (forward, backward) that Python needs for one block: a floor under its time.
         link: between the GPUs of a node.
         activation_gbs, update_gbs: the same of the MLP's activation and of the optimizer, where they differ; 0: they do not.
+        host_gbs: GB/s of copies from and to pinned host memory, each direction, all GPUs of a node at once.
         overlap_cost: share of hidden communication by which the computation over it takes longer.
         sustained: share of its kernels' rates that a run reaches: clocks under load, gaps between kernels, the slowest rank.
         source: where the figures come from.
@@ -53,6 +54,7 @@ class Gpu:
     narrow_heads: float = 0.8
     launch_us: float = 3.0
     host_us: tuple[float, float] = (250.0, 450.0)
+    host_gbs: float = 48.0
     overlap_cost: float = 0.15
     sustained: float = SUSTAINED
     activation_gbs: float = 0.0
@@ -86,21 +88,24 @@ class Link:
         return self.peak_gbs * self.achieved
 
 
+# host_gbs where nothing is said: PCIe 5, 48 of 64 GB/s
 _REACHED = "matmul, attention and memory: shares of the peak that are usual, not measured here"
 GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100-40g", int(39.4 * GIB), 312, 260, 190, 165, 1320, 108, "nvlink3",
-            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 1555 GB/s"),
+            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 1555 GB/s;"
+            " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("a100-80g", int(79.2 * GIB), 312, 260, 190, 165, 1730, 108, "nvlink3",
-            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 2039 GB/s"),
+            "data sheet; matmul 260 of 312 as reported for training shapes; FlashAttention-2's own figures; memory 0.85 of 2039 GB/s;"
+            " host: PCIe 4, 24 of 32 GB/s", host_gbs=24.0),
         Gpu("h100-80g", int(79.1 * GIB), 989, 700, 600, 540, 2800, 132, "nvlink4",
             "SXM data sheet; matmul 700 of 989 (power-limited); cuDNN and FlashAttention-3 as published; memory 0.84 of 3350 GB/s"),
         Gpu("h200", int(139.7 * GIB), 989, 740, 600, 540, 4100, 132, "nvlink4",
             "data sheet; one measured: matmul 769 to 798, copies 4300 GB/s, here less for a hot GPU; attention as H100"),
         Gpu("b200", int(178.0 * GIB), 2250, 1600, 1400, 1150, 6800, 148, "nvlink5",
             "data sheet; FlashAttention-4's 1605 forward at its best; " + _REACHED),
-        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, overlap_cost=0.1),
+        Gpu("l40s", int(44.4 * GIB), 362, 230, 180, 150, 730, 142, "pcie4", "data sheet; " + _REACHED, host_gbs=24.0, overlap_cost=0.1),
         Gpu("mi300x", int(191.5 * GIB), 1307, 640, 450, 300, 4000, 304, "xgmi",
             "data sheet; matmul about half of the peak, as several have published; " + _REACHED),
     )

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_sp.training.planner.command import read_model
 from megatron_sp.training.planner.layouts import Layout, frames, micro_batches, saves_no_less, savings
 from megatron_sp.training.planner.machine import Machine
 from megatron_sp.training.planner.search import Findings, search
+from megatron_sp.training.planner.timing import step_time
 from megatron_sp.training.remedies import plan_of
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +222,6 @@ def test_a_tight_winner_comes_with_a_roomier_one(capsys: pytest.CaptureFixture[s
         ("--gpus 8 --gpu h200 --hidden-size 1000 --kv-channels 0", "must be at least 1"),
         ("--gpus 8 --gpu h200 --dry-run", "--dry-run is for a run's own program"),
         ("--gpus 8 --gpu h200 --offload-optimizer", "--offload-optimizer: its copies are not part of the prediction"),
-        ("--gpus 8 --gpu h200 --offload-activations", "--offload-activations: its copies are not part of the prediction"),
         ("--gpus 8 --gpu h200 --tp-size 3 --ffn-hidden-size 3072", "no layout is possible:\n  tp 3, sp 1"),
         ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1", "global_batch_size (3) must be a multiple of"),
         ("--gpus 8 --gpu h200 --picture nowhere/x.png", "there is no folder nowhere"),
@@ -255,6 +256,23 @@ def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.Captur
     number, nodes = re.findall(r"--(?:gpus|nodes) (\d+)", gpus)
     fixed = "--tp-size 8 --sp-size 1 --zero-stage 3 --recompute-granularity full --micro-batch-size 1"
     assert says(capsys, f"--gpus {number} --nodes {nodes} --link ib-400g --gpu a100-40g {BIG} {fixed} --top 1")
+
+
+def test_activations_in_host_memory_cost_what_their_copies_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--tp-size 1 --sp-size 1 --zero-stage 3 --recompute-granularity full --micro-batch-size 1"
+    base, _, _ = read_model(f"{MODEL} --global-batch-size 8 {layout}".split(), 4, False)
+    base.kernels.recompute_granularity = base.kernels.recompute_method = base.kernels.recompute_num_layers = None
+    moved = copy.deepcopy(base)
+    moved.kernels.offload_activations = True
+    here, fast, slow = (
+        step_time(config, replace(machine(), gpu=replace(H100, host_gbs=gbs))) for config, gbs in ((base, 1.0), (moved, 1e9), (moved, 1e-3))
+    )
+    assert here.copies == fast.copies == 0 and fast.seconds == here.seconds
+    assert plan_of(moved, 4, "cuda").peak < plan_of(base, 4, "cuda").peak
+    host = plan_of(moved, 4, "cuda").host
+    assert slow.copies == pytest.approx(2 * (2 * host / 1e6), rel=0.01)  # two micro-batches, there and back, at 1e-3 GB/s
+    assert slow.seconds == pytest.approx(here.seconds + slow.copies) and slow.bound.startswith("copies to host memory")
+    assert "fit" in says(capsys, f"{MODEL} --gpus 4 --gpu l40s --offload-activations --top 1")
 
 
 def test_a_fixed_field_that_hurts_is_named() -> None:

@@ -68,6 +68,10 @@ def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator
         config = copy.deepcopy(base)
         config.precision.bf16 = True
         yield "--bf16", config, given, machine
+    if not base.kernels.offload_activations and not machine.is_cpu:
+        config = copy.deepcopy(base)
+        config.kernels.offload_activations = True
+        yield "--offload-activations", config, given, machine
     yield from _more_gpus(base, given, machine)
     bigger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes), key=lambda gpu: gpu.memory_bytes)
     if bigger and not machine.is_cpu:

@@ -108,9 +108,10 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
     """
     config, given = draft_config(_checked(words))
     extra = []
-    offloads = {"--offload-optimizer": config.parallel.offload_optimizer, "--offload-activations": config.kernels.offload_activations}
-    for name in (name for name, asked in offloads.items() if asked):
-        raise ConfigError(f"{name}: its copies are not part of the prediction; leave it out, --dry-run shows the memory of such a run")
+    if config.parallel.offload_optimizer:
+        raise ConfigError(
+            "--offload-optimizer: its copies are not part of the prediction; leave it out, --dry-run shows the memory of such a run"
+        )
     if not cpu and not given & {("precision", name) for name in ("bf16", "fp16", "fp64")}:
         config.precision.bf16 = True
         extra.append("--bf16")

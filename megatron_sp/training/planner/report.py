@@ -75,7 +75,7 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
     ]  # fmt: skip
     seconds = {
         "step": time.seconds, "products": time.products, "attention": time.attention, "memory": time.memory, "update": time.update,
-        "host": time.host, "overlap": time.overlap, "exposed": time.exposed, "of_it_recomputed": time.recompute,
+        "host": time.host, "overlap": time.overlap, "copies": time.copies, "exposed": time.exposed, "of_it_recomputed": time.recompute,
     }  # fmt: skip
     return {
         "layout": {**asdict(candidate.layout), "dp": candidate.layout.dp(candidate.machine.gpus)}, "flags": flags(candidate, extra),
@@ -155,7 +155,9 @@ def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
         f" worst in {best.memory.worst.phase}, {best.memory.worst.name}",
         f"  step {time.seconds:.3g} s: products {time.products:.3g}, attention {time.attention:.3g}, norms and the like {time.memory:.3g},"
         f" update {time.update:.3g}, communication in the open {time.exposed:.3g}, slowed by communication {time.overlap:.3g},"
-        f" waiting for Python {time.host:.3g}" + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),
+        f" waiting for Python {time.host:.3g}"
+        + (f", copies to host memory and back {time.copies:.3g}" if time.copies else "")
+        + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),
     ]
     for exchange in sorted(time.exchanges, key=lambda e: -e.flow.num_bytes):
         if exchange.flow.num_bytes < 2**20:

@@ -1,7 +1,7 @@
 """The time of a step: computation, communication, and what of the second runs under the first.
 
     step = micro-batches * (forward + backward + what is recomputed) / sustained + communication in the open + update
-           + overlap_cost * hidden communication
+           + overlap_cost * hidden communication + copies to host memory in the open
 
 ``sustained`` is what a run reaches of its kernels' rates (``training/hardware.py``).
 
@@ -11,6 +11,7 @@ Which bytes *can* run under something is what ``training/traffic.py`` says of th
     Ulysses, split-qkv        two thirds of the q, k, v products; backward also the output's product for the weight
     Ulysses, chunked in G     (G-1)/G of attention and its projections
     gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
+    copies to the host        the blocks' forward passes (--offload-activations); those back: their backward passes
     parameters (ZeRO 1, 2)    one micro-batch's forward pass; (ZeRO 3) half under the forward, half under the backward passes
 
 Gradients and parameters come behind the others on the same link: what those take of it is taken off their time. A pass takes no less than
@@ -60,6 +61,7 @@ class StepTime:
         update: norm and optimizer.
         host: that the GPU waits for Python.
         overlap: that computation loses to communication under it.
+        copies: of activations to host memory and back, that nothing hides.
         exchanges: communication by kind.
     """
 
@@ -70,6 +72,7 @@ class StepTime:
     update: float
     host: float
     overlap: float
+    copies: float
     exchanges: tuple[Exchange, ...]
 
     @property
@@ -78,14 +81,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return self.products + self.attention + self.memory + self.update + self.host + self.overlap + self.exposed
+        return self.products + self.attention + self.memory + self.update + self.host + self.overlap + self.copies + self.exposed
 
     @property
     def bound(self) -> str:
         """What most of the time goes to."""
         parts = {
             "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
-            "Python and launches": self.host, "communication": self.exposed + self.overlap,
+            "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
         }  # fmt: skip
         name = max(parts, key=lambda part: parts[part])
         if name == "communication":
@@ -125,7 +128,7 @@ class _Clock:
         hidden = sum(exchange.hidden for exchange in exchanges)
         return StepTime(
             computed.products, computed.attention, computed.memory + self.work.gradients(), self.again.seconds * self.layers * self.count,
-            self.work.update(), self._host(), self.machine.gpu.overlap_cost * hidden, exchanges,
+            self.work.update(), self._host(), self.machine.gpu.overlap_cost * hidden, self._copies(), exchanges,
         )  # fmt: skip
 
     def _host(self) -> float:
@@ -133,6 +136,12 @@ class _Clock:
         forward, backward = (us * 1e-6 for us in self.machine.gpu.host_us)
         more = max(0.0, forward - self.forward.seconds) + max(0.0, backward - self.backward.seconds)
         return (more + self.repeats * max(0.0, forward - self.forward.seconds)) * self.layers * self.count
+
+    def _copies(self) -> float:
+        """What a micro-batch's activations need to the host longer than the forward passes, and back longer than the backward passes."""
+        seconds = self.form.host / (self.machine.gpu.host_gbs * 1e9)
+        forward, backward = (self.layers * one.seconds for one in (self.forward, self.backward + self.again))
+        return (max(0.0, seconds - forward) + max(0.0, seconds - backward)) * self.count
 
     # communication
 
