@@ -11,7 +11,8 @@ transformers = pytest.importorskip("transformers", reason="transformers (Python 
 
 V, S, B = 37, 8, 3
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20, "max_position_embeddings": 16, "vocab_size": V,
+    "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20, "max_position_embeddings": 16,
+    "vocab_size": V,
 }  # fmt: skip
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "attention_dropout": 0.0, "pad_token_id": 0}
@@ -25,6 +26,7 @@ GPT2 = {
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
 }
+GPT_NEOX = {**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 OPT = {
     "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_dim": 20, "max_position_embeddings": 16, "vocab_size": V,
     "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 0,
@@ -32,12 +34,12 @@ OPT = {
 T5 = {"d_model": 24, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 4, "vocab_size": V, "dropout_rate": 0.0, "pad_token_id": 0}
 VIT = {**{k: v for k, v in SIZES.items() if k not in ("max_position_embeddings", "vocab_size")}, "image_size": 12, "patch_size": 4}
 
-#: name -> (family, head, configuration); the first of each family is in every run
+#: name -> (family, head, configuration); names with a dash are variants
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "ForMaskedLM", BERT),
     "roberta": ("Roberta", "ForMaskedLM", BERT),
     "gpt2": ("GPT2", "LMHeadModel", GPT2),
-    "gpt_neox": ("GPTNeoX", "ForCausalLM", {**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", GPT_NEOX),
     "llama": ("Llama", "ForCausalLM", LLAMA),
     "mistral": ("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 4}),
     "qwen2": ("Qwen2", "ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
@@ -50,7 +52,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta-classifier": ("Roberta", "ForSequenceClassification", BERT),
     "gpt2-model": ("GPT2", "Model", GPT2),
     "gpt2-classifier": ("GPT2", "ForSequenceClassification", {**GPT2, "pad_token_id": 0}),
-    "gpt_neox-serial": ("GPTNeoX", "ForCausalLM", {**SIZES, "use_parallel_residual": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "gpt_neox-serial": ("GPTNeoX", "ForCausalLM", {**GPT_NEOX, "use_parallel_residual": False}),
     "llama-model": ("Llama", "Model", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "llama-classifier": ("Llama", "ForSequenceClassification", LLAMA),
     "qwen3-classifier": ("Qwen3", "ForSequenceClassification", LLAMA),

@@ -1,0 +1,122 @@
+"""Which preset a model gets, what is refused and why; with models that have no more than a family's names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_sp.schedule import Mesh, Schedule
+from megatron_sp.schedule.presets import auto, families, from_hf_plan, register_preset
+from megatron_sp.schedule.presets import registry as registry_of_presets
+from megatron_sp.utils.errors import ConfigError
+
+
+class Named(nn.Module):
+    """Modules of these dotted names, and a configuration."""
+
+    def __init__(self, modules: dict[str, nn.Module], plan: dict[str, str] | None = None, **config: Any) -> None:
+        super().__init__()
+        self.config, self._tp_plan = SimpleNamespace(to_dict=dict, **config), plan
+        for path, module in modules.items():
+            *parents, last = path.split(".")
+            at: nn.Module = self
+            for name in parents:
+                if name not in at._modules:
+                    at.add_module(name, nn.Module())
+                at = at.get_submodule(name)
+            at.add_module(last, module)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "words", None)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return getattr(self, "head", None)
+
+
+def lines(s: Schedule) -> list[tuple[str, str]]:
+    return [(d.on, d.do) for d in s.directives]
+
+
+def test_a_family_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_of_presets, "_WRITERS", dict(registry_of_presets._WRITERS))
+
+    @register_preset("mine")
+    def mine(s: Schedule, seq: bool) -> str:
+        s["blocks.*.up"].column()
+        s["blocks.*.down"].row("reduce_scatter" if seq else "all_reduce")
+        return "blocks.*"
+
+    assert "mine" in families()
+    model = Named(
+        {"words": nn.Embedding(7, 4), "blocks.0.up": nn.Linear(4, 8), "blocks.0.down": nn.Linear(8, 4), "head": nn.Linear(4, 7)},
+        model_type="mine",
+    )
+    s = auto(model, tp=2, recompute="keep_gathered")
+    assert lines(s) == [
+        ("blocks.*.up", "column"), ("blocks.*.down", "row"), ("words", "vocab_parallel"), ("head", "vocab_parallel"),
+        ("blocks.*", "checkpoint"),
+    ]  # fmt: skip
+    assert s.directives[-1].args == {"policy": "keep_gathered"} and s.mesh.tp.size() == 2
+    assert lines(auto(model, vocab=False)) == lines(s)[:2]
+    assert lines(auto(model, sp=2, vocab=False))[-1] == ("", "ulysses")
+    assert lines(auto(model, sp=2, vocab=False, ulysses=False)) == lines(s)[:2]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"Named has no config.model_type, .* write its lines with schedule\(model, mesh\)"),
+        ({"model_type": "lama"}, r"no preset for 'lama', only for bert, .*; did you mean llama\?: write"),
+        ({"model_type": "phi3", "base_model_tp_plan": {"x": "colwise"}}, r"or take transformers' own plan with from_hf_plan\(model\)"),
+        (
+            {"model_type": "bert", "add_cross_attention": True},
+            r"Named has cross attention \(.*\), which the preset of bert does",
+        ),
+    ],
+)
+def test_no_preset(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        auto(Named({}, **config), tp=2)
+
+
+def test_sizes_that_are_not_those_of_the_mesh() -> None:
+    with pytest.raises(ConfigError, match=r"tp \(4\) is not that of the mesh \(dp 1, sp 1, tp 2\): leave it out"):
+        auto(Named({}, model_type="bert"), Mesh.sizes(tp=2), tp=4)
+
+
+def test_plans() -> None:
+    plan = {
+        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.q_norm": "replicated_with_grad_allreduce",
+        "self_attn.o_proj": "rowwise", "mlp.gate_up": "packed_colwise", "mlp.both": "rowwise_split_input", "mlp.all": "colwise_rep",
+        "words": "embedding_rowwise", "kept": "replicate",
+    }  # fmt: skip
+    modules = {name: nn.Embedding(7, 4) if name == "words" else nn.Linear(4, 4) for name in plan}
+    model = Named(modules, plan, num_attention_heads=4, num_key_value_heads=1, base_model_tp_plan={})
+    head = nn.Linear(4, 7, bias=False)
+    head.weight = model.words.weight
+    model.head = head
+    s = from_hf_plan(model, Mesh.sizes(tp=2))
+    assert [(d.on, d.do, d.args) for d in s.directives] == [
+        ("self_attn.q_proj", "column", {"input": "copy", "heads": 4}),
+        ("self_attn", "set", {"attribute": "num_key_value_groups", "value": 2}),
+        ("self_attn.k_proj", "column", {"input": "copy", "heads": 1, "replicas": True}),
+        ("self_attn.q_norm", "sum_gradients", {}),
+        ("self_attn.o_proj", "row", {"reduce": "all_reduce"}),
+        ("mlp.gate_up", "column", {"input": "copy", "blocks": 2}),
+        ("mlp.both", "sync", {"mode": "fwd_pre", "op": "scatter", "axis": -1}),
+        ("mlp.both", "row", {"reduce": "all_reduce"}),
+        ("mlp.all", "column", {"input": "copy", "gather": True}),
+        ("words", "vocab_parallel", {}),
+        ("head", "vocab_parallel", {}),  # tied, and not in the plan
+    ]
+
+
+def test_plans_that_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no tensor parallel plan for Named"):
+        from_hf_plan(Named({}, base_model_tp_plan=None))
+    plan = {"up": "colwise", "experts": "grouped_gemm", "router": "ep_dispatch_experts"}
+    with pytest.raises(ConfigError, match=r"has 'grouped_gemm' at experts, 'ep_dispatch_experts' at router, which is not known here, only"):
+        from_hf_plan(Named({name: nn.Linear(2, 2) for name in plan}, plan, base_model_tp_plan={}))
