@@ -334,3 +334,22 @@ def test_bytes_on_the_wire() -> None:
 def test_setup_peers_refuses_unknown_arguments() -> None:
     done = subprocess.run(["bash", str(BENCHMARKS / "setup_peers.sh"), "apex"], capture_output=True, text=True)
     assert done.returncode == 2 and "unknown argument 'apex'" in done.stderr
+
+
+@pytest.mark.long
+def test_the_conversion_benchmark_runs(tmp_path: Path) -> None:
+    """At its real sizes it would be the test of the memory limit; here of a model whose largest tensor is a tenth of it."""
+    done = run("convert.py", "--gb", "0.3", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "c.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "c.json").read_text())["results"]
+    assert set(results["directions"]) == {"hf -> native", "native -> hf"}
+    for row in results["directions"].values():
+        assert row["convert"] > 0 and row["copy"] > 0 and 0 < row["memory"] < results["limit_mb"]
+
+
+@pytest.mark.long
+def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
+    done = run("schedule.py", "--smoke", "--rounds", "1", "--warmup", "0", "--links", "loopback", "--json", str(tmp_path / "s.json"))
+    assert done.returncode == 0, done.stderr
+    loopback = json.loads((tmp_path / "s.json").read_text())["results"]["links"]["loopback"]
+    assert loopback["scheduled / ours"]["median"] > 0 and loopback["alone scheduled / alone"]["median"] > 0
