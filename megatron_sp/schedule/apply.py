@@ -32,6 +32,8 @@ from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
+from megatron_sp.schedule.ulysses import Ulysses
+from megatron_sp.schedule.zero import ZeroTraining
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -44,12 +46,23 @@ class Applied:
         mesh: over which it is split.
         specs: where each parameter lies in the whole one, by its first name; ``sums`` of those whose gradient is summed over tp.
         splits: by name, of all names of split parameters.
+        ulysses: how sequences are cut over sp; None: they are not.
+        zero: who has the parameters, gradients and the optimizer's state; None: the modules have.
     """
 
     model: nn.Module
     mesh: Mesh
     specs: dict[str, ShardSpec]
     splits: dict[str, Split] = field(default_factory=dict)
+    ulysses: Ulysses | None = None
+    zero: ZeroTraining | None = None
+
+    def complete(self, result: Any) -> Any:
+        """The model's result with all positions, where this rank has computed its own only. Collective over sp.
+
+        A loss made of it, the same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
+        """
+        return result if self.ulysses is None else self.ulysses.complete(result)
 
     def finish_backward(self) -> None:
         """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.
@@ -57,6 +70,9 @@ class Applied:
         For a training loop of one's own, once after the last backward pass of a step; the loss is divided by the number of tokens of all
         ranks. The project's own loop and ZeRO do it themselves.
         """
+        if self.zero is not None:
+            self.zero.finish()
+            return
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
@@ -70,6 +86,12 @@ class Applied:
             places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
             places[part.slot] = view
             view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of each gradient there is, after ``finish_backward``. Collective with ZeRO."""
+        if self.zero is not None:
+            return self.zero.gradients_of_all()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
@@ -85,10 +107,12 @@ class Applied:
         """Everything under the model's own names and shapes, on every rank, as before ``apply()``. Collective over tp."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         found, made = {}, dict[int, Tensor]()
+        sharded = {} if self.zero is None else self.zero.parameters()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in names:
                 if id(tensor) not in made:
-                    made[id(tensor)] = self.whole(names[id(tensor)], tensor.detach())
+                    first = names[id(tensor)]
+                    made[id(tensor)] = self.whole(first, sharded.get(first, tensor.detach()))
                 found[name] = made[id(tensor)]
             else:
                 found[name] = self.whole(name, tensor.detach()) if name in self.splits else tensor.detach()
@@ -100,6 +124,8 @@ class Applied:
         Raises:
             ConfigError: one is missing, or has another shape.
         """
+        if self.zero is not None:
+            raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
         for name, parameter in self.model.named_parameters():
             if name not in state or tuple(state[name].shape) != self.specs[name].shape:
                 found = list(state[name].shape) if name in state else "missing"
@@ -169,7 +195,25 @@ class _Compiler:
         self.annotate()
         self.put_random()
         self.put_checkpoints()
-        return Applied(self.model, self.mesh, self.specs(whole_shapes), self.splits)
+        ulysses = self.cut_sequences()
+        specs = self.specs(whole_shapes)
+        return Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs))
+
+    def shard(self, specs: dict[str, ShardSpec]) -> ZeroTraining | None:
+        lines = [d for d in self.directives if d.do == "zero"]
+        if len(lines) > 1:
+            raise ConfigError(f"zero was asked for twice, at {lines[0].where} and at {lines[1].where}: leave one out (E10)")
+        return ZeroTraining(self.model, self.mesh, specs, lines[0].args, lines[0].where) if lines else None
+
+    def cut_sequences(self) -> Ulysses | None:
+        lines = [d for d in self.directives if d.do == "ulysses"]
+        if len(lines) > 1:
+            raise ConfigError(f"ulysses was asked for twice, at {lines[0].where} and at {lines[1].where}: leave one out (E10)")
+        group = self.mesh.group(lines[0].args["axis"]) if lines else None
+        if group is None or group.size() == 1:
+            return None
+        over_tp = self.size if any(d.do == "sequence" for d in self.directives) else 1
+        return Ulysses(self.model, group, group.size() * over_tp, self.seq_dim, lines[0].args, lines[0].where)
 
     # other modules, attributes
 

@@ -13,15 +13,16 @@ from megatron_sp.utils.errors import ConfigError
 Change = Callable[[Tensor], Tensor]
 
 
-def change_input(module: nn.Module, path: str, arg: str | int | None, change: Change, where: str) -> None:
+def change_input(module: nn.Module, path: str, arg: str | int | None, change: Change, where: str, *, first: bool = False) -> None:
     """From now on ``change`` is called on an input of the module.
 
     Args:
         arg: its name or place; None: the first.
+        first: before all that was changed so far.
     Raises:
         ConfigError: the module's forward has no such input (E13).
     """
-    names = _parameters(module)
+    names = parameter_names(module)
     place, name = _place(names, path, arg, where, module)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -31,7 +32,7 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
             return (*args[:place], _changed(args[place], change, path, name or str(place)), *args[place + 1 :]), kwargs
         raise ConfigError(f"{path} was called without {name or f'input {place}'}, on which ranks must talk ({where}): give it by name")
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
 
 
 def change_output(module: nn.Module, path: str, out: int | str | None, change: Change, where: str) -> None:
@@ -71,7 +72,7 @@ def _changed(value: Any, change: Change, path: str, name: str) -> Any:
     return change(value)
 
 
-def _parameters(module: nn.Module) -> list[str]:
+def parameter_names(module: nn.Module) -> list[str]:
     """Names of a forward's inputs, in their order; empty where the signature does not say."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()

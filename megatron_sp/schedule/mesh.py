@@ -32,17 +32,19 @@ class Mesh:
     Attributes:
         tp, sp, dp: ranks along one axis.
         dp_sp: dp and sp together: all that have the same parameters.
+        world: everybody.
     """
 
     tp: Group = field(default=ALONE)
     sp: Group = field(default=ALONE)
     dp: Group = field(default=ALONE)
     dp_sp: Group = field(default=ALONE)
+    world: Group = field(default=ALONE)
 
     @classmethod
     def of(cls, groups: ParallelGroups) -> Mesh:
         """Of a job."""
-        return cls(groups.tp, groups.sp, groups.dp, groups.dp_sp)
+        return cls(groups.tp, groups.sp, groups.dp, groups.dp_sp, groups.world)
 
     @classmethod
     def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
@@ -54,7 +56,7 @@ class Mesh:
         for name, size in (("tp", tp), ("sp", sp), ("dp", dp)):
             if size < 1:
                 raise ConfigError(f"{name} ({size}) must be at least 1")
-        return cls(imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(dp * sp, sp_rank))
+        return cls(imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(dp * sp, sp_rank), imagined(dp * sp * tp))
 
     def group(self, axis: str) -> Group:
         """Of an axis. Raises ConfigError: there is no such axis."""

@@ -82,7 +82,7 @@ def verify(
     applied = apply(split, directives, mesh, seq_dim)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
-        found = {name: _run(m, batch, loss) for name, m in (("whole", whole), ("split", split))}
+        found = {"whole": _run(whole, batch, loss), "split": _run(split, batch, loss, applied.complete)}
     applied.finish_backward()
     verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2))
     for name, expected in found["whole"].outputs.items():
@@ -134,7 +134,7 @@ class _Pass:
     results: dict[str, Tensor]
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf) -> _Pass:
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None) -> _Pass:
     results: dict[str, Tensor] = {}
     handles = []
     for path, module in model.named_modules():
@@ -146,6 +146,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf) -> _Pass:
 
         handles.append(module.register_forward_hook(keep))
     result = model(**batch)
+    result = result if complete is None else complete(result)
     value = loss(result)
     torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))  # of a tensor, no mode would see a recomputation
     for handle in handles:
@@ -159,11 +160,11 @@ def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh) -> list[Row]:
     squares = sum(float(g.square().sum()) for g in expected.values())
     scale = (squares / max(1, sum(g.numel() for g in expected.values()))) ** 0.5
     rows = []
+    gradients = applied.gradients()
     for name, p in applied.model.named_parameters():
-        if name not in expected and p.grad is None:
+        if name not in expected and name not in gradients:
             continue
-        local = torch.zeros_like(p) if p.grad is None else p.grad
-        found = applied.whole(name, local)
+        found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
         rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
     return rows
 

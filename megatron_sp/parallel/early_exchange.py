@@ -1,0 +1,79 @@
+"""An exchange of shards that starts in one place of a model and is waited for in another: both ways, and through autograd.
+
+    forward    flight.launch(x) starts sending      ...other layers compute...            y = flight.land(token) waits
+    backward   waits for its gradient               ...their gradients are computed...    starts sending the gradient back
+
+Between the two travels an empty tensor, which only ties the two ends of the autograd graph together. The autograd engine runs what was made
+last first: of several exchanges that are landed together all gradients leave before the first of them is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import Handle, all_to_all_async
+from megatron_sp.comm.groups import Group
+
+
+class Flight:
+    """One exchange of equal parts, and later that of its gradient.
+
+    Args:
+        group: its ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._there: Handle | None = None
+        self._back: Handle | None = None
+        self._shape = torch.Size()
+
+    def launch(self, x: Tensor) -> Tensor:
+        """Start sending ``x`` [ranks, ...], the r-th part to rank r. Returns a token for ``land``."""
+        token: Tensor = _Launch.apply(x, self)
+        return token
+
+    def land(self, token: Tensor) -> Tensor:
+        """Wait; [ranks, ...], the r-th part from rank r."""
+        landed: Tensor = _Land.apply(token, self)
+        return landed
+
+    def start(self, x: Tensor) -> Handle:
+        """Begin an exchange of all parts."""
+        self._shape, send = x.shape, x.contiguous().view(-1)
+        counts = [send.numel() // self._group.size()] * self._group.size()
+        return all_to_all_async(send, counts, torch.empty_like(send), counts, self._group)
+
+    def end(self, handle: Handle | None) -> Tensor:
+        """What has arrived."""
+        assert handle is not None, "an exchange was landed twice, or was never launched"
+        return handle.wait().view(self._shape)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight._there = flight.start(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        handle, ctx.flight._back = ctx.flight._back, None
+        return ctx.flight.end(handle), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        handle, flight._there = flight._there, None
+        return flight.end(handle)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.flight._back = ctx.flight.start(grad)
+        return grad.new_empty(0), None

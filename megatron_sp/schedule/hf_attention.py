@@ -1,0 +1,86 @@
+"""The attention of transformers' models, which all of them look up in one table: a transparent layer around it.
+
+A model's attention asks ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and ``ALL_MASK_ATTENTION_FUNCTIONS``
+for the one that makes its mask. Modules of a model that is split over sp get those functions with exchanges around them, and masks of whole
+sequences; all other models get what they always got. Nothing here imports transformers: who has such a model has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+_WRAPPED = "_megatron_sp_wrapped"
+
+
+class Exchanges(Protocol):
+    """What a split model does around its attention and its masks."""
+
+    def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+        """The attention of a module."""
+
+    def mask(self, function: Callable[..., Any], **more: Any) -> Any:
+        """A mask for it."""
+
+
+_SPLIT: WeakKeyDictionary[nn.Module, Exchanges] = WeakKeyDictionary()
+_RUNNING: ContextVar[Exchanges | None] = ContextVar("model in its forward pass", default=None)
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether it is a model of transformers."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def take_over(model: nn.Module, exchanges: Exchanges) -> None:
+    """From now on all attention inside this model goes through ``exchanges``."""
+    attention, masks = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
+    _wrap_attention(attention.ALL_ATTENTION_FUNCTIONS)
+    _wrap_masks(masks.ALL_MASK_ATTENTION_FUNCTIONS)
+    for module in model.modules():
+        _SPLIT[module] = exchanges
+
+
+def running(exchanges: Exchanges | None) -> None:
+    """Say whose forward pass begins (None: it has ended): a mask is made for it."""
+    _RUNNING.set(exchanges)
+
+
+def _wrap_attention(table: Any) -> None:
+    original = table.get_interface
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @wraps(original)
+    def get_interface(*args: Any, **kwargs: Any) -> Any:
+        return partial(_attend, original(*args, **kwargs))
+
+    setattr(get_interface, _WRAPPED, True)
+    table.get_interface = get_interface
+
+
+def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    exchanges = _SPLIT.get(module)
+    return function(module, *args, **kwargs) if exchanges is None else exchanges.attend(function, module, *args, **kwargs)
+
+
+def _wrap_masks(table: Any) -> None:
+    for key in list(table):
+        original = table[key]
+        if getattr(original, _WRAPPED, False):
+            continue
+        wrapped = wraps(original)(partial(_mask, original))
+        setattr(wrapped, _WRAPPED, True)
+        table[key] = wrapped
+
+
+def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    exchanges = _RUNNING.get()
+    return function(*args, **kwargs) if exchanges is None or args else exchanges.mask(function, **kwargs)

@@ -1,0 +1,114 @@
+"""How the ranks of the sp axis share a sequence: who has which positions, how tensors are cut and made whole, how heads are traded.
+
+Positions are cut contiguously; a length that the ranks cannot share evenly is padded at the end. Padding travels through layers and
+exchanges, and is taken away in front of the attention, which never sees it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.regions import all_to_all, gather_from
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.numbers import round_up
+
+
+class Cut(NamedTuple):
+    """One sequence on one rank.
+
+    Attributes:
+        length: real positions of the whole.
+        padded: with padding at its end.
+        ranks, rank: who shares it, and which of them this is.
+    """
+
+    length: int
+    padded: int
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str) -> Cut:
+        """Of a length.
+
+        Args:
+            multiple: of which the padded length must be one.
+            pads: whether it may be padded; else an uneven length is refused.
+            what: is cut, for the message.
+        Raises:
+            ConfigError: it would have to be padded, and may not be (E12).
+        """
+        padded = round_up(length, multiple)
+        if padded != length and not pads:
+            raise ConfigError(
+                f"{what} has {length} positions, which must be a multiple of {multiple} (the ranks that share them): pad the batch, or"
+                " leave out pad=False, and it is done here (E12)"
+            )
+        return cls(length, padded, group.size(), group.rank())
+
+    @property
+    def local(self) -> int:
+        """Positions of a rank."""
+        return self.padded // self.ranks
+
+    def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
+        """This rank's positions of a whole tensor; ``fill`` stands in the padding, None: the last position again."""
+        missing = self.padded - self.length
+        if missing and fill is None:
+            last = x.narrow(dim, self.length - 1, 1)
+            x = F.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim).clone()
+            x.narrow(dim, self.length, missing).copy_(last.expand_as(x.narrow(dim, self.length, missing)))
+        elif missing:
+            x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
+        return x.narrow(dim, self.rank * self.local, self.local).contiguous()  # models have views of what they are given
+
+    def whole(self, x: Tensor, dim: int, group: Group) -> Tensor:
+        """All ranks' positions of something that all of them go on to use alike. Collective."""
+        return gather_from(x, group, dim, "slice").narrow(dim, 0, self.length)
+
+
+class Heads(NamedTuple):
+    """How q, k and v become the whole sequence of some heads, and the result all heads of some positions again.
+
+    Attributes:
+        group: the sp ranks.
+        seq, head: dims of the tensors that enter the attention.
+        where: the module, for messages.
+    """
+
+    group: Group
+    seq: int
+    head: int
+    where: str
+
+    def spread(self, x: Tensor, queries: int) -> Tensor:
+        """Key/value heads as often as it takes for each rank to get those of its queries; autograd adds the copies' gradients up.
+
+        Raises:
+            ConfigError: the ranks cannot share the heads.
+        """
+        ranks, have = self.group.size(), x.shape[self.head]
+        if queries % ranks:
+            raise ConfigError(
+                f"{self.where} has {queries} query heads on this rank, which must be a multiple of sp ({ranks}): the model's heads must be"
+                " one of tp * sp; choose another sp or tp"
+            )
+        if have % ranks == 0 or have == 0:
+            return x
+        times = ranks // have if ranks % have == 0 else queries // have
+        return x.repeat_interleave(times, self.head)
+
+    def enter(self, x: Tensor, cut: Cut) -> Tensor:
+        """Some positions of all heads -> all real positions of some heads."""
+        return all_to_all(x, self.group, self.head, self.seq).narrow(self.seq, 0, cut.length)
+
+    def leave(self, x: Tensor, cut: Cut, seq: int, head: int) -> Tensor:
+        """The way back, of a result with these dims."""
+        missing = cut.padded - cut.length
+        if missing:
+            x = F.pad(x.movedim(seq, -1), (0, missing)).movedim(-1, seq)
+        return all_to_all(x, self.group, seq, head)

@@ -1,0 +1,100 @@
+"""ZeRO behind schedules: gradients and weights after steps of one process, whatever is split and sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_schedule import MODELS
+from test_schedule_ulysses import hf_batch, with_attention
+from torch import Tensor
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.config import OptimizerConfig
+from megatron_sp.schedule import Mesh, schedule
+
+OPTIMIZER = OptimizerConfig(lr=0.05, adam_eps=1e-3, clip_grad=0.5)
+Case = tuple[str, int, int, bool, int, bool]
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    made = [hf_batch(8), hf_batch(8)][:count]
+    made[-1] = {name: t.flip(0) if name == "attention_mask" or count == 1 else t for name, t in made[-1].items()}
+    made[-1]["attention_mask"] = made[0]["attention_mask"]
+    return made
+
+
+def steps_of(name: str, case: Case | None, micro_batches: int, recompute: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms of three steps and the weights behind them; without a case on this process alone."""
+    make, write = MODELS[name]
+    model = with_attention(make(), "sdpa").double()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    mesh, stage = Mesh(), 0
+    if case is not None:
+        _, tp, sp, seq, stage, _ = case
+        mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
+    s = schedule(model, mesh)
+    if mesh.tp.size() > 1:
+        write(s, case is not None and case[3])
+    s.ulysses()
+    s.zero(stage, OPTIMIZER, micro_batches=micro_batches)
+    s.apply()
+    assert s.applied is not None and s.applied.zero is not None
+    norms = []
+    for _ in range(3):
+        for batch in batches(micro_batches):  # all dp ranks have the same, so each counts for its share
+            s.applied.zero.backward(model(**batch).loss / mesh.dp.size())
+        norms.append(s.applied.zero.step())
+    return norms, s.applied.full_state_dict()
+
+
+def check(cases: list[Case], micro_batches: int) -> None:
+    known: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
+    for case in cases:
+        name = case[0]
+        if name not in known:
+            known[name] = steps_of(name, None, micro_batches)
+        norms, weights = steps_of(name, case, micro_batches, case[5])
+        torch.testing.assert_close(torch.tensor(norms), torch.tensor(known[name][0]), rtol=1e-6, atol=0.0, msg=f"{case}: {norms}")
+        for key, want in known[name][1].items():
+            torch.testing.assert_close(weights[key], want, rtol=1e-6, atol=1e-7, msg=lambda m, key=key: f"{case} {key}: {m}")
+
+
+TWO: list[Case] = [
+    # model, tp, sp, tp_seq, stage, recompute
+    ("llama", 1, 1, False, 3, False),
+    ("llama", 2, 1, True, 1, False),
+    ("llama", 1, 2, False, 3, True),
+    ("gpt2", 1, 2, False, 3, False),
+    ("bert", 1, 1, False, 2, False),
+]
+FOUR: list[Case] = [("llama", 2, 2, True, 3, False), ("bert", 2, 1, True, 3, True), ("gpt2", 2, 1, False, 1, False)]
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(check, 2, tmp_path, TWO, 2)
+
+
+def test_on_four_ranks(tmp_path: Path) -> None:
+    run_ranks(check, 4, tmp_path, FOUR, 1)
+
+
+def verify_gradients(cases: list[Case]) -> None:
+    for name, tp, sp, seq, stage, _ in cases:
+        make, write = MODELS[name]
+        s = schedule(make(), Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp)))
+        if tp > 1:
+            write(s, seq)
+        s.ulysses()
+        s.zero(stage)
+        s.verify(hf_batch(8))
+
+
+@pytest.mark.long
+def test_every_gradient(tmp_path: Path) -> None:
+    run_ranks(verify_gradients, 4, tmp_path, [c for c in FOUR if c[1] * c[2] == 4])
+    assert dist.is_available()
