@@ -413,7 +413,7 @@ class TransformerBlock(nn.Module):
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """Where each parameter of a model lies in the whole one, by the parameter's name."""
-    found: dict[str, ShardSpec] = {}
+    found: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
     for prefix, module in model.named_modules():
         of_module = getattr(module, "shard_specs", None)
         if of_module is not None and module is not model:

@@ -66,8 +66,8 @@ class EarlyExchanges:
         changed = [n for n, _ in module.named_children() if "norm" in n.lower()]
         if changed:
             raise ConfigError(
-                f"overlap_qkv: {path} has {', '.join(changed)} between its projections and its attention, which would have to come before the"
-                f" exchange: leave overlap_qkv out ({where})"
+                f"overlap_qkv: {path} has {', '.join(changed)} between its projections and its attention, which has to come before"
+                f" an exchange: leave overlap_qkv out ({where})"
             )
         size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
         if not isinstance(size, int):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -86,7 +87,7 @@ class Ulysses:
                 self._early = early.EarlyExchanges(self.model, self.group, self.where)
         else:
             raise ConfigError(
-                f"{type(self.model).__name__} is no model of transformers, so it must be said where its attention is: core=, the modules that"
+                f"{type(self.model).__name__} is no model of transformers, so say where its attention is: core=, the modules that"
                 f' get q, k and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({self.where})'
             )
 
@@ -109,7 +110,7 @@ class Ulysses:
             return heads.leave(last, self._current(), 1 if layout != "sbhd" else 0, 2).flatten(-2)
 
         for name in "qkv":  # hooks run in this order: the first says how many query heads there are
-            change_input(module, path, args.get(name, name), lambda x, name=name: enter(x, name == "q"), self.where)
+            change_input(module, path, args.get(name, name), partial(enter, is_query=name == "q"), self.where)
         change_output(module, path, args.get("out"), leave, self.where)
 
     def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
@@ -207,8 +208,8 @@ class Ulysses:
             self.model.register_forward_pre_hook(self._begin_inputs, with_kwargs=True)
         else:
             raise ConfigError(
-                f"say where the sequence is cut: inputs=, names of the model's inputs that have positions (and positions=, where it takes their"
-                f" numbers), or enter= and leave=, the modules between which hidden states are cut ({self.where})"
+                f"say where the sequence is cut: inputs=, names of the model's inputs that have positions (and positions=, where it takes"
+                f" their numbers), or enter= and leave=, the modules between which hidden states are cut ({self.where})"
             )
         self.model.register_forward_hook(self._end_root, with_kwargs=True, always_call=True)
 
@@ -219,7 +220,7 @@ class Ulysses:
         )
         if found is not None and "TokenClassification" not in type(self.model).__name__:
             raise ConfigError(
-                f"{found} of {type(self.model).__name__} works on whole sequences, of which each rank would have a part: cut them inside, with"
+                f"{found} of {type(self.model).__name__} works on whole sequences, and each rank would have a part: cut them inside, with"
                 f" enter= (the first block) and leave= (the norm or block behind which they are whole again) ({self.where})"
             )
 
@@ -257,8 +258,8 @@ class Ulysses:
             self._weight = mine.double() / (labels != _IGNORED).sum()
         else:
             raise ConfigError(
-                f"it is not known how {type(self.model).__name__} makes a loss of labels: say loss='next_token' or loss='per_token' (a mean over"
-                f" labelled positions), or cut sequences inside the model, with enter= and leave= ({self.where})"
+                f"it is not known how {type(self.model).__name__} makes a loss of labels: say loss='next_token' or loss='per_token' (a mean"
+                f" over labelled positions), or cut sequences inside the model, with enter= and leave= ({self.where})"
             )
 
     def _begin_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -301,9 +302,13 @@ class Ulysses:
     def _require_attention(self) -> None:
         if self._attentions == 0:
             raise ConfigError(
-                f"no attention of {type(self.model).__name__} went through an exchange, so ranks would attend to their own positions only: name"
+                f"no attention of {type(self.model).__name__} went through an exchange, so ranks would see their own positions only: name"
                 f" the modules that compute it with core= ({self.where})"
             )
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's positions of something that belongs to the inputs of the last pass, with zeros for padding."""
+        return self._current().take(x, dim)
 
     def complete(self, result: Any) -> Any:
         """A result of the model with all positions in each tensor that has this rank's along ``seq_dim``. Collective."""

@@ -7,8 +7,8 @@
         zero.backward(model(**batch).loss)
         zero.step()
 
-Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they are sharded: a loss is
-divided by the number of tokens of all ranks. The norm counts every element of the whole model once, whoever has it.
+Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they are sharded: a
+loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model once, whoever has it.
 """
 
 from __future__ import annotations

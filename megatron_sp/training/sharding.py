@@ -78,6 +78,8 @@ def build_sharded(
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
     )  # fmt: skip
     attach_sink(model, gradients)
+    if (attach_units := getattr(model, "attach_units", None)) is not None:
+        attach_units(units)
     return ShardedModel(model, units, weights, gradients, fingerprint, host)
 
 

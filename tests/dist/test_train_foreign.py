@@ -1,0 +1,65 @@
+"""The examples: unmodified models of transformers in the training loop, resumed in other layouts, under their own names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import MOCK, NO_DROPOUT, records, tensors, train
+
+transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import train_hf_bert
+import train_hf_llama
+
+from megatron_sp.training.foreign_flags import parse_foreign
+from megatron_sp.training.loop import pretrain
+
+COMMON = (*NO_DROPOUT, "--fp64", "--save-interval", 2, "--adam-eps", "1e-3")
+
+
+def llama(words: list[str]) -> None:
+    config, folder = parse_foreign(words, description="", family="gpt", prog="train_hf_llama.py")
+    pretrain(config, train_hf_llama.llama_task(folder))
+
+
+def bert(words: list[str]) -> None:
+    config, folder = parse_foreign(words, description="", family="bert", prog="train_hf_bert.py")
+    pretrain(config, train_hf_bert.bert_task(folder))
+
+
+PROGRAMS: dict[str, tuple[Any, tuple[object, ...]]] = {
+    "llama": (llama, ("--num-query-groups", 2)), "bert": (bert, ("--bert-no-binary-head",)),
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
+    # what begins, and what goes on after two of four steps
+    "llama": (
+        ("--sequence-parallel-size", 2, "--zero-stage", 3, "--split-qkv-linear", "--sp-overlap-comm"),
+        ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--zero-stage", 1),
+    ),
+    "bert": (("--tensor-model-parallel-size", 2), ("--sequence-parallel-size", 2, "--zero-stage", 1)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None:
+    program, shape = PROGRAMS[name]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(tmp_path, *shape, *COMMON, "--train-iters", 4, "--save", whole, program=program).expect(0)
+    first, second = LAYOUTS[name]
+    train(tmp_path, *shape, *COMMON, *first, "--train-iters", 4, "--exit-interval", 2, "--save", run, ranks=2, program=program).expect(0)
+    train(tmp_path, *shape, *COMMON, *second, "--train-iters", 4, "--save", run, "--auto-resume", ranks=2, program=program).expect(0)
+    got, want = tensors(run), tensors(whole)
+    assert got.keys() == want.keys()
+    names = {n.removeprefix("optimizer.exp_avg.") for n in got if n.startswith("optimizer.exp_avg.")}
+    assert ("model.layers.0.self_attn.q_proj.weight" if name == "llama" else "bert.encoder.layer.0.attention.self.query.weight") in names
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
+    losses = [[r["loss"] for r in records(folder)] for folder in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert MOCK
