@@ -1,8 +1,9 @@
 """The attention of transformers' models, which all of them look up in one table: a transparent layer around it.
 
 A model's attention asks ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and
-``ALL_MASK_ATTENTION_FUNCTIONS`` for the one that makes its mask. Modules of a model that is split over sp get those functions with exchanges around them, and masks of whole
-sequences; all other models get what they always got. Nothing here imports transformers: who has such a model has imported it.
+``ALL_MASK_ATTENTION_FUNCTIONS`` for the one that makes its mask. Modules of a model that is split over sp get those functions with
+exchanges around them, and masks of whole sequences; all other models get what they always got. Nothing here imports transformers: who has
+such a model has imported it.
 """
 
 from __future__ import annotations

@@ -71,14 +71,48 @@ class Schedule:
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
 
-    def ulysses(self, axis: str = "sp", *, overlap_qkv: bool = False, **more: Any) -> Schedule:
-        """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509)."""
-        self.add("", "ulysses", axis=axis, overlap_qkv=overlap_qkv, **more)
+    def ulysses(
+        self, axis: str = "sp", *, overlap_qkv: bool = False, pad: bool = True, loss: str | None = None, enter: str | None = None,
+        leave: str | None = None, arg: str | int | None = None, inputs: list[str] | None = None, positions: str | None = None,
+        core: str | None = None, q: str | int | None = None, k: str | int | None = None, v: str | int | None = None,
+        out: int | str | None = None, layout: str | None = None,
+    ) -> Schedule:  # fmt: skip
+        """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+        A model of transformers needs nothing else. See ``ulysses.py`` for what is cut and what becomes of the loss.
+
+        Args:
+            axis: of the mesh.
+            overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections only).
+            pad: lengths that the ranks cannot share evenly are padded; else refused.
+            loss: how a transformers model makes its loss, where its class does not say so: next_token or per_token.
+            enter, leave: cut hidden states between these two modules instead of the model's inputs.
+            arg: of ``enter``: the input that is cut (default: the first).
+            inputs: of a model that is not transformers': names of its inputs that have positions, along ``seq_dim``.
+            positions: its input that takes the positions' numbers.
+            core: of such a model: glob of the modules that compute attention.
+            q, k, v: their inputs (default: by these names).
+            out: their output, where they have several.
+            layout: of these tensors: bshd (default), bhsd or sbhd.
+        """
+        self.add(
+            "", "ulysses", axis=axis, overlap_qkv=overlap_qkv, pad=pad, loss=loss, enter=enter, leave=leave, arg=arg,
+            inputs=inputs, positions=positions, core=core, q=q, k=k, v=v, out=out, layout=layout,
+        )  # fmt: skip
         return self
 
-    def zero(self, stage: int, optimizer: Any = None, **more: Any) -> Schedule:
-        """Share optimizer state, gradients, parameters over dp and sp (ZeRO, arXiv:1910.02054) behind everything else."""
-        self.add("", "zero", stage=stage, optimizer=optimizer, **more)
+    def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
+        """Share optimizer state, gradients, parameters over dp and sp (ZeRO, arXiv:1910.02054) behind everything else.
+
+        ``applied.zero`` is then what a training loop calls: ``backward(loss)`` for each micro-batch, and ``step()``.
+
+        Args:
+            stage: 1: optimizer state; 2: gradients too; 3: parameters too; 0: nothing, every rank has everything.
+            optimizer: an OptimizerConfig, or a dict of its fields.
+            micro_batches: of a step.
+            blocks: glob of the modules that are units of their own (default: the items of the outermost lists of modules of one class).
+        """
+        self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
         return self
 
     def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:

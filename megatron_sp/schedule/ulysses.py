@@ -67,7 +67,8 @@ class Ulysses:
         self._hugging_face = hf_attention.is_hugging_face(model)
         self.inputs = tuple(args.get("inputs") or ())
         self._take_attention(args)
-        if "enter" in args or "leave" in args:
+        self._is_region = "enter" in args or "leave" in args
+        if self._is_region:
             self._cut_region(args)
         else:
             self._cut_root(args)
@@ -232,9 +233,10 @@ class Ulysses:
         if not isinstance(first, Tensor):
             raise ConfigError("the model was called without input_ids and without inputs_embeds: there is nothing to cut over sp")
         cut = self._begin(first.shape[1], "input_ids" if "input_ids" in given else "inputs_embeds")
-        self._packed = _documents(given.get("position_ids"))
+        self._packed = _documents(given.get("position_ids")) if _looks_for_documents(model, given) else None
+        said = "position_ids" in given
         given.setdefault("position_ids", global_positions(model, first, given.get("attention_mask")))
-        if cut.padded != cut.length or self._packed is not None:
+        if cut.padded != cut.length or said:
             # else a jump in the positions is taken for a new document; all ones cost no mask
             given.setdefault("attention_mask", torch.ones(first.shape[:2], dtype=torch.long, device=first.device))
         if "use_cache" in names or "labels" in names:
@@ -317,7 +319,7 @@ class Ulysses:
         def whole(t: Tensor) -> Tensor:
             return cut.whole(t, dim, self.group) if t.ndim > dim and t.shape[dim] == cut.local else t
 
-        return map_tensors(result, whole) if hasattr(self, "_loss_kind") else result
+        return result if self._is_region else map_tensors(result, whole)
 
 
 class _grouped:
@@ -361,6 +363,12 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
     if of_type == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel")):
         return "next_token"
     return "per_token" if of_type in ("ForMaskedLM", "ForTokenClassification") else None
+
+
+def _looks_for_documents(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether transformers would take positions that start again for documents: without a mask, and without a cache."""
+    caches = given.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
+    return "attention_mask" not in given and (not caches or bool(getattr(model, "is_gradient_checkpointing", False)))
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:

@@ -1,8 +1,8 @@
 """The parts of a foreign model whose parameters are reduced, sharded and gathered together, and hooks that tell when they are used.
 
 Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2, ... are the blocks:
-the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward goes
-through the blocks the other way.
+the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward
+goes through the blocks the other way.
 
 A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes the first when the
 block's parameters are about to be read, and the second when all its gradients are there. What autograd itself keeps of a parameter for the

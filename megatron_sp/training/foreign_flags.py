@@ -1,4 +1,4 @@
-"""The command line of a training whose model is not ours: the flags of every training, and ``--model FOLDER``, whose config.json says the shape.
+"""The command line of a training of a foreign model: the flags of every training, and ``--model FOLDER``, whose config.json says the shape.
 
 Nothing here imports torch: mistakes are answered at once.
 """

@@ -92,8 +92,8 @@ def problems(config: Config) -> Iterator[str]:
     if parallel.tensor_model_parallel_size > 1 and max(model.attention_dropout, model.hidden_dropout) > 0:
         yield (
             f"attention_dropout ({model.attention_dropout}) and hidden_dropout ({model.hidden_dropout}) must be 0 with tp"
-            f" ({parallel.tensor_model_parallel_size}): a model from outside draws its masks from torch's generator, which tp ranks do not share"
-            ": --attention-dropout 0 --hidden-dropout 0"
+            f" ({parallel.tensor_model_parallel_size}): a model from outside draws masks from torch's generator, which ranks do not"
+            " share: --attention-dropout 0 --hidden-dropout 0"
         )
     if model.has_order_head:
         yield "a model from outside is trained on masked tokens alone: add --bert-no-binary-head"

@@ -1,4 +1,4 @@
-"""A model from a local folder of transformers': config.json, and its weights if they are there. Nothing is fetched, no code of theirs is run."""
+"""A model from a local folder: transformers' config.json, and its weights if they are there. Nothing is fetched, no code in it is run."""
 
 from __future__ import annotations
 

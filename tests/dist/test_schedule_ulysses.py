@@ -75,3 +75,141 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 def test_with_tensor_parallelism_and_few_key_value_heads(tmp_path: Path) -> None:
     run_ranks(check_hugging_face, 4, tmp_path, FOUR)
+
+
+# models that are not transformers', and sequences that are cut inside
+
+
+class Core(nn.Module):
+    """Attention on [b, s, n, d], with fewer key/value heads."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        to = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}[self.layout]
+        heads = [x.permute(to) for x in (query, k, v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        back = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "bhsd": (0, 1, 2, 3)}[self.layout]
+        return y.permute(back) if self.layout == "bhsd" else y.permute(back).flatten(-2)
+
+
+class Block(nn.Module):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.core, self.layout, self.qkv, self.out = Core(layout), layout, nn.Linear(24, 48), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 6)) for t in self.qkv(x).split([24, 12, 12], -1))
+        if self.layout == "bhsd":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = self.core(q, v=v, k=k)
+        return x + self.out(y.transpose(1, 2).flatten(-2) if self.layout == "bhsd" else y)
+
+
+class Toy(nn.Module):
+    """Positions that come from outside, two blocks, and a mean over the sequence at the end."""
+
+    def __init__(self, layout: str = "bshd", pools: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layout, self.pools = layout, pools
+        self.idle = nn.Identity()
+        self.words, self.places = nn.Embedding(V, 24), nn.Embedding(16, 24)
+        self.blocks, self.norm, self.head = nn.ModuleList(Block(layout) for _ in range(2)), nn.LayerNorm(24), nn.Linear(24, 5)
+
+    def forward(self, ids: Tensor, at: Tensor | None = None) -> Tensor:
+        at = torch.arange(ids.shape[0 if self.layout == "sbhd" else 1]) if at is None else at
+        x = self.words(ids) + (self.places(at)[:, None] if self.layout == "sbhd" else self.places(at))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        y: Tensor = self.head(x.mean(0 if self.layout == "sbhd" else 1) if self.pools else x)
+        return y
+
+
+def check_toys() -> None:
+    ids = torch.randint(0, V, (B, 7), generator=torch.Generator().manual_seed(2))
+    for layout in ("bshd", "sbhd", "bhsd"):
+        given = {"ids": ids.t().contiguous() if layout == "sbhd" else ids}
+        core: dict[str, Any] = {"core": "blocks.*.core", "q": "query", "layout": layout}
+        s = schedule(Toy(layout), mesh(1), seq_dim=0 if layout == "sbhd" else 1)
+        s.ulysses(inputs=["ids"], positions="at", **core).verify(given)
+        s = schedule(Toy(layout, pools=True), mesh(1), seq_dim=0 if layout == "sbhd" else 1)
+        s.ulysses(enter="blocks.0", leave="norm", **core).verify(given)
+
+
+def check_regions() -> None:
+    s = schedule(MODELS["llama"][0](), mesh(1))
+    s.ulysses(enter="model.layers.0", leave="model.norm").verify(hf_batch(7))
+    config = transformers.BertConfig(**SIZES, vocab_size=V, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+    torch.manual_seed(0)
+    s = schedule(transformers.BertForSequenceClassification(config), mesh(1))
+    s.ulysses(enter="bert.encoder.layer.0", leave="bert.encoder.layer.1", overlap_qkv=True)
+    s.verify({**hf_batch(7), "labels": torch.tensor([0, 2, 1])})
+
+
+def check_positions_and_windows() -> None:
+    """Families whose positions or masks are their own: RoBERTa's count past padding, Mistral's windows, packed documents."""
+    torch.manual_seed(0)
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    roberta = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **no_dropout, vocab_size=V, pad_token_id=1))
+    given = hf_batch(7)
+    given["input_ids"] = torch.where(given["attention_mask"].bool(), given["input_ids"].clamp(min=2), 1)
+    schedule(roberta, mesh(1)).ulysses(overlap_qkv=True).verify(given)
+    mistral = transformers.MistralConfig(**SIZES, vocab_size=V, num_key_value_heads=1, sliding_window=3)
+    schedule(transformers.MistralForCausalLM(mistral), mesh(1)).ulysses().verify(hf_batch(8))
+    packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
+    schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify(packed)
+    schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify({**packed, "use_cache": False})
+
+
+def check_rest() -> None:
+    check_toys()
+    check_regions()
+    check_positions_and_windows()
+    check_refused()
+    check_others_are_left_alone()
+
+
+def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
+    with pytest.raises((ConfigError, NumericsError)) as caught:
+        s.verify(hf_batch(8) if batch is None else batch)
+    assert part in str(caught.value), str(caught.value)
+
+
+def check_refused() -> None:
+    on = mesh(1)
+    refuse("input_ids has 7 positions, which must be a multiple of 2", schedule(MODELS["bert"][0](), on).ulysses(pad=False), hf_batch(7))
+    refuse("has no separate projections of q, k and v", schedule(MODELS["gpt2"][0](), on).ulysses(overlap_qkv=True))
+    refuse("is no model of transformers", schedule(Toy(), on).ulysses(enter="blocks.0", leave="norm"), {"ids": torch.ones(B, 8).long()})
+    core = {"core": "blocks.*.core", "q": "query"}
+    refuse("say where the sequence is cut", schedule(Toy(), on).ulysses(**core), {"ids": torch.ones(B, 8).long()})
+    refuse("layout must be one of", schedule(Toy(), on).ulysses(**{**core, "layout": "hsbd"}))
+    refuse("enter= and leave= belong together", schedule(MODELS["bert"][0](), on).ulysses(enter="bert.encoder.layer.0"))
+    idle = schedule(Toy(), on).ulysses(core="idle", q="input", k="input", v="input", inputs=["ids"])
+    refuse("went through an exchange", idle, {"ids": torch.ones(B, 8).long()})
+    refuse("ulysses was asked for twice", schedule(MODELS["bert"][0](), on).ulysses().ulysses())
+    odd = transformers.BertConfig(**{**SIZES, "num_attention_heads": 3}, vocab_size=V)
+    refuse("has 3 query heads on this rank", schedule(transformers.BertForMaskedLM(odd), on).ulysses())
+    refuse("pooler of BertModel works on whole", schedule(transformers.BertModel(odd), on).ulysses())
+    refuse("stage must be 0, 1, 2 or 3", schedule(MODELS["bert"][0](), on).zero(4))
+    refuse("the optimizer has no rate", schedule(MODELS["bert"][0](), on).zero(1, {"rate": 1.0}))
+    qwen = transformers.Qwen3Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6)
+    refuse("has q_norm, k_norm between", schedule(transformers.Qwen3ForCausalLM(qwen), on).ulysses(overlap_qkv=True))
+
+
+def check_others_are_left_alone() -> None:
+    """A model without a schedule computes what it did, bit for bit, beside one with."""
+    model, split = (MODELS["llama"][0]() for _ in range(2))
+    before = model(**hf_batch(8)).logits
+    schedule(split, mesh(1)).ulysses().apply()
+    split(**hf_batch(8))
+    assert torch.equal(model(**hf_batch(8)).logits, before)
+
+
+def test_other_models_regions_and_what_is_refused(tmp_path: Path) -> None:
+    for name in ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification"):
+        getattr(transformers, name)  # imported before ranks are forked
+    run_ranks(check_rest, 2, tmp_path)
