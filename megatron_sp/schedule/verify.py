@@ -82,7 +82,7 @@ def verify(
     applied = apply(split, directives, mesh, seq_dim)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
-        found = {"whole": _run(whole, batch, loss), "split": _run(split, batch, loss, applied.complete)}
+        found = {"whole": _run(whole, batch, loss), "split": _run(split, batch, loss, applied.complete, mesh.dp.size())}
     applied.finish_backward()
     verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2))
     for name, expected in found["whole"].outputs.items():
@@ -134,7 +134,8 @@ class _Pass:
     results: dict[str, Tensor]
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None) -> _Pass:
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
+    # dp ranks have the same batch, and their gradients are summed: each has one of so many parts
     results: dict[str, Tensor] = {}
     handles = []
     for path, module in model.named_modules():
@@ -148,7 +149,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
     result = model(**batch)
     result = result if complete is None else complete(result)
     value = loss(result)
-    torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))  # of a tensor, no mode would see a recomputation
+    torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value) / parts)  # of a tensor, no mode would see a recomputation
     for handle in handles:
         handle.remove()
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}

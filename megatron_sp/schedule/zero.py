@@ -88,6 +88,8 @@ class ZeroTraining:
     def finish(self) -> None:
         """Wait for all gradients; ``step`` does it too."""
         if not self._finished:
+            if self._seen == 0:  # the backward pass was somebody else's
+                self.gradients.finish_micro_batch()
             self.gradients.finish_step()
             self._finished = True
 
