@@ -35,6 +35,12 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
 
 
+def input_name(module: nn.Module, path: str, arg: str | int | None, where: str) -> str:
+    """What an input is called, as far as the signature says. Raises ConfigError: there is none (E13)."""
+    place, name = _place(_parameters(module), path, arg, where, module)
+    return name or str(place)
+
+
 def change_output(module: nn.Module, path: str, out: int | str | None, change: Change, where: str) -> None:
     """From now on ``change`` is called on an output of the module.
 

@@ -13,15 +13,22 @@ model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_sp.schedule import plan_file
+from megatron_sp.schedule import show as text
 from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.compare import Difference, diff
+from megatron_sp.schedule.cost import Cost, cost
 from megatron_sp.schedule.directives import Directive, caller
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.picture import write_picture
+from megatron_sp.schedule.survey import survey
 from megatron_sp.schedule.verify import LossOf, Verdict, require, verify
 from megatron_sp.utils.errors import ConfigError
 
@@ -113,6 +120,50 @@ class Schedule:
             blocks: glob of the modules that are units of their own (default: the items of the outermost lists of modules of one class).
         """
         self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
+        return self
+
+    def show(self, *, every: bool = False) -> str:
+        """The model's tree: what is split and how, where ranks talk; modules that are alike once.
+
+        Args:
+            every: also modules of which there is nothing to say.
+        """
+        return text.show(survey(self), every=every)
+
+    def explain(self, path: str) -> str:
+        """Of each module that a glob names: its share of each parameter, and why each collective is there."""
+        found = survey(self)
+        return "\n".join(text.explain(found, each) for each in expand(self.model, path))
+
+    def diff(self, other: Schedule) -> Difference:
+        """What another schedule does otherwise: false, and "no difference", where it does not."""
+        return diff(self, other)
+
+    def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
+        """Bytes that a rank holds, and sends in a step.
+
+        Args:
+            batch: rows of a micro-batch, of ``seq`` tokens each; or keyword arguments of the model.
+        """
+        return cost(self, batch, seq)
+
+    def picture(self, path: str | Path) -> None:
+        """Write a page of HTML with the model's tree in colours; it opens anywhere and runs nothing."""
+        write_picture(survey(self), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the lines as YAML. Raises ConfigError: some need code; names them."""
+        plan_file.save(path, self.model, self.directives, self.seq_dim)
+
+    def load(self, path: str | Path) -> Schedule:
+        """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line cannot be."""
+        lines, seq_dim = plan_file.load(path, self.model)
+        if self.directives and seq_dim != self.seq_dim:
+            raise ConfigError(f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}: load it first")
+        self.seq_dim = seq_dim
+        for line in lines:
+            self.add(line.on, line.do, **line.args)
+            self.directives[-1] = line
         return self
 
     def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
@@ -272,6 +323,11 @@ class Selection:
     def _add(self, do: str, **args: Any) -> Selection:
         self.schedule.add(self.glob, do, **args)
         return self
+
+
+def load(path: str | Path, model: nn.Module, mesh: Mesh | None = None) -> Schedule:
+    """The schedule in a file, of a model. Raises ConfigError: see ``Schedule.load``."""
+    return schedule(model, mesh).load(path)
 
 
 def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) -> Schedule:

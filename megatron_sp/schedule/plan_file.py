@@ -1,0 +1,286 @@
+"""Schedules as YAML files: what a person can read, review and keep beside a model, and what nobody can hide code in.
+
+    schema: 1
+    model_type: llama
+    transformers: ">=5.23,<6"
+    seq_dim: 1
+    lines:
+      - {on: "model.layers.*.self_attn", do: sync, mode: fwd_pre, op: copy, arg: hidden_states}
+      - {on: "model.layers.*.self_attn.{q,k,v}_proj", do: column, input: prepared}
+
+Read with YAML's safe loader; every key, word and type is checked, every glob against the model, and every message has its line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from megatron_sp.ops import availability
+from megatron_sp.schedule.directives import Directive, is_plain
+from megatron_sp.schedule.mesh import AXES
+from megatron_sp.schedule.paths import PathError, expand
+from megatron_sp.schedule.syncs import MODES, OPS
+from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.files import atomic_write_text
+
+SCHEMA = 1
+MAX_FILE_BYTES = 1024 * 1024
+_MAX_DEPTH = 6
+_HEAD = ("schema", "model_type", "transformers", "seq_dim", "lines")
+_NUMBER, _WORD, _FLAG = (int,), (str,), (bool,)
+_CUT: dict[str, tuple[type, ...]] = {"blocks": (int, list), "heads": _NUMBER}
+_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
+    "shard": {"tensor": _WORD, "axis": _NUMBER, **_CUT},
+    "column": {"input": _WORD, "gather": _FLAG, "replicas": _FLAG, **_CUT},
+    "row": {"reduce": _WORD, "axis": _NUMBER, **_CUT},
+    "sync": {"mode": _WORD, "op": _WORD, "axis": _NUMBER, "arg": (int, str), "out": (int, str), "grad": _WORD, "over": _WORD},
+    "vocab_parallel": {"gather": _FLAG},
+    "sum_gradients": {"names": (list,)},
+    "checkpoint": {"policy": _WORD},
+    "rng": {"axis": _WORD},
+    "set": {"attribute": _WORD, "value": (object,), "divide": _WORD},
+    "annotate": {"parameter": _WORD, "key": _WORD, "value": (object,)},
+    "sequence": {"leave": _WORD, "inside": _WORD, "arg": (int, str)},
+}
+_FREE = ("ulysses", "zero")  # whose settings are checked where they are used
+_NEEDED = {
+    "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "annotate": ("parameter", "key"),
+    "sequence": ("leave",), "rng": ("axis",),
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES, "divide": AXES, "input": ("copy", "prepared"),
+    "reduce": ("all_reduce", "reduce_scatter"),
+}  # fmt: skip
+
+
+def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_dim: int) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: lines that need code, by name; nothing is written.
+        DiskError: the file cannot be written.
+    """
+    refused = [f"{d} ({d.where})" for d in directives if d.needs_code or d.do in ("replace", "hook")]
+    if refused:
+        raise ConfigError(
+            f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. Save before these lines, and add them in code"
+            " behind load()"
+        )
+    try:
+        atomic_write_text(path, as_text(model, directives, seq_dim))
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def as_text(model: nn.Module, directives: list[Directive], seq_dim: int) -> str:
+    """The contents of a file."""
+    head: dict[str, Any] = {"schema": SCHEMA}
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(model_type, str) and model_type:
+        head["model_type"] = model_type
+    if (version := _version()) is not None and any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        head["transformers"] = f">={version[0]}.{version[1]},<{version[0] + 1}"
+    head["seq_dim"] = seq_dim
+    lines = [f"  - {_flow({'on': d.on, 'do': d.do, **d.args})}" for d in directives]
+    return "\n".join([yaml.safe_dump(head, sort_keys=False).rstrip(), "lines:" if lines else "lines: []", *lines]) + "\n"
+
+
+def _flow(value: dict[str, Any]) -> str:
+    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in value.items()}
+    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).strip()
+    return text.replace("{'on':", "{on:", 1)  # quoted, since YAML 1.1 reads `on` as true; the reader here knows
+
+
+def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
+    """Read a file.
+
+    Returns:
+        (its lines, seq_dim).
+    Raises:
+        ConfigError: it cannot be read, is no schedule, is for another kind of model or version of transformers, or a line cannot be.
+    """
+    name = str(path)
+    data, numbers = _read(path)
+    head = _mapping(data, name, "a schedule")
+    _require_known(head, _HEAD, name)
+    if head.get("schema") != SCHEMA or isinstance(head.get("schema"), bool):
+        raise ConfigError(f"{name}: schema is {head.get('schema')!r}, and this version reads schema {SCHEMA}: save the schedule again")
+    _require_model(head, model, name)
+    seq_dim = head.get("seq_dim", 1)
+    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or not -8 <= seq_dim < 8:
+        raise ConfigError(f"{name}: seq_dim is {seq_dim!r}, and must be a dim of activations: 1 of [b, s, h]")
+    if not isinstance(head.get("lines"), list):
+        raise ConfigError(f"{name}: lines is {head.get('lines')!r}, and must be a list of lines like {{on: 'layers.*.fc1', do: column}}")
+    found = []
+    for place, line in enumerate(head["lines"]):
+        where = f"{Path(name).name}:{numbers[place]}" if place < len(numbers) else Path(name).name
+        found.append(_directive(line, where, model))
+    return found, seq_dim
+
+
+def _directive(line: Any, where: str, model: nn.Module) -> Directive:
+    if isinstance(line, dict):
+        line = {"on" if key is True else key: value for key, value in line.items()}  # what YAML 1.1 makes of `on`
+    line = dict(_mapping(line, where, "a line"))
+    on, do = line.pop("on", None), line.pop("do", None)
+    if not isinstance(on, str) or not isinstance(do, str):
+        raise ConfigError(f"{where}: a line says `on`, a glob of modules, and `do`: it has {on!r} and {do!r}")
+    if do not in _KEYS and do not in _FREE:
+        known = [*_KEYS, *_FREE]
+        raise ConfigError(f"{where}: do {do!r} is not known{_near(do, known)}; a file can say {', '.join(known)}")
+    if do in _KEYS:
+        _check_args(do, line, where)
+    elif not is_plain(line):
+        raise ConfigError(f"{where}: {do} has values that are no JSON")
+    try:
+        expand(model, on)
+        for key in ("leave", "inside"):
+            if do == "sequence" and key in line:
+                expand(model, line[key])
+    except PathError as error:
+        raise PathError(f"{where}: {error}") from None
+    return Directive(on, do, line, where)
+
+
+def _check_args(do: str, args: dict[str, Any], where: str) -> None:
+    _require_known(args, tuple(_KEYS[do]), f"{where}: {do}")
+    if missing := [key for key in _NEEDED.get(do, ()) if key not in args]:
+        raise ConfigError(f"{where}: {do} needs {', '.join(missing)}")
+    for key, value in args.items():
+        types = _KEYS[do][key]
+        is_right = types == (object,) or (isinstance(value, types) and not (isinstance(value, bool) and bool not in types))
+        if not is_right or not is_plain(value):
+            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be {' or '.join(_NAMES.get(t, 'a value') for t in types)}")
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise ConfigError(
+                f"{where}: {key} {value!r} is not known{_near(value, _CHOICES[key])}: it is one of {', '.join(_CHOICES[key])}"
+            )
+        if isinstance(value, list) and not all(isinstance(v, str if key == "names" else int) for v in value):
+            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be a list of {'names' if key == 'names' else 'sizes'}")
+
+
+_NAMES = {int: "a whole number", str: "a word", bool: "true or false", list: "a list", object: "a value"}
+
+
+def _mapping(value: Any, where: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where}: {what} is written as `key: value`, and this is {type(value).__name__}")
+    return value
+
+
+def _require_known(found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise ConfigError(f"{where} does not know {key!r}{_near(key, known)}, only {', '.join(known)}")
+
+
+def _near(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(str(word), list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+# what it was written for
+
+
+def _require_model(head: dict[str, Any], model: nn.Module, name: str) -> None:
+    wanted, found = head.get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
+    if wanted is not None and wanted != found:
+        raise ConfigError(
+            f"{name} is for models of type {wanted!r}, and this {type(model).__name__} is {found or 'none'}: use its own schedule"
+        )
+    spec = head.get("transformers")
+    if spec is None:
+        return
+    version = _version()
+    if version is None:
+        raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install 'megatron-sp[hf]'")
+    if not _within(version, spec, name):
+        raise ConfigError(
+            f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() the schedule with it, and save it again"
+        )
+
+
+def _version() -> tuple[int, int, int] | None:
+    kernel = availability.installed("transformers")
+    if not kernel.available:
+        return None
+    numbers = [int(n) for n in re.findall(r"\d+", kernel.version)[:3]]
+    return (*numbers, 0, 0, 0)[:3]  # type: ignore[return-value]
+
+
+def _within(version: tuple[int, ...], spec: Any, name: str) -> bool:
+    """Whether a version is in a range such as ">=5.23,<6"."""
+    parts = [re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+){0,2})\s*", part) for part in str(spec).split(",")]
+    if not isinstance(spec, str) or not all(parts):
+        raise ConfigError(f"{name}: transformers is {spec!r}, and must be a range of versions such as '>=5.23,<6'")
+    return all(_holds(part[1], version, tuple(map(int, part[2].split(".")))) for part in parts if part is not None)
+
+
+def _holds(sign: str, version: tuple[int, ...], bound: tuple[int, ...]) -> bool:
+    if sign in ("==", "!="):
+        return (version[: len(bound)] == bound) == (sign == "==")
+    full = (*bound, 0, 0, 0)[:3]
+    return {">=": version >= full, "<=": version <= full, ">": version > full, "<": version < full}[sign]
+
+
+# the file
+
+
+def _read(path: str | Path) -> tuple[Any, list[int]]:
+    """(what a file says, the number of the line of each entry of ``lines``)."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: this is no schedule")
+    try:
+        text = raw.decode()
+        _require_shallow(text, str(path))
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _require_once(root, str(path))
+        return yaml.safe_load(text), list(_numbers(root))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path}{f' line {mark.line + 1}' if mark else ''}: not a schedule in YAML: {what}") from None
+
+
+def _require_shallow(text: str, name: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            raise ConfigError(f"{name} line {line}: a schedule has neither deep nesting nor references")
+
+
+def _require_once(node: Any, name: str) -> None:
+    """No key stands twice: YAML would take the last one silently."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        for key, value in node.value:
+            if keys.count(key.value) > 1:
+                raise ConfigError(f"{name} line {key.start_mark.line + 1}: {key.value} stands there twice")
+            _require_once(value, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _require_once(value, name)
+
+
+def _numbers(root: Any) -> Iterator[int]:
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == "lines" and isinstance(value, yaml.SequenceNode):
+            yield from (item.start_mark.line + 1 for item in value.value)
