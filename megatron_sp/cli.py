@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt):
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule):
         add(commands)
     return parser
 
@@ -106,6 +106,13 @@ def _add_ckpt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
     text = "list, show, verify, compare, thin out and merge checkpoints"
     add_actions(commands.add_parser("ckpt", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+
+
+def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.training.schedule_tool.options import add_actions
+
+    text = "check, show, explain and verify schedules of models that are not ours (transformers', yours): docs/schedule.md"
+    add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +67,10 @@ class Cost:
     def sent(self) -> float:
         """Bytes in a step of one micro-batch."""
         return self.gradients + sum(p.forward + p.backward for p in self.places)
+
+    def record(self) -> dict[str, Any]:
+        """JSON."""
+        return {**asdict(self), "sent": self.sent}
 
     def __str__(self) -> str:
         lines = [

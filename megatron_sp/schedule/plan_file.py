@@ -202,9 +202,7 @@ def _require_model(head: dict[str, Any], model: nn.Module, name: str) -> None:
     if version is None:
         raise ConfigError(f"{name} is for transformers {spec}, which is not installed here: pip install 'megatron-sp[hf]'")
     if not _within(version, spec, name):
-        raise ConfigError(
-            f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() the schedule with it, and save it again"
-        )
+        raise ConfigError(f"{name} is for transformers {spec}, and here is {'.'.join(map(str, version))}: verify() it, and save it again")
 
 
 def _version() -> tuple[int, int, int] | None:

@@ -125,8 +125,8 @@ def _article(kind: str) -> str:
     return f"{'an' if kind[:1] in 'AEIO' else 'a'} {kind}"
 
 
-def as_record(found: Survey) -> dict[str, Any]:
-    """JSON."""
+def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
+    """JSON: of everything, or of one module."""
 
     def record(node: Node) -> dict[str, Any]:
         edges = [
@@ -142,6 +142,8 @@ def as_record(found: Survey) -> dict[str, Any]:
         made = {"path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges, "notes": node.notes}
         return {**made, "layouts": [list(layout) for layout in node.layouts], "modules": [record(child) for child in node.children]}
 
+    if path is not None:
+        return record(found.at(path))
     return {
         "mesh": found.mesh, "rank": found.rank, "tp": found.size, "parameters": found.whole, "parameters_per_rank": found.local,
         "lines": [{"line": str(d), "where": d.where} for d in found.directives], "warnings": found.warnings,

@@ -59,6 +59,7 @@ TORCH_FREE = (
     "training/ckpt/survey",
     "training/ckpt/text",
     "training/ckpt/verify",
+    "training/schedule_tool/options",
     "checkpoint/commit",
     "checkpoint/file_records",
     "checkpoint/find",

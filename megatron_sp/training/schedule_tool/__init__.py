@@ -1,0 +1,1 @@
+"""``megatron-sp schedule``: schedules of models that are not ours, on the command line."""
