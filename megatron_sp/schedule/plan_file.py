@@ -268,10 +268,11 @@ def _require_shallow(text: str, name: str) -> None:
 def _require_once(node: Any, name: str) -> None:
     """No key stands twice: YAML would take the last one silently."""
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
+        seen: set[str] = set()
         for key, value in node.value:
-            if keys.count(key.value) > 1:
+            if str(key.value) in seen:
                 raise ConfigError(f"{name} line {key.start_mark.line + 1}: {key.value} stands there twice")
+            seen.add(str(key.value))
             _require_once(value, name)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:

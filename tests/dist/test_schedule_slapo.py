@@ -326,7 +326,7 @@ def mistakes() -> None:
     refused(lambda sch: sch["linear1"].shard("wieght", axis=0), "linear1 has no parameter 'wieght'", "weight, bias")
     refused(lambda sch: sch["linear1"].shard("weight", axis=0), "linear1.bias", '.shard("bias", axis=0)')
     refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "would add its bias")
-    refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "test_schedule_slapo.py:")
+    refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "slapo.py:")
     refused(lambda sch: column(sch, "0"), "0.weight", "(7)", "multiple of tp (2)", model=nn.Sequential(nn.Linear(H, 7)))
     refused(lambda sch: sch["head"].shard("weight", axis=1), "wte.weight", "head.weight", "tied", model=Tied())
 
@@ -349,7 +349,7 @@ def test_names_are_looked_up() -> None:
     assert part.path == leaf.path and part.schedule is sch.schedule
     with pytest.raises(PathError, match="did you mean out_proj"):
         sch["attention.out_pro"]
-    with pytest.raises(ConfigError, match="schedule\\(\\)\\['attention.\\*'\\] takes them all"):
+    with pytest.raises(ConfigError, match="takes them all"):
         sch["attention.*"]
     with pytest.raises(ConfigError, match="another module"):
         create_schedule(nn.Linear(1, 1), "q", "attention.q", sch)
