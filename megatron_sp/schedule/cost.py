@@ -118,6 +118,8 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
     _add_parameters(made, found, schedule)
     if shares:
         made.notes.append("not in here: the exchanges of Ulysses around attention")
+    if any(d.do == "checkpoint" for d in schedule.directives):
+        made.notes.append("not in here: what modules that are computed again send again")
     return made
 
 

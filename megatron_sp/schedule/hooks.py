@@ -37,7 +37,8 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
 
 def input_name(module: nn.Module, path: str, arg: str | int | None, where: str) -> str:
     """What an input is called, as far as the signature says. Raises ConfigError: there is none (E13)."""
-    place, name = _place(_parameters(module), path, arg, where, module)
+    names = list(inspect.signature(type(module).forward).parameters)[1:]  # the class's: the forward of a split layer has other names
+    place, name = _place(names, path, arg, where, module)
     return name or str(place)
 
 

@@ -48,11 +48,16 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "set": {"attribute": _WORD, "value": (object,), "divide": _WORD},
     "annotate": {"parameter": _WORD, "key": _WORD, "value": (object,)},
     "sequence": {"leave": _WORD, "inside": _WORD, "arg": (int, str)},
-}
-_FREE = ("ulysses", "zero")  # whose settings are checked where they are used
+    "ulysses": {
+        "axis": _WORD, "overlap_qkv": _FLAG, "pad": _FLAG, "loss": _WORD, "enter": _WORD, "leave": _WORD, "arg": (int, str),
+        "inputs": (list,), "positions": _WORD, "core": _WORD, "q": (int, str), "k": (int, str), "v": (int, str), "out": (int, str),
+        "layout": _WORD,
+    },
+    "zero": {"stage": _NUMBER, "optimizer": (dict,), "micro_batches": _NUMBER, "blocks": _WORD},
+}  # fmt: skip
 _NEEDED = {
     "shard": ("tensor", "axis"), "row": ("reduce",), "sync": ("mode", "op"), "set": ("attribute",), "annotate": ("parameter", "key"),
-    "sequence": ("leave",), "rng": ("axis",),
+    "sequence": ("leave",), "rng": ("axis",), "ulysses": ("axis",), "zero": ("stage",),
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": MODES, "op": OPS, "grad": ("reduce_scatter", "slice"), "over": AXES, "divide": AXES, "input": ("copy", "prepared"),
@@ -132,17 +137,13 @@ def _directive(line: Any, where: str, model: nn.Module) -> Directive:
     on, do = line.pop("on", None), line.pop("do", None)
     if not isinstance(on, str) or not isinstance(do, str):
         raise ConfigError(f"{where}: a line says `on`, a glob of modules, and `do`: it has {on!r} and {do!r}")
-    if do not in _KEYS and do not in _FREE:
-        known = [*_KEYS, *_FREE]
-        raise ConfigError(f"{where}: do {do!r} is not known{_near(do, known)}; a file can say {', '.join(known)}")
-    if do in _KEYS:
-        _check_args(do, line, where)
-    elif not is_plain(line):
-        raise ConfigError(f"{where}: {do} has values that are no JSON")
+    if do not in _KEYS:
+        raise ConfigError(f"{where}: do {do!r} is not known{_near(do, _KEYS)}; a file can say {', '.join(_KEYS)}")
+    _check_args(do, line, where)
     try:
         expand(model, on)
-        for key in ("leave", "inside"):
-            if do == "sequence" and key in line:
+        for key in ("enter", "leave", "inside", "core"):
+            if key in line:
                 expand(model, line[key])
     except PathError as error:
         raise PathError(f"{where}: {error}") from None
@@ -162,11 +163,13 @@ def _check_args(do: str, args: dict[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where}: {key} {value!r} is not known{_near(value, _CHOICES[key])}: it is one of {', '.join(_CHOICES[key])}"
             )
-        if isinstance(value, list) and not all(isinstance(v, str if key == "names" else int) for v in value):
-            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be a list of {'names' if key == 'names' else 'sizes'}")
+        if isinstance(value, list) and not all(isinstance(v, str if key in _LISTS_OF_NAMES else int) for v in value):
+            what = "names" if key in _LISTS_OF_NAMES else "sizes"
+            raise ConfigError(f"{where}: {key} of {do} is {value!r}, and must be a list of {what}")
 
 
-_NAMES = {int: "a whole number", str: "a word", bool: "true or false", list: "a list", object: "a value"}
+_NAMES = {int: "a whole number", str: "a word", bool: "true or false", list: "a list", dict: "settings", object: "a value"}
+_LISTS_OF_NAMES = ("names", "inputs")
 
 
 def _mapping(value: Any, where: str, what: str) -> dict[str, Any]:

@@ -169,9 +169,11 @@ def without_numbers(model: nn.Module) -> nn.Module:
 
 
 def unapplied(directives: list[Directive]) -> list[Directive]:
-    """Lines for another copy of the model: modules that are put somewhere are copied too."""
+    """Lines for a copy without numbers: modules that are put somewhere are copied too; what starts a job's machinery is left out."""
     made = []
     for d in directives:
+        if d.do in ("ulysses", "zero"):
+            continue
         args = {key: without_numbers(value) if isinstance(value, nn.Module) else value for key, value in d.args.items()}
         made.append(Directive(d.on, d.do, args, d.where))
     return made
@@ -361,7 +363,9 @@ def _input(module: nn.Module, path: str, directive: Directive) -> str:
 
 
 def _note(directive: Directive) -> str:
-    words = ", ".join(str(v) if k in ("stage", "axis", "policy", "attribute") else f"{k} {_value(v)}" for k, v in directive.args.items())
+    words = ", ".join(
+        str(v) if k in ("stage", "axis", "policy", "attribute") else f"{k} {_value(v)}" for k, v in directive.args.items() if v is not False
+    )
     return f"{directive.do} {words}".strip()
 
 

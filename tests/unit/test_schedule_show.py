@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -208,6 +206,8 @@ LINE = "schema: 1\nlines:\n  - {%s}\n"
         (LINE % "on: blocks.*.up, do: shard, tensor: weight", "shard needs axis"),
         (LINE % "on: blocks.*.up, do: sync, mode: fwd, op: copy", "mode 'fwd' is not known (did you mean fwd_pre?)"),
         (LINE % "on: blocks.0, do: sequence, leave: lats", "did you mean last"),
+        (LINE % "on: '', do: ulysses, axis: sp, overlap_kqv: true", "does not know 'overlap_kqv' (did you mean overlap_qkv?)"),
+        (LINE % "on: '', do: zero, stage: one", "stage of zero is 'one', and must be a whole number"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
