@@ -197,7 +197,7 @@ LINE = "schema: 1\nlines:\n  - {%s}\n"
         ("lines: [", "line 1: not a schedule in YAML"),
         ("- 1", "a schedule is written as `key: value`"),
         (LINE % "on: blocks.*.up", "p.yaml:3: a line says `on`"),
-        (LINE % "on: blocks.*.up, do: colum", "'colum' is not known (did you mean column?)"),
+        (LINE % "on: blocks.*.up, do: columns", "'columns' is not known (did you mean column?)"),
         (LINE % "on: blocks.*.up, do: replace", "'replace' is not known"),
         (LINE % "on: blocks.*.uq, do: column", "did you mean up"),
         (LINE % "on: blocks.*.up, do: column, block: 3", "does not know 'block' (did you mean blocks?)"),
