@@ -176,8 +176,14 @@ def random_numbers() -> None:
     s["split.outer"].rng("same")
     model = s.apply()
     masks: list[Tensor] = []
-    model.get_submodule("split.inner").register_forward_hook(lambda m, args, y: masks.append((y != 0).detach()))
     x = torch.ones(4, 6)
+    torch.manual_seed(3)
+    F.dropout(x), torch.randint(2**63 - 1, ())
+    one_draw = torch.get_rng_state()
+    torch.manual_seed(3)
+    model(x)
+    assert torch.equal(torch.get_rng_state(), one_draw), "more than the seed was drawn from the generator that ranks share"
+    model.get_submodule("split.inner").register_forward_hook(lambda m, args, y: masks.append((y != 0).detach()))
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         for _ in range(2):

@@ -60,9 +60,9 @@ def share_key_values(s: Schedule, attention: str, queries: int, key_values: int)
 
 
 def drops(config: Any) -> bool:
-    """Whether there is any dropout."""
-    values = config.to_dict().items()
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
+    """Whether there is any dropout in the blocks."""
+    inside = [value for name, value in config.to_dict().items() if "drop" in name and not name.startswith(("summary_", "classifier_"))]
+    return any(isinstance(value, float) and value > 0 for value in inside)
 
 
 def differ(s: Schedule, blocks: str, *split: str, seq: bool) -> None:

@@ -20,7 +20,7 @@ def t5(s: Schedule, seq: bool) -> str:
     blocks, heads = f"{encoder}.block.*", config.num_heads
     attention, mlp = f"{blocks}.layer.0.SelfAttention", f"{blocks}.layer.1.DenseReluDense"
 
-    s[attention].sync("fwd_pre", enter, arg="hidden_states").set("n_heads", divide="tp")
+    s[attention].sync("fwd_pre", enter, arg="hidden_states")
     s[f"{attention}.{{q,k,v}}"].column(input="prepared", heads=heads)
     s[f"{attention}.relative_attention_bias"].column(heads=heads)
     s[f"{attention}.o"].row(leave)
