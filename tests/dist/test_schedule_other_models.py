@@ -73,7 +73,7 @@ class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 24, 2, stride=2))
+        self.stem = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 24, 2, stride=2))
         self.stages = nn.ModuleList([nn.ModuleList([Stage() for _ in range(n)]) for n in (2, 1)])
         self.norm = nn.RMSNorm(24)
         self.head = nn.ParameterDict({"weight": torch.randn(24, 5)})
@@ -89,8 +89,8 @@ class Pictures(nn.Module):
 
 def write_pictures(s: Schedule, seq: bool, recompute: bool) -> None:
     enter, leave = ("all_gather", "reduce_scatter") if seq else ("copy", "all_reduce")
-    s["stem.0"].column()
-    s["stem.2"].row("all_reduce")
+    s["stem.1"].column()
+    s["stem.3"].row("all_reduce")
     blocks = s["stages.*.*"]
     attention = blocks["attention"].sync("fwd_pre", enter).set("sizes", lambda sizes: [n // s.mesh.tp.size() for n in sizes])
     attention["qkv"].column(input="prepared", blocks=[24, 12, 12], heads=2)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule
-from megatron_sp.schedule.presets import auto, families, from_hf_plan, register_preset
+from megatron_sp.schedule.presets import Blocks, auto, families, from_hf_plan, register_preset
 from megatron_sp.schedule.presets import registry as registry_of_presets
 from megatron_sp.utils.errors import ConfigError
 
@@ -44,10 +44,10 @@ def test_a_family_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_of_presets, "_WRITERS", dict(registry_of_presets._WRITERS))
 
     @register_preset("mine")
-    def mine(s: Schedule, seq: bool) -> str:
+    def mine(s: Schedule, seq: bool) -> Blocks:
         s["blocks.*.up"].column()
         s["blocks.*.down"].row("reduce_scatter" if seq else "all_reduce")
-        return "blocks.*"
+        return Blocks("blocks.*", "blocks.0", "blocks.0")
 
     assert "mine" in families()
     model = Named(
@@ -62,6 +62,9 @@ def test_a_family_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert s.directives[-1].args == {"policy": "keep_gathered"} and s.mesh.tp.size() == 2
     assert lines(auto(model, vocab=False)) == lines(s)[:2]
     assert lines(auto(model, sp=2, vocab=False))[-1] == ("", "ulysses")
+    assert lines(auto(model, seq=True, vocab=False))[-1] == ("blocks.0", "sequence")
+    model.head = None  # type: ignore[assignment]
+    assert auto(model, sp=2).directives[-1].args.items() >= {"enter": "blocks.0", "leave": "blocks.0"}.items()
     assert lines(auto(model, sp=2, vocab=False, ulysses=False)) == lines(s)[:2]
 
 

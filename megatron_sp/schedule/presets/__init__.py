@@ -8,7 +8,8 @@ A family of one's own: a function that writes the lines, with ``@register_preset
 """
 
 from megatron_sp.schedule.presets import bert, gpt2, gpt_neox, llama, opt, t5, vit
+from megatron_sp.schedule.presets.common import Blocks
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
 from megatron_sp.schedule.presets.registry import auto, families, register_preset
 
-__all__ = ["auto", "bert", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "opt", "register_preset", "t5", "vit"]
+__all__ = ["Blocks", "auto", "bert", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "opt", "register_preset", "t5", "vit"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 
 
 @register_preset("bert", "roberta")
-def bert(s: Schedule, seq: bool) -> str:
+def bert(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, layers, (enter, leave) = config_of(s), f"{base_of(s)}encoder.layer", around(seq)
     blocks, heads = f"{layers}.*", config.num_attention_heads
@@ -22,6 +22,5 @@ def bert(s: Schedule, seq: bool) -> str:
     s[f"{blocks}.output.dense"].row(leave)
 
     differ(s, blocks, f"{blocks}.attention.self", seq=seq)
-    if seq:  # there is no norm behind the last layer: it is the layer's own
-        s.sequence(f"{layers}.0", f"{layers}.{config.num_hidden_layers - 1}")
-    return blocks
+    # there is no norm behind the last layer: it is the layer's own
+    return Blocks(blocks, f"{layers}.0", f"{layers}.{config.num_hidden_layers - 1}")

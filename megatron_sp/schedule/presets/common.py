@@ -22,6 +22,20 @@ class Around(NamedTuple):
     leave: str
 
 
+class Blocks(NamedTuple):
+    """What a preset says of its model beside the lines.
+
+    Attributes:
+        glob: of the blocks.
+        first: the block in front of which activations are cut, where they are.
+        last: the module behind which they are whole again: the norm behind the blocks, or the last of them.
+    """
+
+    glob: str
+    first: str
+    last: str
+
+
 def around(seq: bool) -> Around:
     """With activations between the layers cut along the sequence, or whole on every rank."""
     return Around("all_gather", "reduce_scatter") if seq else Around("copy", "all_reduce")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ, drops
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ, drops
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 
 
 @register_preset("gpt2")
-def gpt2(s: Schedule, seq: bool) -> str:
+def gpt2(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}h.*", around(seq)
 
@@ -23,6 +23,4 @@ def gpt2(s: Schedule, seq: bool) -> str:
     differ(s, blocks, f"{blocks}.attn", seq=seq)
     if drops(config) and not seq:
         s[f"{blocks}.attn.resid_dropout"].rng("same")  # behind the sum, inside of the module that differs
-    if seq:
-        s.sequence(f"{base_of(s)}h.0", f"{base_of(s)}ln_f")
-    return blocks
+    return Blocks(blocks, f"{base_of(s)}h.0", f"{base_of(s)}ln_f")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 
 
 @register_preset("gpt_neox")
-def gpt_neox(s: Schedule, seq: bool) -> str:
+def gpt_neox(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
 
@@ -21,6 +21,4 @@ def gpt_neox(s: Schedule, seq: bool) -> str:
     s[f"{blocks}.mlp.dense_4h_to_h"].row(leave)
 
     differ(s, blocks, f"{blocks}.attention", seq=seq)
-    if seq:
-        s.sequence(f"{base_of(s)}layers.0", f"{base_of(s)}final_layer_norm")
-    return blocks
+    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}final_layer_norm")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ, module_or_none, share_key_values
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ, module_or_none, share_key_values
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 
 
 @register_preset("llama", "mistral", "qwen2", "qwen3")
-def llama(s: Schedule, seq: bool) -> str:
+def llama(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
     heads, key_values = config.num_attention_heads, config.num_key_value_heads
@@ -26,6 +26,4 @@ def llama(s: Schedule, seq: bool) -> str:
     s[f"{blocks}.mlp.down_proj"].row(leave)
 
     differ(s, blocks, f"{blocks}.self_attn", seq=seq)
-    if seq:
-        s.sequence(f"{base_of(s)}layers.0", f"{base_of(s)}norm")
-    return blocks
+    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}norm")

@@ -6,13 +6,13 @@ notice, and the sum behind it cuts along the same dim again.
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ, module_or_none
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ, module_or_none
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 
 
 @register_preset("opt")
-def opt(s: Schedule, seq: bool) -> str:
+def opt(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, decoder, (enter, leave) = config_of(s), f"{base_of(s)}decoder", around(seq)
     blocks, rows = f"{decoder}.layers.*", 0
@@ -25,8 +25,6 @@ def opt(s: Schedule, seq: bool) -> str:
     s[f"{blocks}.fc2"].row(leave, axis=rows)
 
     differ(s, blocks, f"{blocks}.self_attn", seq=seq)
-    if seq:  # where norms stand behind their layers, none stands behind the last
-        norm = f"{decoder}.final_layer_norm"
-        last = f"{decoder}.layers.{config.num_hidden_layers - 1}"
-        s.sequence(f"{decoder}.layers.0", last if module_or_none(s, norm) is None else norm)
-    return blocks
+    norm, last = f"{decoder}.final_layer_norm", f"{decoder}.layers.{config.num_hidden_layers - 1}"
+    # where norms stand behind their layers, none stands behind the last
+    return Blocks(blocks, f"{decoder}.layers.0", last if module_or_none(s, norm) is None else norm)

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from megatron_sp.schedule.mesh import AXES, Mesh
-from megatron_sp.schedule.presets.common import write_vocabulary
+from megatron_sp.schedule.presets.common import Blocks, write_vocabulary
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
 
-Writer = Callable[[Schedule, bool], str]
+Writer = Callable[[Schedule, bool], Blocks]
 _WRITERS: dict[str, Writer] = {}
 
 
@@ -21,7 +21,8 @@ def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
     """Decorator of a function that writes the lines of a family.
 
     The function gets the schedule, and whether activations between the layers are cut along the sequence over tp; the model is
-    ``schedule.model``. It returns the glob of the model's blocks. Word embeddings and the layer over the vocabulary are not its business.
+    ``schedule.model``. It returns where the blocks are. The lines of word embeddings, of the layer over the vocabulary, of ``sequence()``
+    and of recomputation are not its business.
     """
 
     def register(writer: Writer) -> Writer:
@@ -56,11 +57,22 @@ def auto(
     blocks = _writer(model)(s, seq)
     if vocab:
         write_vocabulary(s)
+    if seq:
+        s.sequence(blocks.first, blocks.last)
     if recompute:
-        s[blocks].checkpoint(None if recompute is True else recompute)
+        s[blocks.glob].checkpoint(None if recompute is True else recompute)
     if ulysses or (ulysses is None and s.mesh.sp.size() > 1):
-        s.ulysses()
+        _write_ulysses(s, blocks)
     return s
+
+
+def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
+    """With a layer over the vocabulary, inputs and labels are cut; anything else behind the blocks may look at the whole sequence."""
+    model: Any = s.model
+    if model.get_output_embeddings() is not None:
+        s.ulysses()
+    else:
+        s.ulysses(enter=blocks.first, leave=blocks.last)
 
 
 def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 from megatron_sp.utils.errors import ConfigError
 
 
 @register_preset("t5")
-def t5(s: Schedule, seq: bool) -> str:
-    """Write the lines. Raises ConfigError: the model has a decoder."""
+def t5(s: Schedule, seq: bool) -> Blocks:
+    """Write the lines. Raises ConfigError: the model has a decoder, or sp is more than 1."""
     config, encoder, (enter, leave) = config_of(s), f"{base_of(s)}encoder", around(seq)
     if any(path.rpartition(".")[2] == "decoder" for path, _ in s.model.named_modules()):
         raise ConfigError(
             f"{type(s.model).__name__} has a decoder, and the preset of t5 covers the encoder alone: take T5EncoderModel, or write the"
             " lines with schedule(model, mesh)"
+        )
+    if (sp := s.mesh.sp.size()) > 1:
+        raise ConfigError(
+            f"T5's attention has a bias of positions for each head, which Ulysses (sp {sp}) does not trade: give these ranks to tp or dp"
         )
     blocks, heads = f"{encoder}.block.*", config.num_heads
     attention, mlp = f"{blocks}.layer.0.SelfAttention", f"{blocks}.layer.1.DenseReluDense"
@@ -30,6 +34,4 @@ def t5(s: Schedule, seq: bool) -> str:
     s[f"{mlp}.wo"].row(leave)
 
     differ(s, blocks, attention, mlp, seq=seq)
-    if seq:
-        s.sequence(f"{encoder}.block.0", f"{encoder}.final_layer_norm")
-    return blocks
+    return Blocks(blocks, f"{encoder}.block.0", f"{encoder}.final_layer_norm")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_sp.schedule.presets.common import around, base_of, config_of, differ
+from megatron_sp.schedule.presets.common import Blocks, around, base_of, config_of, differ
 from megatron_sp.schedule.presets.registry import register_preset
 from megatron_sp.schedule.schedule import Schedule
 from megatron_sp.utils.errors import ConfigError
 
 
 @register_preset("vit")
-def vit(s: Schedule, seq: bool) -> str:
+def vit(s: Schedule, seq: bool) -> Blocks:
     """Write the lines. Raises ConfigError: tp does not divide the number of tokens, which is to be cut."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
 
@@ -26,8 +26,7 @@ def vit(s: Schedule, seq: bool) -> str:
     differ(s, blocks, f"{blocks}.attention", seq=seq)
     if seq:
         _require_even(config, s.mesh.tp.size())
-        s.sequence(f"{base_of(s)}layers.0", f"{base_of(s)}layernorm")
-    return blocks
+    return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}layernorm")
 
 
 def _require_even(config: Any, tp: int) -> None:
