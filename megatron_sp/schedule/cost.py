@@ -200,7 +200,7 @@ def _add_parameters(made: Cost, found: Any, schedule: Schedule) -> None:
     for node in found.root.walk():
         for part in node.parts:
             each = sizes.get(f"{node.path}.{part.name}".lstrip("."))
-            if each is None or part.tied:
+            if each is None:  # another name of a tied one
                 continue
             local, whole = (each * torch.Size(shape).numel() for shape in (part.local, part.shape))
             made.parameters += local

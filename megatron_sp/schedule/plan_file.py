@@ -72,7 +72,7 @@ def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_di
         ConfigError: lines that need code, by name; nothing is written.
         DiskError: the file cannot be written.
     """
-    refused = [f"{d} ({d.where})" for d in directives if d.needs_code or d.do in ("replace", "hook")]
+    refused = [f"{d} ({d.where})" for d in directives if d.needs_code]
     if refused:
         raise ConfigError(
             f"{path} is not written, for it cannot hold what is code: {'; '.join(refused)}. Save before these lines, and add them in code"

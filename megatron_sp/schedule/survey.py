@@ -194,13 +194,15 @@ def survey(schedule: Schedule) -> Survey:
     whole = sum(_numel(applied.specs[name].shape) for name in parameters)
     local = sum(p.numel() for p in parameters.values())
     tp = schedule.mesh.tp
-    warnings = list(getattr(report, "warnings", []))
+    warnings = (
+        list(report.warnings) if report is not None and report.dry else []
+    )  # else it asks for a batch, which nobody needs to give here
     return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, warnings, problem)
 
 
 def _report(schedule: Schedule) -> tuple[Any, str]:
-    """(what ``check()`` found, what it refuses)."""
-    check = getattr(schedule, "check", None)
+    """(what ``check()`` found, what it refuses); looking at a schedule adds no lines to it."""
+    check = getattr(copy.copy(schedule), "check", None)
     try:
         return (None if check is None else check()), ""
     except ConfigError as error:

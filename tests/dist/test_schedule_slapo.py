@@ -324,8 +324,13 @@ def mistakes() -> None:
 
     refused(lambda sch: sch["linear1"].shard("bias", axis=1), "linear1.bias", "no axis 1")
     refused(lambda sch: sch["linear1"].shard("wieght", axis=0), "linear1 has no parameter 'wieght'", "weight, bias")
-    refused(lambda sch: sch["linear1"].shard("weight", axis=0), "linear1.bias", '.shard("bias", axis=0)')
-    refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "would add its bias")
+
+    def without_bias(sch: SlapoSchedule) -> None:
+        sch["linear1"].shard("weight", axis=0)
+        sch["linear1"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+
+    refused(without_bias, "linear1.bias", "E4")
+    refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "E3")
     refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "slapo.py:")
     refused(lambda sch: column(sch, "0"), "0.weight", "(7)", "multiple of tp (2)", model=nn.Sequential(nn.Linear(H, 7)))
     refused(lambda sch: sch["head"].shard("weight", axis=1), "wte.weight", "head.weight", "tied", model=Tied())

@@ -52,7 +52,7 @@ def test_actions_on_a_model_of_ones_own(files: Path, capsys: pytest.CaptureFixtu
     assert call("show", "plan.yaml", "--json") == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 58
     assert call("check", "wrong.yaml") == EXIT_CONFIG
-    assert '.shard("bias", axis=0)' in capsys.readouterr().err
+    assert "wrong.yaml:3" in capsys.readouterr().err
 
 
 def test_verify_starts_its_own_ranks(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
