@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args, words = parser.parse_known_args(argv)
-    if words and args.run is not _plan:  # the planner's other words are a training's flags
+    if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     args.words = words
     try:
@@ -111,7 +111,7 @@ def _add_ckpt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from megatron_sp.training.schedule_tool.options import add_actions
 
-    text = "check, show, explain and verify schedules of models that are not ours (transformers', yours): docs/schedule.md"
+    text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/schedule.md"
     add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
 
 

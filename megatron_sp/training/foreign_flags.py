@@ -5,6 +5,7 @@ Nothing here imports torch: mistakes are answered at once.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -22,6 +23,30 @@ _NAMES = {
     "--ffn-hidden-size": ("intermediate_size", "n_inner"), "--kv-channels": ("head_dim",), "--vocab-size": ("vocab_size",),
     "--max-position-embeddings": ("max_position_embeddings", "n_positions"),
 }  # fmt: skip
+
+
+LONG = {"tp": "tensor-model-parallel-size", "sp": "sequence-parallel-size"}
+
+
+def add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``megatron-sp schedule train``: flags of its own; all others are a training's."""
+    text = (
+        "train a transformers model from a local folder; start it with torchrun -m megatron_sp.cli; other flags: those of pretrain_gpt.py"
+    )
+    parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    plan = "plan.yaml; `auto`: the preset of the model's family; MODULE:FUNCTION of yours, which gets (schedule, seq)"
+    parser.add_argument("plan", metavar="PLAN", help=plan)
+    parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")
+    parser.add_argument("--task", choices=("next", "masked"), default="next", help="predict the next token, or masked ones (default: next)")
+    for axis, flag in LONG.items():
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"same as --{flag}")
+    parser.set_defaults(run=_train, takes_words=True)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_sp.training import foreign_command
+
+    return foreign_command.run(args)
 
 
 def parse_foreign(

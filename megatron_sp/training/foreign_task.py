@@ -68,7 +68,8 @@ def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSc
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group))
     if layout.tp.size > 1:
         write(s, layout.tp.seq)
-    s.ulysses(overlap_qkv=layout.mode == "split-qkv")
+    if not any(d.do == "ulysses" for d in s.directives):  # a plan may say more of it
+        s.ulysses(overlap_qkv=layout.mode == "split-qkv")
     s.apply()
     assert s.applied is not None
     return ForeignModel(model, s.applied)

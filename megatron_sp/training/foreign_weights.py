@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_sp.config import Config
+from megatron_sp.ops import availability
 from megatron_sp.training.foreign_task import ATTENTION
 from megatron_sp.utils.errors import ConfigError
 
@@ -17,6 +17,14 @@ _DROPOUT = {
     "attention_dropout": ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop"),
 }
+
+
+def load_transformers() -> Any:
+    """The package. Raises ConfigError: it is not installed; the way out."""
+    try:
+        return availability.load("transformers")
+    except RuntimeError as error:
+        raise ConfigError(f"a model of transformers was asked for, and {error}: pip install 'megatron-sp[hf]'") from None
 
 
 def from_folder(folder: str, auto_class: str) -> Callable[[Config], nn.Module]:
@@ -28,9 +36,7 @@ def from_folder(folder: str, auto_class: str) -> Callable[[Config], nn.Module]:
     """
 
     def build(config: Config) -> nn.Module:
-        library: Any = sys.modules.get("transformers")
-        if library is None:
-            raise ConfigError("transformers has not been imported by whoever starts this: `import transformers` in the entry script")
+        library = load_transformers()
         shape = library.AutoConfig.from_pretrained(folder, local_files_only=True)
         for flag, names in _DROPOUT.items():
             for name in names:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import MOCK, NO_DROPOUT, records, tensors, train
+from training import NO_DROPOUT, assert_same_run, records, tensors, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_hf_bert
 import train_hf_llama
 
+from megatron_sp import cli
 from megatron_sp.training.foreign_flags import parse_foreign
 from megatron_sp.training.loop import pretrain
 
@@ -62,4 +63,37 @@ def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None
         torch.testing.assert_close(got[key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
     losses = [[r["loss"] for r in records(folder)] for folder in (run, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    assert MOCK
+
+
+def by_command(words: list[str]) -> None:
+    raise SystemExit(cli.main(["schedule", "train", "auto", *words]))
+
+
+def test_a_folder_is_trained_from_by_the_command_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """A local folder gives the shape and the weights; a run that stopped half-way ends as one that did not."""
+    torch.manual_seed(3)
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 20, "max_position_embeddings": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=60, num_key_value_heads=2))
+    folder = tmp_path / "llama"
+    model.save_pretrained(folder)
+    flags = ("--model", folder, *NO_DROPOUT, "--train-iters", 4, "--tp", 2, "--bf16", "--recompute-granularity", "full", "--zero-stage", 1)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(tmp_path, *flags, "--lr", 0, "--weight-decay", 0, "--save", tmp_path / "still", ranks=2, program=by_command).expect(0)
+    kept = tensors(tmp_path / "still")
+    assert all(torch.equal(kept[name], value.bfloat16()) for name, value in model.named_parameters())
+    train(tmp_path, *flags, "--save", whole, ranks=2, program=by_command).expect(0)
+    train(tmp_path, *flags, "--save", halves, "--exit-interval", 2, ranks=2, program=by_command).expect(0)
+    train(tmp_path, *flags, "--save", halves, "--auto-resume", ranks=2, program=by_command).expect(0)
+    assert_same_run(halves, whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ((*NO_DROPOUT, "--mlp-chunks", 2), "--mlp-chunks changes the inside of our own"),
+        ((*NO_DROPOUT, "--recompute-granularity", "selective"), "recomputes all of its blocks"),
+        ((*NO_DROPOUT, "--model", "nowhere"), "nowhere/config.json cannot be read"),
+    ],
+)
+def test_what_a_foreign_model_cannot_follow_is_refused(tmp_path: Path, flags: tuple[object, ...], part: str) -> None:
+    train(tmp_path, *flags, "--train-iters", 1, program=llama).expect(2, part)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_sp.training.foreign_flags import add_train
+
 _MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
 _FACTORY = "function of yours that returns the model, or (model, batch of keyword arguments); a file.py instead of a module works too"
 
@@ -25,6 +27,7 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     verify.add_argument("--batch", type=_positive, default=2, metavar="ROWS", help="of the batch (default: 2)")
     verify.add_argument("--seq", type=_positive, default=16, metavar="TOKENS", help="in a row (default: 16)")
     verify.add_argument("--seed", type=int, default=1234, help="of weights and batch (default: 1234)")
+    add_train(actions)
 
 
 def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
