@@ -8,11 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
+from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to, scatter_to
 from megatron_sp.utils.errors import ConfigError
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_gather", "reduce_scatter", "scatter", "all_reduce", "copy")
+
+
+class Guess(str):
+    """An adjoint of all_gather that nobody has said: ``Schedule.check()`` works it out."""
 
 
 def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
@@ -25,16 +29,16 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
     if mode not in MODES:
         raise ConfigError(f"sync on {path}: mode {mode!r} is not known, only {', '.join(MODES)} ({where})")
     if callable(op):
-        return lambda x: op(x, group)
+        return lambda x: own_exchange(x, group, op, args.get("layouts"))
     if mode == "bwd_post":
         if op != "all_reduce":
             raise ConfigError(f"sync on {path}: bwd_post knows all_reduce alone, not {op!r} ({where})")
         return lambda x: copy_to(x, group)
     if op not in OPS:
         raise ConfigError(f"sync on {path}: {op!r} is not known, only {', '.join(OPS)}, or a function ({where})")
-    dim = args.get("axis", seq_dim)
+    dim, guess = args.get("axis", seq_dim), Guess("reduce_scatter" if mode == "fwd_pre" else "slice")
     changes: dict[str, Callable[[Tensor], Tensor]] = {
-        "all_gather": lambda x: gather_from(x, group, dim, args.get("grad") or ("reduce_scatter" if mode == "fwd_pre" else "slice")),
+        "all_gather": lambda x: gather_from(x, group, dim, args.get("grad", guess)),
         "reduce_scatter": lambda x: reduce_scatter_to(x, group, dim),
         "scatter": lambda x: scatter_to(x, group, dim),
         "all_reduce": lambda x: reduce_from(x, group),
@@ -43,10 +47,18 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
     return _explained(changes[op], op, path, where)
 
 
+@overridable
+def own_exchange(x: Tensor, group: Group, function: Callable[[Tensor, Group], Tensor], layouts: str | None) -> Tensor:
+    """A function of the user's own, which a check believes to do what ``layouts`` says, such as "S(1)->R"."""
+    return function(x, group)
+
+
 def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: str) -> Callable[[Tensor], Tensor]:
     def changed(x: Tensor) -> Tensor:
         try:
             return change(x)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"{op} at {path}: {error}; pad the batch, or choose another number of ranks ({where}, E12)") from None
 

@@ -1,0 +1,198 @@
+"""One step of a dry run, a function of torch or an exchange between ranks, and what every rule about layouts asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, Operand
+
+
+@dataclass
+class Step:
+    """A call.
+
+    Attributes:
+        name: of the function, without the underscores of its spellings.
+        result: what it returned; None where it is asked before the call.
+        look: a tensor's layout.
+        place: path and class of the module that calls.
+        size: number of ranks.
+        whole: shapes of the results of the same call in the whole model, where it is known which that is.
+        lines: of the schedule that speak of this module.
+        choose: makes the open choice of an all_gather here, or None where its adjoint was said.
+        hint: more words for sizes that are written down in a module.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    look: Callable[[Tensor], Operand]
+    place: str
+    size: int
+    whole: list[tuple[int, ...]] | None = None
+    lines: str = ""
+    choose: Callable[[], Choice | None] = lambda: None
+    hint: Callable[[], str] = lambda: ""
+
+    def arg(self, place: int, name: str, default: Any = None) -> Any:
+        return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
+
+    def rest(self, place: int, name: str) -> list[int]:
+        """Integers that are given one by one, as a sequence, or by name."""
+        if name in self.kwargs:
+            return list(self.kwargs[name])
+        given = self.args[place:]
+        return list(given[0]) if given and isinstance(given[0], (tuple, list)) else list(given)
+
+    def operand(self, place: int, name: str) -> Operand | None:
+        value = self.arg(place, name)
+        return self.look(value) if isinstance(value, Tensor) else None
+
+    def operands(self) -> list[Operand]:
+        return [self.look(t) for t in tensors_in((self.args, self.kwargs))]
+
+    def label(self, op: str) -> str:
+        """What a layout that begins here says of its origin."""
+        return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
+
+    def fail(self, text: str, code: str) -> NoReturn:
+        """Raises LayoutError."""
+        more = self.hint() if code == "E11" else ""
+        raise LayoutError(f"{self.place}: {self.name}: {text}{more} ({code})")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def join(step: Step, operands: Iterable[Operand]) -> Layout:
+    """Of what is computed from whole tensors."""
+    asked = [o for o in operands if not o.neutral]
+    if any(o.kind in "SP" for o in asked):
+        conflict(step, asked)
+    kinds = {o.kind for o in asked}
+    if "R" in kinds:
+        first = next(o for o in asked if o.kind == "R")
+        require_parts(step, asked, first)
+        return first.layout
+    if "I" in kinds:
+        for o in asked:
+            if o.kind == "?" and o.layout.choice is not None:
+                o.layout.choice.decide("I", step.place)
+        return next(o.layout for o in asked if o.kind == "I")
+    for o in asked[1:]:
+        assert asked[0].layout.choice is not None and o.layout.choice is not None
+        asked[0].layout.choice.join(o.layout.choice)
+    return asked[0].layout if asked else WHOLE
+
+
+def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> None:
+    """Whole tensors that meet ``other``, which each rank treats differently, must have a gradient that is summed later.
+
+    Raises:
+        LayoutError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5).
+    """
+    for o in operands:
+        if o.neutral or o.kind in "SR":
+            continue
+        if o.kind == "?" and o.layout.choice is not None:
+            o.layout.choice.decide("R", step.place)
+        elif o.kind == "I":
+            _refuse(step, o, other)
+
+
+def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
+    if complete.name:
+        step.fail(
+            f"{complete.name} is whole on every rank and meets {other.called}, which is {other.layout.told()}: each rank gets a part of its"
+            f" gradient only. Split it too, or sum its gradient: s[{complete.name.rpartition('.')[0]!r}].sum_gradients()",
+            "E7",
+        )
+    if other.name and other.kind == "R":
+        step.fail(
+            f"the gradient of {other.name} is summed over the ranks ({other.layout.since}), and here all ranks use it alike, with"
+            f" {complete.called}: the sum would be {step.size} times the gradient; leave that line out",
+            "E5",
+        )
+    since = f" since {complete.layout.since}" if complete.layout.since else ""
+    step.fail(
+        f"{complete.called} is whole and used alike by all ranks{since}, and meets {other.called}, which is"
+        f" {other.layout.told()}: its gradient"
+        " would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy') on the module around (all_gather where it is"
+        " cut), or .column(input='copy'); or where the other is made whole",
+        "E6",
+    )
+
+
+def refuse_partial(step: Step, operand: Operand) -> NoReturn:
+    """Raises LayoutError: a partial sum is used as if it were the sum (E3)."""
+    step.fail(
+        f"{operand.called} is {operand.layout.told()}, and the whole is expected here, or a share: complete it first, with"
+        " .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce') behind it",
+        "E3",
+    )
+
+
+def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not fit together") -> NoReturn:
+    """Raises LayoutError: cut in different ways (E10)."""
+    step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.layout.told()}" for o in operands), "E10")
+
+
+def cut(operands: Iterable[Operand]) -> list[Operand]:
+    return [o for o in operands if o.kind == "S"]
+
+
+def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
+    """Of what is computed element by element."""
+    shares = cut(operands)
+    if not shares:
+        if operands and all(o.kind == "U" for o in operands):
+            return UNIFORM
+        return join(step, operands)
+    first = shares[0]
+    dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
+    for o in shares[1:]:
+        if (o.layout.dim - o.tensor.ndim, o.layout.outer, o.layout.blocks) != (dim, first.layout.outer, first.layout.blocks):
+            conflict(step, [first, o], "they are cut in different ways")
+    for o in operands:
+        if o.kind == "P":
+            refuse_partial(step, o)
+        if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
+            conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
+    require_parts(step, operands, first)
+    return first.layout.at(ndim + dim)
+
+
+def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Layout:
+    """Of a product of tensors whose dims have these letters, as einsum has them; letters that are not in ``out`` are summed over."""
+    every = [o for o, _ in operands]
+    for o in every:
+        if o.kind == "P":
+            refuse_partial(step, o)
+    shares = [(o, letters) for o, letters in operands if o.kind == "S"]
+    if not shares:
+        return join(step, every)
+    first, letters = shares[0]
+    letter = letters[first.layout.dim]
+    for o, names in operands:
+        if o.kind == "S" and (names[o.layout.dim], o.layout.outer, o.layout.blocks) != (letter, first.layout.outer, first.layout.blocks):
+            conflict(step, [first, o], "they are cut in different ways")
+        if o.kind != "S" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
+            conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
+    require_parts(step, every, first)
+    if letter not in out:
+        return Layout("P", since=f"{step.place} ({first.layout.since})")
+    return first.layout.at(out.index(letter))
