@@ -22,9 +22,11 @@ from torch import nn
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule import show as text
 from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.check import Report, check, with_derived
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
 from megatron_sp.schedule.directives import Directive, caller
+from megatron_sp.schedule.local_rules import require as require_local
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
@@ -166,6 +168,24 @@ class Schedule:
             self.directives[-1] = line
         return self
 
+    def check(self, batch: Mapping[str, Any] | None = None) -> Report:
+        """Look for mistakes without ranks, a GPU, or the model's numbers; see ``check.py``. Adjoints that it works out are kept.
+
+        Args:
+            batch: keyword arguments of the model, of any size that fits (default: token ids, where the model's configuration tells of
+                them).
+        Returns:
+            How tensors lie at the edges of all modules, and warnings.
+        Raises:
+            LayoutError: a sum that is missing or made twice, shares that do not fit; names modules and lines.
+            ConfigError: what ``apply`` says; or ``apply`` has been called (E15).
+        """
+        if self.applied is not None:
+            raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
+        report = check(self.model, self.directives, self.mesh, self.seq_dim, batch)
+        self.directives = with_derived(self.directives, report)
+        return report
+
     def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
         """Compare a step of the split model with one of the whole model, on copies; see ``verify.py``.
 
@@ -192,6 +212,7 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
+        require_local(self.model, self.directives, self.mesh)
         self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim)
         return self.model
 

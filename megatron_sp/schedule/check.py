@@ -1,0 +1,127 @@
+"""Is a schedule right? Asked without a job and without a GPU: rules among its lines, then a dry run of the split model.
+
+What it says is about sums and shares, not numbers; whether the split model computes the same is what ``verify()`` measures, on ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_sp.schedule import local_rules
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.dry_run import Flow, dry_run
+from megatron_sp.schedule.layouts import Layout, LayoutError
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.paths import expand
+
+
+@dataclass
+class Report:
+    """What ``check()`` has found in a schedule that is right.
+
+    Attributes:
+        inputs, outputs: layouts over tp of what enters and leaves each module, by path, then by name or place of the tensor.
+        derived: the adjoint of each all_gather that did not say its own, by the place of its line: reduce_scatter or slice.
+        forks: modules where random numbers must differ between ranks (tp), or be the same again inside of these (same), by path.
+        warnings: what is no mistake, and worth knowing.
+        dry: whether there was a dry run.
+    """
+
+    inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    derived: dict[int, str] = field(default_factory=dict)
+    forks: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    dry: bool = True
+
+    def __str__(self) -> str:
+        """One line for each module between whose edges something is cut, or summed later."""
+        rows = []
+        for path, outputs in self.outputs.items():
+            sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (self.inputs.get(path, {}), outputs)]
+            if any(x.kind != "I" for edges in (self.inputs.get(path, {}), outputs) for x in edges.values()):
+                rows.append(f"{path or '(the model)'}: {sides[0]} -> {sides[1]}")
+        return "\n".join([*rows, *(f"warning: {w}" for w in self.warnings)])
+
+
+def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
+    """Look for mistakes.
+
+    Args:
+        batch: keyword arguments of the model, of any size that fits; None: token ids, where the model's configuration tells of them.
+    Raises:
+        LayoutError: what is wrong, where, because of which line.
+    """
+    local_rules.require(model, directives, mesh)
+    batch = batch if batch is not None else example(model, mesh)
+    if batch is None:
+        return Report(warnings=["no dry run: give check() a batch, the model's keyword arguments"], dry=False)
+    flow = dry_run(model, directives, mesh, seq_dim, batch)
+    report = Report(flow.inputs, flow.outputs, _derived(flow, directives), {}, list(flow.notes))
+    _find_forks(report, flow, model, directives)
+    if any(d.do == "ulysses" for d in directives):
+        report.warnings.append("the exchanges of ulysses() were not followed: verify() compares them with the whole model")
+    return report
+
+
+def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
+    """Where the schedule says nothing of random numbers, and must (E14)."""
+    for path, name in flow.forks.items():
+        if _says(model, directives, path):
+            continue
+        report.forks[path] = "tp"
+        words = f"{path or 'the model'}: {name} on shares: the ranks' random numbers are made to differ there"
+        if path in flow.alike:
+            words += ", also in its dropout on what all ranks have whole, which must not: give it dropout modules of its own"
+        report.warnings.append(f"{words} (E14)")
+    for path in sorted(flow.alike):
+        if any(path.startswith(f"{fork}.") for fork in report.forks) and path not in report.forks:
+            report.forks[path] = "same"
+
+
+def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
+    """One adjoint for each line. Raises LayoutError: its modules need different ones (E10)."""
+    found: dict[int, tuple[str, str, str]] = {}
+    for (place, path), choice in flow.choices.items():
+        if not choice.value:
+            continue  # nobody asks for this gradient
+        grad = "slice" if choice.value == "I" else "reduce_scatter"
+        before = found.setdefault(place, (grad, path, choice.first().because))
+        if before[0] != grad:
+            raise LayoutError(
+                f"{directives[place]} ({directives[place].where}) needs grad='{before[0]}' at {before[1]}, because of {before[2]}, and"
+                f" grad='{grad}' at {path}, because of {choice.first().because}: write a line for each (E10)"
+            )
+    return {place: grad for place, (grad, _, _) in found.items()}
+
+
+def with_derived(directives: list[Directive], report: Report) -> list[Directive]:
+    """Lines that say the adjoints that were worked out, and where random numbers differ."""
+    said = [replace(d, args={**d.args, "grad": report.derived[i]}) if i in report.derived else d for i, d in enumerate(directives)]
+    return said + [Directive(path, "rng", {"axis": axis}, "check()") for path, axis in report.forks.items()]
+
+
+def _says(model: nn.Module, directives: list[Directive], path: str) -> bool:
+    """Whether an rng line speaks of a module, or of one around it."""
+    paths = {p for d in directives if d.do == "rng" for p in expand(model, d.on)}
+    return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
+
+
+def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
+    """Token ids, as long as ranks can share them, with labels where the model takes some; None: it is not known what it takes."""
+    names = inspect.signature(model.forward).parameters
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if "input_ids" not in names or not isinstance(vocabulary, int):
+        return None
+    ids = (torch.arange(3 * 4 * mesh.tp.size() * mesh.sp.size()) % vocabulary).reshape(3, -1)
+    made = {"input_ids": ids}
+    head = type(model).__name__
+    if "labels" in names and ("LMHead" in head or "CausalLM" in head or "MaskedLM" in head):
+        made["labels"] = ids
+    return made

@@ -1,0 +1,316 @@
+"""What the lines of a schedule must be among themselves, before anything runs: mistakes that the lines and the model's modules alone show.
+
+Each rule is a function of the lines and yields messages; ``apply()`` asks them always, and the dry run finds what they cannot see. They say
+nothing that could be right in some model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.kinds import find_kind
+from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.paths import expand
+
+_SPLITS = ("shard", "column", "row", "vocab_parallel")
+_PACKED = ("c_attn", "qkv", "query_key_value", "wqkv", "in_proj", "gate_up", "gate_up_proj", "qkv_proj", "kv_proj")
+
+
+class Lines:
+    """The lines of a schedule, by the modules that they speak of."""
+
+    def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
+        self.model, self.directives, self.mesh = model, directives, mesh
+        self.size = mesh.tp.size()
+
+    @cached_property
+    def each(self) -> list[tuple[Directive, str, nn.Module]]:
+        return [(d, path, self.model.get_submodule(path)) for d in self.directives for path in expand(self.model, d.on)]
+
+    @cached_property
+    def at(self) -> dict[str, list[Directive]]:
+        found = defaultdict(list)
+        for directive, path, _ in self.each:
+            found[path].append(directive)
+        return found
+
+    def around(self, path: str) -> Iterator[tuple[str, Directive]]:
+        """Lines on a module and on all that contain it."""
+        while True:
+            for directive in self.at.get(path, []):
+                yield path, directive
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
+    def of(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
+        return (item for item in self.each if item[0].do in kinds)
+
+    @cached_property
+    def sums_elsewhere(self) -> bool:
+        """Whether some sync stands in front of what is split and not around it, such as at a norm: what it reaches only a dry run tells."""
+        for directive, path, _ in self.of("sync"):
+            inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
+            if is_sync(directive) and not inside and _sums(directive.args):
+                return True
+        return False
+
+    def sums_input_gradient(self, path: str) -> list[tuple[str, Directive]]:
+        """Syncs on a module, or around it, behind which a gradient of an input is summed."""
+        return [(p, d) for p, d in self.around(path) if is_sync(d) and d.args["mode"] != "fwd_post" and _sums(d.args)]
+
+
+def is_sync(directive: Directive) -> bool:
+    """Over tp."""
+    return directive.do == "sync" and directive.args.get("over", "tp") == "tp"
+
+
+def _sums(args: dict[str, Any]) -> bool:
+    """Whether backward sums; of a function it is not known, so yes."""
+    op = args["op"]
+    return callable(op) or op == "copy" or args["mode"] == "bwd_post" or (op == "all_gather" and args.get("grad") != "slice")
+
+
+def by_outputs(directive: Directive, module: nn.Module) -> bool:
+    """Whether a line splits a linear layer by its outputs and leaves it to others to sum the gradient of its input."""
+    kind = find_kind(module)
+    if kind is None or kind.product is None:
+        return False
+    if directive.do == "column":
+        return directive.args.get("input", "copy") == "prepared"
+    axis = directive.args.get("axis", 0)
+    ndim = getattr(getattr(module, directive.args.get("tensor", ""), None), "ndim", 0)
+    return directive.do == "shard" and directive.args["tensor"] == "weight" and ndim > 0 and axis % ndim == kind.out_dims["weight"]
+
+
+Problem = Iterator[str]
+
+
+def compiled(lines: Lines) -> Problem:
+    """E15: compiled, or shared out by others, before it is split."""
+    order = "the order is: schedule, apply(), torch.compile, ZeRO"
+    seen: dict[str, str] = {}
+    for path, module in lines.model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            seen[path] = "is compiled"
+        elif type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")):
+            seen[path] = "has its parameters shared out"
+    for directive, on, _ in lines.each if seen else ():
+        for path, state in seen.items():
+            if path in ("", on) or on.startswith(f"{path}."):
+                yield f"{directive.do} on {on or 'the model'}: {path or 'the model'} {state} already ({directive.where}): {order} (E15)"
+
+
+def parameters(lines: Lines) -> Problem:
+    """E1: a parameter that a module has not."""
+    for directive, path, module in lines.of("shard", "sum_gradients", "annotate"):
+        given = directive.args.get("tensor") or directive.args.get("parameter") or directive.args.get("names") or []
+        known = [name for name, p in module.named_parameters() if p is not None]
+        for name in [given] if isinstance(given, str) else given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 3, 0.4)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                what = f"{path or 'the model'} ({type(module).__name__})"
+                yield f"{what} has no parameter {name!r}: it has {', '.join(known[:8]) or 'none'}{hint} ({directive.where}, E1)"
+
+
+def inputs(lines: Lines) -> Problem:
+    """E6: split by outputs, and nobody sums the gradient of the input."""
+    for directive, path, module in lines.each:
+        if by_outputs(directive, module) and not lines.sums_input_gradient(path) and not lines.sums_elsewhere:
+            parent = path.rpartition(".")[0] or path
+            yield (
+                f"{path} is split by its outputs ({directive.do} at {directive.where}), so each rank has a part of its input's"
+                " gradient only,"
+                f" and no line sums it: add s[{parent!r}].sync('fwd_pre', 'copy') (all_gather where the input is cut), or"
+                f" .sync('bwd_post', 'all_reduce') here, or use .column(input='copy') (E6)"
+            )
+
+
+def doubled_inputs(lines: Lines) -> Problem:
+    """E5: a sync sums a gradient that every layer inside has summed already."""
+    for directive, path, _ in lines.of("sync"):
+        if not is_sync(directive) or directive.args["mode"] == "fwd_post" or not _sums(directive.args) or callable(directive.args["op"]):
+            continue
+        inside = [(d, p) for d, p, m in lines.of("column", "shard") if p == path or p.startswith(f"{path}.")]
+        copies = [(d, p) for d, p in inside if d.do == "column" and d.args.get("input", "copy") == "copy"]
+        if copies and len(copies) == len(inside):
+            column, at = copies[0]
+            yield (
+                f"the gradient of the input of {at} is summed in the layer itself (column at {column.where}) and again at {path}"
+                f" ({directive.args['op']} at {directive.where}): it would be {lines.size} times too large; say .column(input='prepared'),"
+                " or leave the sync out (E5)"
+            )
+
+
+def same_sync(lines: Lines) -> Problem:
+    """E5: the same exchange twice."""
+    for path, found in lines.at.items():
+        seen: dict[str, Directive] = {}
+        for directive in found:
+            if directive.do not in ("sync", "sequence"):
+                continue
+            key = f"{directive.do} {sorted((k, str(v)) for k, v in directive.args.items())}"
+            if key in seen:
+                name = directive.args.get("op", directive.do)
+                yield f"{path or 'the model'}: {name} stands there twice, at {seen[key].where} and at {directive.where}: leave one out (E5)"
+            seen[key] = directive
+
+
+def reductions(lines: Lines) -> Problem:
+    """E3: split by inputs, and no line makes the sum; E5: two make it."""
+    later = any(is_sync(d) and d.args["op"] in ("all_reduce", "reduce_scatter") and d.args["mode"] == "fwd_pre" for d in lines.directives)
+    for directive, path, module in lines.of("shard", "row"):
+        kind = find_kind(module)
+        if kind is None or kind.product is None:
+            continue
+        behind = [d for _, d in lines.around(path) if is_sync(d) and d.args["mode"] == "fwd_post"]
+        if directive.do == "row":
+            again = [d for d in lines.at[path] if d in behind and d.args["op"] in ("all_reduce", "reduce_scatter")]
+            for d in again:
+                again_at = f"{d.args['op']} at {d.where}"
+                yield f"{path} sums over the ranks itself (row at {directive.where}) and again in {again_at}: leave one out (E5)"
+            continue
+        weight = getattr(module, "weight", None)
+        if directive.args["tensor"] != "weight" or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims["weight"]:
+            continue
+        if not behind and not later:
+            yield (
+                f"{path} is split by its inputs ({directive.where}), so its result is a partial sum on each rank, and no line completes it:"
+                " use .row(), or add .sync('fwd_post', 'all_reduce') or 'reduce_scatter' there (E3)"
+            )
+
+
+def packed(lines: Lines) -> Problem:
+    """E8: q, k and v (or gate and up) in one matrix, cut as if it were one."""
+    for directive, path, module in lines.of("shard", "column"):
+        kind, weight = find_kind(module), getattr(module, "weight", None)
+        if kind is None or kind.product is None or weight is None or directive.args.get("blocks") is not None:
+            continue
+        if directive.do == "shard" and directive.args["axis"] % weight.ndim != kind.out_dims["weight"]:
+            continue
+        out, into = (weight.shape[dims["weight"]] for dims in (kind.out_dims, kind.in_dims))
+        name = path.rpartition(".")[2]
+        if out == 3 * into or name.lower() in _PACKED:
+            parts = 2 if "gate_up" in name or "kv" == name[:2] else 3
+            yield (
+                f"{path} has {out} outputs of {into} inputs, as a packed projection has: cut in one piece, rank 0 would get"
+                " its first part and"
+                f" no share of the others; say blocks={parts} (or the parts' sizes), or blocks=1 if it is not packed"
+                f" ({directive.where}, E8)"
+            )
+
+
+def heads(lines: Lines) -> Problem:
+    """E2: ranks that cannot share heads evenly."""
+    for directive, path, module in lines.of("shard", "column"):
+        counts = _heads_around(lines.model, path, module)
+        if any(d.args.get("replicas") for d, p, _ in lines.of("shard", "column") if p.rpartition(".")[0] == path.rpartition(".")[0]):
+            counts.pop("num_key_value_heads", None)  # there, fewer heads than ranks are fine
+        both = gcd(*counts.values()) if counts else 0
+        if counts and both % lines.size:
+            works = ", ".join(str(n) for n in range(2, both + 1) if both % n == 0) or "1 only"
+            told = ", ".join(f"{name} ({n})" for name, n in counts.items())
+            yield f"{path}: {told} must be multiples of tp ({lines.size}): tp {works} would work ({directive.where}, E2)"
+
+
+def _heads_around(model: nn.Module, path: str, module: nn.Module) -> dict[str, int]:
+    """Numbers of heads that the attention around a layer has, where it has any; a layer that is as wide as these heads."""
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if "attention" not in type(parent).__name__.lower() or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+        return {}
+    config = getattr(parent, "config", getattr(model, "config", None))
+    found = {}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        value = getattr(parent, name, getattr(config, name, None))
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[name] = value
+    return found
+
+
+def regions(lines: Lines) -> Problem:
+    """E10: shares of positions that nobody makes, or that are made whole where they never were cut."""
+    sequence = [d for d in lines.directives if d.do == "sequence"]
+    scatters = any(is_sync(d) and (callable(d.args["op"]) or d.args["op"] == "scatter") for d in lines.directives)
+    for d in sequence:
+        if len(expand(lines.model, d.on)) != 1 or len(expand(lines.model, d.args["leave"])) != 1:
+            yield f"sequence() enters at one module and leaves at one, not at {d.on!r} and {d.args['leave']!r} ({d.where}, E10)"
+    if not sequence and not scatters:
+        for d, path, _ in lines.of("sync"):
+            scattered = any(r.args.get("reduce") == "reduce_scatter" or r.args.get("op") == "reduce_scatter" for r in lines.directives)
+            if (
+                is_sync(d)
+                and d.args["op"] == "all_gather"
+                and d.args["mode"] == "fwd_pre"
+                and not scattered
+                and not _any_column_outside(lines, path)
+            ):
+                yield (
+                    f"all_gather at the input of {path} ({d.where}), and no line cuts anything in front of it: add"
+                    " .sequence(), or use copy (E10)"
+                )
+    if len(sequence) > 1:
+        yield f"sequence() stands there {len(sequence)} times, at {' and at '.join(d.where for d in sequence)}: leave one out (E5)"
+
+
+def _any_column_outside(lines: Lines, path: str) -> bool:
+    """Whether some layer that is not inside ``path`` leaves a share of its outputs."""
+    return any(d.do in ("column", "shard") and not p.startswith(f"{path}.") and not d.args.get("gather") for d, p, _ in lines.each)
+
+
+def owners(lines: Lines) -> Problem:
+    """E16: parameters in a region between ranks of which no line says anything."""
+    said = {"shard", "column", "row", "vocab_parallel", "sum_gradients", "replace"}
+    for directive, root, module in lines.of("sync"):
+        if not is_sync(directive) or directive.args["mode"] != "fwd_pre" or directive.args["op"] not in ("copy", "all_gather"):
+            continue
+        if not any(d.do in _SPLITS for d, p, _ in lines.each if p == root or p.startswith(f"{root}.")):
+            continue
+        for path, inner in module.named_modules(prefix=root):
+            own = [name for name, p in inner.named_parameters(recurse=False) if p.requires_grad]
+            if own and not any(d.do in said for d in lines.at.get(path, [])) and not _summed_above(lines, path, own):
+                yield (
+                    f"{path} ({type(inner).__name__}) has {', '.join(own)} and stands in what {directive.args['op']} at {root} opens"
+                    f" ({directive.where}), and no line speaks of it: split it (column, row, shard), or"
+                    f" s[{path!r}].sum_gradients() if every rank"
+                    " uses it on a share of heads or positions (E16)"
+                )
+
+
+def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
+    """Whether a module around names them in sum_gradients."""
+    for at, directive in lines.around(path):
+        inside = path[len(at) + 1 :] if at else path
+        names = directive.args.get("names") or [] if directive.do == "sum_gradients" else []
+        if all(f"{inside}.{name}" in names for name in own):
+            return True
+    return False
+
+
+RULES: tuple[Callable[[Lines], Problem], ...] = (
+    compiled, parameters, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
+)  # fmt: skip
+
+
+def problems(model: nn.Module, directives: list[Directive], mesh: Mesh) -> list[str]:
+    """All mistakes that the lines alone show; none where there is one rank, which does nothing otherwise than the whole model."""
+    lines = Lines(model, directives, mesh)
+    rules = RULES if lines.size > 1 else (compiled, parameters, packed)
+    return [problem for rule in rules for problem in rule(lines)]
+
+
+def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
+    """Raises LayoutError: with all of them."""
+    found = list(dict.fromkeys(problems(model, directives, mesh)))
+    if found:
+        shown = found[:6] + ([f"... and {len(found) - 6} more"] if len(found) > 6 else [])
+        raise LayoutError("\n".join(shown))
