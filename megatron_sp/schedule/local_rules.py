@@ -114,13 +114,12 @@ def parameters(lines: Lines) -> Problem:
     """E1: a parameter that a module has not."""
     for directive, path, module in lines.of("shard", "sum_gradients", "annotate"):
         given = directive.args.get("tensor") or directive.args.get("parameter") or directive.args.get("names") or []
-        known = [name for name, p in module.named_parameters() if p is not None]
+        known = [name for named in (module.named_parameters, module.named_buffers) for name, _ in named()]
         for name in [given] if isinstance(given, str) else given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 3, 0.4)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                what = f"{path or 'the model'} ({type(module).__name__})"
-                yield f"{what} has no parameter {name!r}: it has {', '.join(known[:8]) or 'none'}{hint} ({directive.where}, E1)"
+                yield f"{path or 'the model'} has no parameter {name!r}: it has {', '.join(known[:8]) or 'none'}{hint} ({directive.where}, E1)"
 
 
 def inputs(lines: Lines) -> Problem:
