@@ -10,7 +10,7 @@ ulysses, zero    last
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,8 @@ class Applied:
 class _Compiler:
     """The state of one ``apply``."""
 
-    def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> None:
+    def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, also: Callable[[], None]) -> None:
+        self.also = also
         self.model, self.directives, self.mesh, self.seq_dim = model, directives, mesh, seq_dim
         self.group, self.size = mesh.tp, mesh.tp.size()
         self.splits: dict[str, Split] = {}
@@ -186,6 +187,7 @@ class _Compiler:
         whole_shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
         whole_shapes |= {name: tuple(b.shape) for name, b in self.model.named_buffers() if name in self.splits}
         self.check_biases()
+        self.also()
         self.split()
         self.exchange_forwards(whole_shapes)
         self.put_syncs()
@@ -475,6 +477,14 @@ class _Compiler:
         return found
 
 
-def apply(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> Applied:
-    """Change a model as these lines say. Raises ConfigError."""
-    return _Compiler(model, directives, mesh, seq_dim).run()
+def apply(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, also: Callable[[], None] = lambda: None
+) -> Applied:  # fmt: skip
+    """Change a model as these lines say.
+
+    Args:
+        also: more to ask, when it is known what is split and before anything is.
+    Raises:
+        ConfigError: a line that cannot be.
+    """
+    return _Compiler(model, directives, mesh, seq_dim, also).run()

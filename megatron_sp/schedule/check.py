@@ -47,6 +47,8 @@ class Report:
             sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (self.inputs.get(path, {}), outputs)]
             if any(x.kind != "I" for edges in (self.inputs.get(path, {}), outputs) for x in edges.values()):
                 rows.append(f"{path or '(the model)'}: {sides[0]} -> {sides[1]}")
+        if not self.dry and not self.warnings:
+            rows.append("the lines fit together; no dry run: give check() a batch, the model's keyword arguments")
         return "\n".join([*rows, *(f"warning: {w}" for w in self.warnings)])
 
 
@@ -61,7 +63,9 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     local_rules.require(model, directives, mesh)
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
-        return Report(warnings=["no dry run: give check() a batch, the model's keyword arguments"], dry=False)
+        return Report(dry=False)
+    if any(d.do == "hook" for d in directives):
+        return Report(warnings=["no dry run: what functions at hooks do between ranks is not known; verify() sees it"], dry=False)
     flow = dry_run(model, directives, mesh, seq_dim, batch)
     report = Report(flow.inputs, flow.outputs, _derived(flow, directives), {}, list(flow.notes))
     _find_forks(report, flow, model, directives)

@@ -432,7 +432,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("tril triu"), moved(triangle)),
     **dict.fromkeys(_words("cross_entropy nll_loss mse_loss l1_loss binary_cross_entropy_with_logits kl_div"), loss),
     "sum": over(1, sums=True), "permute": moved(permute), "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
-    "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave), "flip": moved(flip), "roll": moved(roll),
+    "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave),
+    "flip": moved(flip), "roll": moved(roll),
     "pad": moved(pad), "linear": linear, "einsum": einsum, "scaled_dot_product_attention": attention, "embedding": embedding,
 }  # fmt: skip
 

@@ -56,6 +56,11 @@ class Lines:
         return (item for item in self.each if item[0].do in kinds)
 
     @cached_property
+    def has_hooks(self) -> bool:
+        """Whether functions of the user's own run at modules, which may do any sum."""
+        return any(d.do == "hook" for d in self.directives)
+
+    @cached_property
     def sums_elsewhere(self) -> bool:
         """Whether some sync stands in front of what is split and not around it, such as at a norm: what it reaches only a dry run tells."""
         for directive, path, _ in self.of("sync"):
@@ -119,12 +124,15 @@ def parameters(lines: Lines) -> Problem:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 3, 0.4)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                yield f"{path or 'the model'} has no parameter {name!r}: it has {', '.join(known[:8]) or 'none'}{hint} ({directive.where}, E1)"
+                has = ", ".join(known[:8]) or "none"
+                yield f"{path or 'the model'} has no parameter {name!r}: it has {has}{hint} ({directive.where}, E1)"
 
 
 def inputs(lines: Lines) -> Problem:
     """E6: split by outputs, and nobody sums the gradient of the input."""
-    for directive, path, module in lines.each:
+    for directive, path, module in lines.each if not lines.has_hooks else ():
+        if _forgets_bias(lines, directive, path, module):
+            continue  # told when it is applied (E4)
         if by_outputs(directive, module) and not lines.sums_input_gradient(path) and not lines.sums_elsewhere:
             parent = path.rpartition(".")[0] or path
             yield (
@@ -133,6 +141,11 @@ def inputs(lines: Lines) -> Problem:
                 f" and no line sums it: add s[{parent!r}].sync('fwd_pre', 'copy') (all_gather where the input is cut), or"
                 f" .sync('bwd_post', 'all_reduce') here, or use .column(input='copy') (E6)"
             )
+
+
+def _forgets_bias(lines: Lines, directive: Directive, path: str, module: nn.Module) -> bool:
+    has = module._parameters.get("bias") is not None
+    return directive.do == "shard" and has and not any(d.do == "shard" and d.args["tensor"] == "bias" for d in lines.at[path])
 
 
 def doubled_inputs(lines: Lines) -> Problem:
@@ -182,7 +195,8 @@ def reductions(lines: Lines) -> Problem:
         weight = getattr(module, "weight", None)
         if directive.args["tensor"] != "weight" or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims["weight"]:
             continue
-        if not behind and not later:
+        has_bias = module._parameters.get("bias") is not None  # told when it is applied, for the bias is the worse
+        if not behind and not later and not lines.has_hooks and not has_bias:
             yield (
                 f"{path} is split by its inputs ({directive.where}), so its result is a partial sum on each rank, and no line completes it:"
                 " use .row(), or add .sync('fwd_post', 'all_reduce') or 'reduce_scatter' there (E3)"

@@ -13,6 +13,7 @@ model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,8 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
-        require_local(self.model, self.directives, self.mesh)
-        self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim)
+        rules = partial(require_local, self.model, self.directives, self.mesh)
+        self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim, also=rules)
         return self.model
 
 

@@ -60,7 +60,14 @@ def test_one_rank_needs_nothing() -> None:
 
 def test_without_a_batch_the_lines_alone_are_looked_at() -> None:
     report = toy(seq=False).check()
-    assert not report.dry and "give check() a batch" in report.warnings[0]
+    assert not report.dry and "give check() a batch" in str(report)
+
+
+def test_hooks_of_ones_own_are_not_judged() -> None:
+    s = without(toy(seq=False), "blocks.*.mlp", "sync")
+    s.add("blocks.*.mlp", "hook", mode="fwd_pre", fn=print)
+    report = s.check(batch())
+    assert not report.dry and "verify()" in report.warnings[0]
 
 
 def test_e1_paths_and_parameters() -> None:
