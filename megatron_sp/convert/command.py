@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
-from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError
+from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.files import atomic_write_text
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
@@ -33,14 +34,25 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ReportedError: what is wrong.
     """
+    try:
+        return _run(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # writing has told its own already
+        raise CheckpointError(f"{error.filename or args.input} cannot be read: {error.strerror or error}") from None
+
+
+def _run(args: argparse.Namespace) -> int:
     options = _options(args)
     require_absent(args.output)
+    _require_place(args.report)
     if not args.input.is_dir():
         raise CheckpointError(
             f"--input {args.input} is {'a file' if args.input.exists() else 'not there'}: give the folder of a checkpoint"
         )
     source = FORMATS[args.source] if args.source != "auto" else detect(args.input)
     target = FORMATS[args.target]
+    _require_use(args, source.name)
     model = source.read(args.input, options)
     _tell(f"{args.input}: {source.name}, {describe(model)}")
     for note in model.notes:
@@ -55,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:
-        atomic_write_text(args.report, json.dumps(report, indent=1) + "\n")
+        _write_report(args.report, report)
     return _verify(args, source, target, options) if args.verify or args.verify_text else EXIT_OK
 
 
@@ -74,6 +86,8 @@ def _options(args: argparse.Namespace) -> Options:
                         ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigError(f"{flag} ({value}) must be at least 1")
+    if args.step is not None and args.step < 0:
+        raise ConfigError(f"--step ({args.step}) must be at least 0")
     return Options(
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
@@ -97,17 +111,48 @@ def _report(args: argparse.Namespace, source: Format, model: Model) -> dict[str,
     }  # fmt: skip
 
 
+def _require_use(args: argparse.Namespace, source: str) -> None:
+    """A flag that would do nothing is a misunderstanding, and the weights would tell too late. Raises ConfigError."""
+    read = {"--set": bool(args.set), "--vocab-size": args.vocab_size is not None, "--qkv-layout": args.qkv_layout is not None}
+    written = {
+        "--target-tensor-parallel-size": args.target_tensor_parallel_size > 1,
+        "--target-pipeline-parallel-size": args.target_pipeline_parallel_size > 1, "--megatron-names": args.megatron_names != "core",
+    }  # fmt: skip
+    for name, flags, side in ((source, read, "says this itself"), (args.target, written, "has no such choice")):
+        given = [flag for flag, is_given in flags.items() if is_given]
+        if given and name in ("megatron_sp", "hf"):
+            raise ConfigError(f"{', '.join(given)} would change nothing: the format {name} {side}; leave it out")
+
+
+def _require_place(path: Path | None) -> None:
+    """Of --report, before the work is done."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--report {path} must be a file in a folder that exists")
+
+
+def _write_report(path: Path, report: dict[str, Any]) -> None:
+    try:
+        atomic_write_text(path, json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise DiskError(f"--report {path} was not written, --output was: {error.strerror or error}") from None
+
+
 def _show_fates(model: Model, *, everything: bool) -> None:
     dropped = [fate for fate in model.fates if not fate.went]
     if everything:
         for fate in model.fates:
-            print(f"{fate.name} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
+            print(f"{_plain(fate.name)} -> {fate.went or 'dropped'}{': ' + fate.why if fate.why else ''}")
     elif dropped:
         reasons: dict[str, int] = {}
         for fate in dropped:
             reasons[fate.why] = reasons.get(fate.why, 0) + 1
         for why, count in reasons.items():
             _tell(f"dropped {count} tensor{'s' if count > 1 else ''}: {why}")
+
+
+def _plain(name: str) -> str:
+    """A name as a terminal of any encoding can show it: files may hold any characters, those that steer a terminal too."""
+    return name if name.isascii() and name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
 def _tell(line: str) -> None:

@@ -7,8 +7,8 @@ import json
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,16 @@ def convert(
         tell: given what the user should know.
     Raises:
         CheckpointError: it exists, or the target cannot hold the model.
-        DiskError: no space, no permission, a failing disk; nothing is left.
+        DiskError: no space, no permission, a failing disk; nothing is left, folders above it that were made included.
     """
     require_absent(output)
     options.output = output.absolute()
     needed = int(_SPACE_FACTOR * target.size(model, options))
+    made = [folder for folder in output.absolute().parents if not folder.exists()]  # the deepest first
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(output.parent)) < needed:
-            raise DiskError(f"{output.parent} has {free / 2**30:.2f} GiB free, {needed / 2**30:.2f} GiB are needed: nothing was written")
+            raise DiskError(f"{output.parent} has {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB are needed: nothing was written")
         for path in sorted(output.parent.glob(f".{glob.escape(output.name)}.part-*")):
             tell(f"note: {path} is left over from a conversion that was cut off, or another one is writing it now: if not, delete it")
         staging = output.parent / f".{output.name}.part-{uuid.uuid4().hex[:12]}"
@@ -55,11 +56,24 @@ def convert(
             fsync_dir(output.parent)
     except OSError as error:
         raise DiskError(f"{output} was not written: {error.strerror or error} ({error.filename or output})") from None
+    finally:
+        if not output.exists():
+            _remove_empty(made)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):  # another program has put something there meanwhile
+        for folder in folders:
+            folder.rmdir()
 
 
 def require_absent(output: Path) -> None:
-    """Raises CheckpointError if there is something at ``output`` already."""
-    if output.exists() or output.is_symlink():
+    """Raises CheckpointError: there is something at ``output`` already; DiskError: there can be nothing."""
+    try:
+        is_there = output.exists() or output.is_symlink()
+    except OSError as error:
+        raise DiskError(f"--output {str(output)[:300]} cannot be written: {error.strerror or error}") from None
+    if is_there:
         raise CheckpointError(f"--output {output} is there already: nothing is ever written over, name a folder that does not exist")
 
 
