@@ -167,13 +167,17 @@ class Transformers:
         return net.eval()
 
 
+_CAUSAL = {
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}  # fmt: skip
+
+
 def class_of(document: dict[str, Any], tensors: set[str]) -> str:
     """The class that computes all the heads there are."""
     kind = document.get("model_type")
     if kind not in ("bert", "megatron-bert"):
-        return {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[
-            str(kind)
-        ]
+        return _CAUSAL[str(kind)]
     task = ("SequenceClassification" if "classifier.weight" in tensors else "PreTraining" if "cls.seq_relationship.weight" in tensors
             else "MaskedLM")  # fmt: skip
     return f"{'Bert' if kind == 'bert' else 'MegatronBert'}For{task}"

@@ -46,7 +46,7 @@ def compared(run: Path, folder: Path, text: str | None = None, **options: Any) -
     return code, "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gpt2", "llama-one-group", "megatron-bert")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("gpt2", "qwen2", "llama-one-group", "megatron-bert")
                                                else pytest.mark.long) for n in MODELS])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)])
 def test_our_model_and_the_reference_agree(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

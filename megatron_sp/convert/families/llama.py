@@ -16,13 +16,14 @@ _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 class Llama:
     model_type, prefix, name = "llama", "model.", "Llama"
+    groups_if_absent: int | None = None
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
         settings.require("hidden_act", "silu", "is another activation of the gated MLP")
         config = ModelConfig(
             num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
-            num_query_groups=settings.count("num_key_value_heads", heads), kv_channels=settings.count("head_dim", hidden // heads),
+            num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),
             seq_length=settings.count("max_position_embeddings", 2048), ffn_hidden_size=settings.count("intermediate_size"),
             vocab_size=settings.count("vocab_size"), position_embedding_type="rope", normalization="RMSNorm",
             norm_epsilon=settings.get("rms_norm_eps", float, 1e-6), swiglu=True, disable_bias_linear=True,
@@ -33,6 +34,11 @@ class Llama:
         settings.take_rotary(config)
         self.take_own(config, settings)
         return config
+
+    def _groups(self, settings: Settings, heads: int) -> int:
+        """Null is as many as heads; so is absence, but for members whose class has a number of its own."""
+        absent = "num_key_value_heads" not in settings.document
+        return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         """What this member of the family has of its own."""
@@ -98,9 +104,11 @@ class Mistral(Llama):
     """With a sliding window, and never a bias."""
 
     model_type, name = "mistral", "Mistral"
+    groups_if_absent = 8
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        config.window_size = settings.count("sliding_window", None)
+        """Null is no window; where nothing is said, transformers takes the first model's."""
+        config.window_size = settings.count("sliding_window", None) if "sliding_window" in settings.document else 4096
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
         return {"window_size": config.window_size, "qkv_bias": False, "proj_bias": False, "mlp_bias": False}
@@ -113,6 +121,7 @@ class Qwen2(Llama):
     """With biases on queries, keys and values alone."""
 
     model_type, name = "qwen2", "Qwen2"
+    groups_if_absent = 32
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("use_sliding_window", False, "gives some layers a window")

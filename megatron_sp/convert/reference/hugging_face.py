@@ -83,7 +83,9 @@ def open_folder(folder: Path, cast: Cast) -> Foreign:
     """
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
-    made: Any = {"gpt2": GPT2, "llama": Llama, "mistral": Llama, "gpt_neox": NeoX, "bert": Bert, "megatron-bert": Bert}.get(kind)
+    made: Any = {
+        "gpt2": GPT2, "llama": Llama, "mistral": Llama, "qwen2": Llama, "gpt_neox": NeoX, "bert": Bert, "megatron-bert": Bert,
+    }.get(kind)  # fmt: skip
     if made is None:
         raise CheckpointError(f"{folder / 'config.json'}: model_type is {str(kind)[:100]!r}: the reference does not compute it")
     model: Foreign = made(config, folder, cast)
@@ -122,7 +124,7 @@ class GPT2:
 
 
 class Llama:
-    """And Mistral, which adds a window."""
+    """And Mistral, which adds a window, and Qwen2: whatever biases are there are added."""
 
     def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
         self.files = Files(folder, cast, "model.")
@@ -130,7 +132,7 @@ class Llama:
         self.shape = Shape(
             c["num_hidden_layers"], head_dim, c["vocab_size"], c.get("max_position_embeddings", 2048), c.get("rms_norm_eps", 1e-6),
             ACTIVATIONS[c.get("hidden_act", "silu")], rms=True, gated=True, rotary=_rotary(c, head_dim),
-            window=c.get("sliding_window") if c["model_type"] == "mistral" else None,
+            window=c.get("sliding_window", 4096) if c["model_type"] == "mistral" else None,
         )  # fmt: skip
         self._tied = c.get("tie_word_embeddings", False)
 
