@@ -22,6 +22,7 @@ from megatron_sp.utils.errors import CheckpointError
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
+_MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
 
 
 class Fate(NamedTuple):
@@ -78,8 +79,16 @@ def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
     problems = model_violations(Config(model=config))
     if not problems and (config.num_layers or 0) > num_tensors:
         problems = [f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer has several"]
+    if not problems and (width := _largest_width(config)) * (config.hidden_size or 0) >= _MAX_NUMEL:
+        problems = [f"hidden_size ({config.hidden_size}) times the widest dimension ({width}) is more than any tensor can have"]
     if problems:
         raise CheckpointError(f"{where} describes a model that cannot be: " + "; ".join(problems))
+
+
+def _largest_width(config: ModelConfig) -> int:
+    """Of the dims that a weight has beside the hidden size; queries, keys and values together are at most three times the heads."""
+    heads = 3 * (config.num_attention_heads or 0) * config.head_dim
+    return max(heads, 2 * config.ffn_size, config.hidden_size or 0, config.max_positions, config.vocab_size or 0, config.token_types)
 
 
 def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.float32) -> LanguageModel:

@@ -151,6 +151,9 @@ def refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *m
         ({"num_hidden_layers": 2}, ["model.layers.2", "has no place in this model"]),
         ({"num_hidden_layers": 4}, ["model.layers.3.input_layernorm.weight is missing"]),
         ({"num_attention_heads": 5}, ["config.json describes a model that cannot be", "num_attention_heads (5)"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a finite number"]),
+        ({"rope_theta": float("nan")}, ["rope_theta must be a finite number, found nan"]),
+        ({"hidden_size": 1 << 30, "intermediate_size": 1 << 30}, ["hidden_size (1073741824) times", "more than any tensor can"]),
         ({"num_hidden_layers": 1 << 30}, ["num_layers (1073741824) must not exceed the number of tensors"]),
     ],
 )  # fmt: skip

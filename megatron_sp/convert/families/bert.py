@@ -62,7 +62,7 @@ class Bert:
         return f"{old[1]}.{'weight' if old[2] == 'gamma' else 'bias'}" if old else name
 
     def num_classes(self, tensors: Tensors) -> int:
-        return tensors.get("classifier.weight", (0,))[0]
+        return next(iter(tensors.get("classifier.weight", ())), 0)
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
         task = "SequenceClassification" if num_classes else "PreTraining" if config.has_order_head else "MaskedLM"

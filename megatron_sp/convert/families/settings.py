@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron_sp.config import ModelConfig
@@ -30,18 +31,24 @@ class Settings:
         """An entry of this type (an int is a float too), or the default where it is absent or null.
 
         Raises:
-            CheckpointError: it is of another type, or absent and there is no default.
+            CheckpointError: it is of another type, not finite, or absent and there is no default.
         """
         value = self.document.get(name)
         if value is None:
             if default is _MISSING:
                 raise CheckpointError(f"{self.where} has no {name}: it cannot be told what model this is")
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self._finite(name, value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise CheckpointError(f"{self.where}: {name} must be {kind.__name__}, found {str(value)[:100]!r}")
         return value
+
+    def _finite(self, name: str, value: float) -> float:
+        """JSON as Python reads it has NaN and Infinity, and whole numbers that no float can hold."""
+        if not abs(value) <= sys.float_info.max:
+            raise CheckpointError(f"{self.where}: {name} must be a finite number, found {str(value)[:100]}")
+        return float(value)
 
     def count(self, name: str, default: Any = _MISSING) -> Any:
         """A whole number from 1 to 2**31. Raises CheckpointError."""

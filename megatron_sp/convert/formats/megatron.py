@@ -19,7 +19,7 @@ from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_f
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, QkvOrder, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
-from megatron_sp.convert.model import OPTIMIZER, Fate, Model, parameter_shapes
+from megatron_sp.convert.model import OPTIMIZER, Fate, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_tree import PickleReader
 from megatron_sp.convert.tokenizer_files import find_files
@@ -62,6 +62,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     facts = _facts(opened, there)
     vocab_size = true_size(settings, facts.padded_vocab_size, opened.tp, options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=opened.is_legacy)
+    require_sound(config, sum(len(chunk.tensors) for chunk in opened.chunks), str(folder))
     cut = Cut(config, opened.tp, _order(opened, config, options, notes), facts.padded_vocab_size)
     _require_divisible(cut, folder)
     store = RankFiles()

@@ -22,7 +22,7 @@ from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.formats.megatron_write import make_plan, size
-from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_tree import Object, PickleReader
 from megatron_sp.convert.tokenizer_files import find_files
@@ -92,6 +92,7 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
         raise CheckpointError(f"{folder} has no {error.args[0]}: it is no GPT or BERT") from None
     vocab_size = true_size(settings, facts.padded_vocab_size, settings.count("tensor_model_parallel_size", 1), options)
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
+    require_sound(config, len(weights), str(folder))
     cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size)
     shapes, place = parameter_shapes(config), [Place("", 0, 0, config.num_layers or 0, True, True)]
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()

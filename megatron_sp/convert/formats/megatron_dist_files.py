@@ -27,6 +27,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+_MAX_BLOCKS = 1 << 12  # each gets names of its own before anything else is known of it
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 
 
@@ -41,7 +42,7 @@ class DistStore:
     """Tensors by our names, and ``kind.name`` for the optimizer's (a ``TensorStore``); what has no such name keeps its key.
 
     Raises:
-        CheckpointError: two keys are the same parameter.
+        CheckpointError: two keys are the same parameter, or there are more blocks than any model has.
     """
 
     def __init__(self, folder: DistFolder, reader: PickleReader) -> None:
@@ -55,6 +56,10 @@ class DistStore:
             if stacked is None or not tensor.shape:
                 self._add(prefix + canonical(bare, stack), Source(key, None))
                 continue
+            if tensor.shape[0] > _MAX_BLOCKS:
+                raise CheckpointError(
+                    f"{folder.path}: {key[:200]} has {tensor.shape[0]:,} blocks, more than the {_MAX_BLOCKS:,} that are read"
+                )
             for i in range(tensor.shape[0]):
                 self._add(prefix + canonical(f"{stacked[1]}{i}.{stacked[2]}", stack), Source(key, i))
         self._tensors = {name: self._info(source) for name, source in self.sources.items()}

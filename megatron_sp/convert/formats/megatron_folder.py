@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +78,11 @@ def rank_folders(path: Path) -> list[RankFolder]:
     if not found:
         return []
     tp, pp = (1 + max(key[axis] for key in found) for axis in range(2))
-    missing = [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") for p in range(pp) for t in range(tp) if (t, p) not in found]
-    if missing:
+    if len(found) != tp * pp:  # a folder's name may claim any number of ranks: only the first that lack are counted up
+        missing = (rank_name(t, p, pp) for p in range(pp) for t in range(tp) if (t, p) not in found)
         raise CheckpointError(
-            f"{path} has folders of {len(found)} ranks, and {tp} x {pp} are expected (tp x pp): {', '.join(missing[:8])} missing. Copy all"
-            " of them to one place"
+            f"{path} has folders of {len(found)} ranks, and {tp} x {pp} are expected (tp x pp): {', '.join(islice(missing, 8))} missing."
+            " Copy all of them to one place"
         )
     return [RankFolder(t, p, found[t, p]) for p in range(pp) for t in range(tp)]
 

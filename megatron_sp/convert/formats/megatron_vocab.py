@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizer_files import MAX_BYTES, find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
+
+_MAX_VALUES = 4_000_000  # a large vocabulary has some 250,000 words, and twice as many merges of three values each
 
 
 def padded_size(vocab_size: int, divisible_by: int, tp: int) -> int:
@@ -60,20 +61,20 @@ def tokenizer_size(path: Path) -> int | None:
         if name in files:
             try:
                 return count(files[name])
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
                 raise CheckpointError(f"{files[name]} cannot be read as a tokenizer: {str(error)[:200]}") from None
     return None
 
 
 def _of_json(path: Path) -> int:
-    document = parse_object(read_small_file(path, MAX_BYTES), str(path))
+    document = parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES)
     words, added = document["model"]["vocab"], document.get("added_tokens") or []
     ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
     return int(max([*ids, *(token["id"] for token in added)])) + 1
 
 
 def _of_vocabulary(path: Path) -> int:
-    return int(max(json.loads(read_small_file(path, MAX_BYTES)).values())) + 1
+    return int(max(parse_object(read_small_file(path, MAX_BYTES), str(path), _MAX_VALUES).values())) + 1
 
 
 def _of_lines(path: Path) -> int:

@@ -17,7 +17,7 @@ from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import CheckpointError
 
@@ -32,10 +32,11 @@ class Native:
         return (path / "MANIFEST.json").exists() or any(path.glob("step-[0-9]*")) or any(path.glob("checkpoints/step-[0-9]*"))
 
     def read(self, path: Path, options: Options) -> Model:
-        folder = Checkpointer(None).find(path, options.step)
+        folder = _find(path, options.step)
         reader = NativeReader(folder, verified=True)
         config, state = _config(reader), reader.state
-        num_classes = reader.tensors()[CLASSES].shape[0] if CLASSES in reader.tensors() else 0
+        require_sound(config.model, len(reader.tensors()), str(folder))
+        num_classes = _rows_of(reader, CLASSES) if CLASSES in reader.tensors() else 0
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
         found = fit(str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={})
@@ -58,6 +59,13 @@ class Native:
 
     def size(self, model: Model, options: Options) -> int:
         return sum(info.num_bytes for info in _Cast(model, options).tensors().values())
+
+
+def _find(path: Path, step: int | None) -> Path:
+    try:
+        return Checkpointer(None).find(path, step)
+    except CheckpointError as error:  # the flag is a training's there
+        raise CheckpointError(str(error).replace("--ckpt-step", "--step")) from None
 
 
 class _Reading:
@@ -94,8 +102,15 @@ def _config(reader: NativeReader) -> Config:
     tensors = reader.tensors()
     if WORD_EMBEDDINGS not in tensors:
         raise CheckpointError(f"{reader.step_dir} has no tensor {WORD_EMBEDDINGS}: it holds no language model")
-    config.model.vocab_size = tensors[WORD_EMBEDDINGS].shape[0]
+    config.model.vocab_size = _rows_of(reader, WORD_EMBEDDINGS)
     return config
+
+
+def _rows_of(reader: NativeReader, name: str) -> int:
+    shape = reader.tensors()[name].shape
+    if len(shape) != 2 or not shape[0]:
+        raise CheckpointError(f"{reader.step_dir}: {name} is {list(shape)}, and must be a table with at least one row")
+    return shape[0]
 
 
 def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
