@@ -206,7 +206,7 @@ _REFUSED = {
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
         data-args-path per-split-data-args-path titles-data-path full-validation multiple-validation-sets sample-rate
         train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path""",
-    "checkpoints of other programs are not read yet; --load takes ours": """
+    "checkpoints of other programs are converted by megatron-sp convert (docs/convert.md); --load takes ours": """
         load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
         reset-iteration no-load-lr-state""",
