@@ -18,6 +18,7 @@ from megatron_sp.convert.families.registry import FAMILIES
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.megatron_dist_files import DistStore
 from megatron_sp.convert.formats.megatron_vocab import tokenizer_size
+from megatron_sp.convert.formats.native import _count
 from megatron_sp.convert.sides import class_of
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DISK, CheckpointError
 
@@ -139,6 +140,10 @@ def test_places_that_cannot_be(tmp_path: Path, source: Path, capsys: pytest.Capt
     assert run("--input", tmp_path / ("x" * 300), "--to", "hf", "--output", tmp_path / "out") == EXIT_CHECKPOINT
     assert capsys.readouterr().err.count("File name too long") == 3
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_counts_that_are_none_are_not_known() -> None:
+    assert [_count({"step": value}, "step") for value in (7, float("nan"), True, -1, "7", 10**30)] == [7, 0, 0, 0, 0, 0]
 
 
 def test_a_step_that_is_not_there_is_asked_for_by_the_flag_of_this_command(

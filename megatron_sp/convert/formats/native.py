@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_sp import __version__
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
+from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.config import Config
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
@@ -42,7 +43,7 @@ class Native:
         found = fit(str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={})
         kept = state.get("converted")
         return Model(
-            config.model, reader, step=int(state.get("step", 0)), consumed_samples=_count(state, "consumed_samples"),
+            config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
             settings={**(kept if isinstance(kept, dict) else {}), "native": state},
         )  # fmt: skip
@@ -126,7 +127,7 @@ def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) 
 
 def _count(state: dict[str, Any], name: str) -> int:
     value = state.get(name, 0)
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if is_count(value) else 0
 
 
 def _tokenizer(config: Config, folder: Path, options: Options) -> dict[str, Path]:
