@@ -91,19 +91,20 @@ def test_some_mutants_of_each_family(name: str, seq: bool, start: int) -> None:
     assert survivors(name, seq, check, lambda i: i % 13 == start) <= RIGHT
 
 
-@pytest.mark.parametrize("seq", [pytest.param(False, marks=pytest.mark.long), True], ids=["tp", "tp_seq"])
+@pytest.mark.long
+@pytest.mark.parametrize("seq", [False, True], ids=["tp", "tp_seq"])
 def test_the_dry_run_needs_no_rules_among_lines(seq: bool) -> None:
     """But for a gather whose adjoint it may choose: then the column layer may sum the gradient itself."""
     found = survivors("toy", seq, dry_run) - RIGHT
     assert all(what.startswith(("summed again", "left out")) for what in found) and (seq or not found), found
 
 
-def compare_with_numbers(name: str, seq: bool) -> None:
+def compare_with_numbers(name: str, seq: bool, step: int) -> None:
     """check() and verify() say the same of every mutant that both can judge: neither too little is refused, nor too much."""
     mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size()))
     s, data = family(name, seq, mesh)
     wrong = []
-    for what, lines in each(s, name):
+    for what, lines in list(each(s, name))[::step]:
         try:
             said = "right"
             lines = with_derived(lines, check(s.model, lines, mesh, 1, data))
@@ -119,14 +120,14 @@ def compare_with_numbers(name: str, seq: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, seq",
+    "name, seq, step",
     [
-        ("toy", True),
-        *(pytest.param(n, q, marks=pytest.mark.long) for n in ("toy", "llama", "gpt2") for q in (False, True) if (n, q) != ("toy", True)),
+        ("toy", True, 3),
+        *(pytest.param(name, seq, 1, marks=pytest.mark.long) for name in ("toy", "llama", "gpt2") for seq in (False, True)),
     ],
 )
-def test_check_and_verify_agree(tmp_path: Path, name: str, seq: bool) -> None:
-    run_ranks(compare_with_numbers, 2, tmp_path, name, seq)
+def test_check_and_verify_agree(tmp_path: Path, name: str, seq: bool, step: int) -> None:
+    run_ranks(compare_with_numbers, 2, tmp_path, name, seq, step)
 
 
 @pytest.mark.parametrize("seq", [pytest.param(False, marks=pytest.mark.long), True], ids=["tp", "tp_seq"])

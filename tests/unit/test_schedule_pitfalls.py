@@ -59,8 +59,9 @@ def nothing_is_changed_in_place(mesh: Mesh) -> None:
     }  # fmt: skip
     for name, more in exchanges.items():
         x = torch.arange(16.0).reshape(4, 4).requires_grad_()
+        kept = x.detach().clone()
         y = getattr(regions, name)(x, mesh.tp, *more)
-        kept, gradient = x.detach().clone(), torch.ones_like(y)
+        gradient = torch.ones_like(y)
         (back,) = torch.autograd.grad(y, x, gradient)
         assert back.shape == x.shape
         assert torch.equal(x.detach(), kept) and torch.equal(gradient, torch.ones_like(y)), name
