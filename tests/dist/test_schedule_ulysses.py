@@ -14,6 +14,7 @@ from test_schedule import MODELS, SIZES, B, V
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.parallel.early_exchange import Flight
 from megatron_sp.schedule import Mesh, Schedule, schedule
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
@@ -160,6 +161,9 @@ def check_positions_and_windows() -> None:
     schedule(roberta, mesh(1)).ulysses(overlap_qkv=True).verify(given)
     mistral = transformers.MistralConfig(**SIZES, vocab_size=V, num_key_value_heads=1, sliding_window=3)
     schedule(transformers.MistralForCausalLM(mistral), mesh(1)).ulysses().verify(hf_batch(8))
+    few = hf_batch(8)
+    few["labels"][:, 3:] = -100  # the second rank has none
+    schedule(MODELS["bert"][0](), mesh(1)).ulysses().verify(few)
     packed = {**hf_batch(8, padding=False), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]).repeat(B, 1)}
     schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify(packed)
     schedule(MODELS["llama"][0](), mesh(1)).ulysses().verify({**packed, "use_cache": False})
@@ -171,6 +175,7 @@ def check_rest() -> None:
     check_positions_and_windows()
     check_refused()
     check_others_are_left_alone()
+    check_order()
 
 
 def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
@@ -207,6 +212,26 @@ def check_others_are_left_alone() -> None:
     schedule(split, mesh(1)).ulysses().apply()
     split(**hf_batch(8))
     assert torch.equal(model(**hf_batch(8)).logits, before)
+
+
+def check_order() -> None:
+    """q leaves before k is projected; the gradients of v, k and q leave before the first is waited for, and v's is used under the others."""
+    log: list[str] = []
+    model = MODELS["llama"][0]()
+    schedule(model, mesh(1)).ulysses(overlap_qkv=True).apply()
+    start, end = Flight.start, Flight.end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flight, "start", lambda self, x: (log.append("start"), start(self, x))[1])
+        patch.setattr(Flight, "end", lambda self, handle: (log.append("end"), end(self, handle))[1])
+        for part in "qkv":
+            projection = model.model.layers[0].self_attn.get_submodule(f"{part}_proj")
+            projection.register_forward_pre_hook(lambda *_, part=part: log.append(part))
+            projection.weight.register_post_accumulate_grad_hook(lambda _, part=part: log.append(f"d{part}"))
+        loss = model(**hf_batch(8)).loss
+        assert log[:9] == ["q", "start", "k", "start", "v", "start", "end", "end", "end"]
+        log.clear()
+        loss.backward()
+    assert log[6:] == ["start", "start", "start", "end", "dv", "end", "dk", "end", "dq"]
 
 
 def test_other_models_regions_and_what_is_refused(tmp_path: Path) -> None:
