@@ -45,8 +45,7 @@ def writer_of(plan: str) -> Any:
             module, _, function = plan.partition(":")
             getattr(importlib.import_module(module), function)(s, seq)
         else:
-            loads: Any = s
-            loads.load(plan)
+            s.load(plan)
         if any(d.do == "zero" for d in s.directives):
             raise ConfigError(f"{plan} says zero, which is a flag of a training: take the line out, and give --zero-stage")
 

@@ -11,11 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_sp.config import Config
-from megatron_sp.training.arguments import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
+
+if TYPE_CHECKING:
+    from megatron_sp.config import Config
 
 _NAMES = {
     "--num-layers": ("num_hidden_layers", "n_layer"), "--hidden-size": ("hidden_size", "n_embd"),
@@ -60,6 +61,8 @@ def parse_foreign(
         family: "gpt" or "bert": whose data it is trained on.
         prog: the program's name in messages.
     """
+    from megatron_sp.training.arguments import parse_config  # not for `megatron-sp --help`
+
     prog = prog or os.path.basename(sys.argv[0])
     try:
         words, folder = take_folder(list(sys.argv[1:] if argv is None else argv))
