@@ -84,6 +84,7 @@ class UnitHooks:
         self._open: dict[int, int] = {}  # uses of a unit whose backward has not come yet
         self._keeping: list[Any] = []
         model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
         for index, path in enumerate(blocks, 1):
             block = model.get_submodule(path)
             block.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
@@ -92,6 +93,10 @@ class UnitHooks:
     def _begin(self, *_: Any) -> None:
         if self.events is not None:
             self.events.before_use(0)
+
+    def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
+        """Backward begins with what is behind the blocks."""
+        return None if self.events is None else _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(0)))
 
     def _before(self, index: int) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
