@@ -28,6 +28,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A test that leaves autograd off, or another default dtype, fails itself and not hundreds of others."""
+    left = [what for what, is_so in (("autograd off", not torch.is_grad_enabled()),
+                                     ("another default dtype", torch.get_default_dtype() != torch.float32)) if is_so]  # fmt: skip
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    assert not left, f"{item.nodeid} leaves {' and '.join(left)}"
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays: a forked rank that looks for garbage need not walk through it, which would copy every page of it."""
     gc.collect()

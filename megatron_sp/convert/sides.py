@@ -48,6 +48,7 @@ class Ours:
     def __init__(self, source: Model, label: str = "megatron_sp") -> None:
         self.source, self.label = source, label
 
+    @torch.no_grad()  # while it computes, and not while whoever asked looks at a result: a ``with`` would leave autograd off there
     def compute(self, rows: Rows, cast: Cast) -> Computed:
         is_bert, seen = self.source.config.is_bert, list[Tensor]()
         dtype = cast(torch.zeros((), dtype=torch.float32)).dtype
@@ -55,12 +56,11 @@ class Ours:
         self._fill(net, cast, seen)
         lengths = torch.tensor(rows.lengths) if is_bert else None
         context = ForwardContext(AttentionMask(causal=not is_bert, key_lengths=lengths))
-        with torch.no_grad():
-            x = net.hidden(rows.tokens, context, types=rows.types if is_bert and self.source.config.token_types else None)
-            yield "embedding", seen[0].transpose(0, 1)
-            for layer, hidden in enumerate(seen[1:]):
-                yield f"layer {layer}", hidden.transpose(0, 1)
-            yield from _our_outputs(net, x)
+        x = net.hidden(rows.tokens, context, types=rows.types if is_bert and self.source.config.token_types else None)
+        yield "embedding", seen[0].transpose(0, 1)
+        for layer, hidden in enumerate(seen[1:]):
+            yield f"layer {layer}", hidden.transpose(0, 1)
+        yield from _our_outputs(net, x)
 
     def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
         """Weights of a block come when it is called and go when it returns; the others stay."""
@@ -113,9 +113,9 @@ class Reference:
     def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str) -> None:
         self.open_files, self.label = open_files, label
 
+    @torch.no_grad()
     def compute(self, rows: Rows, cast: Cast) -> Computed:
-        with torch.no_grad():
-            yield from model.run(self.open_files(cast), rows)
+        yield from model.run(self.open_files(cast), rows)
 
 
 class Transformers:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -43,7 +44,9 @@ class Place(NamedTuple):
 
 
 class TorchFile:
-    """An open file of ``torch.save``; ``close`` it, or use it in a ``with`` statement.
+    """A file of ``torch.save``; ``close`` it, or use it in a ``with`` statement.
+
+    It is open only while something is read: a universal folder of a large model consists of more files than a process may have open.
 
     Args:
         path: a plain file; links are not followed.
@@ -57,15 +60,19 @@ class TorchFile:
         self.path = Path(path)
         self._own_reader = None if reader else PickleReader()
         self._reader = reader or self._own_reader
-        self._fd = open_regular(self.path)
+        self._is_closed = False
+        fd = open_regular(self.path)
         try:
-            self._window = _window(self._fd, self.path, part)
+            self._identity = _identity(fd)
+            self._window = _window(fd, self.path, part)
             self._entries: Mapping[str, Entry] = {}
             self._storages: Mapping[str, Place] = {}
             self.tree: Any = self._read_tree()  #: what was saved: plain data, Object, Name and TensorRecord
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(fd)
 
     def __enter__(self) -> TorchFile:
         return self
@@ -76,8 +83,25 @@ class TorchFile:
     def close(self) -> None:
         if self._own_reader is not None:
             self._own_reader.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        self._is_closed = True
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """The same file again.
+
+        Raises:
+            CheckpointError: it is another one now.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{self.path} was closed: read its tensors before")
+        fd = open_regular(self.path)
+        try:
+            if _identity(fd) != self._identity:
+                raise CheckpointError(f"{self.path} is not the file that it was a moment ago: is another process changing it?")
+            self._window.fd = fd
+            yield
+        finally:
+            self._window.fd = -1
             os.close(fd)
 
     def _read_tree(self) -> Any:
@@ -105,6 +129,11 @@ class TorchFile:
         if math.prod(max(size, 1) for size in record.shape) >= 1 << 62:
             raise CheckpointError(f"{where} is larger than any memory: it is damaged")
         numel, first, span = _extent(record)
+        with self._opened():
+            return self._read(record, dtype, (numel, first, span), where)
+
+    def _read(self, record: TensorRecord, dtype: torch.dtype, extent: tuple[int, int, int], where: str) -> Tensor:
+        numel, first, span = extent
         place = self._place(record.storage, dtype)
         total = place.num_bytes // dtype.itemsize
         if first + span > total:
@@ -138,6 +167,11 @@ def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _identity(fd: int) -> tuple[int, int, int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _window(fd: int, path: Path, part: tuple[int, int] | None) -> Window:

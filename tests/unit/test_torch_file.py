@@ -402,3 +402,29 @@ def test_any_byte_may_be_wrong(good: Path, reader: PickleReader) -> None:
                 assert torch.equal(file.read(file.tree["w"]), torch.arange(2000.0).view(50, 40))
         except CheckpointError:
             pass
+
+
+def test_files_are_open_only_while_something_is_read(tmp_path: Path) -> None:
+    """A universal folder has more of them than a process may have open."""
+    for number in range(5):
+        serialization.save({"w": torch.arange(20.0) + number}, tmp_path / f"{number}.pt")
+    reader = PickleReader()
+    before = len(os.listdir("/proc/self/fd"))
+    files = [TorchFile(tmp_path / f"{number}.pt", reader) for number in range(5)]
+    records = [file.tree["w"] for file in files]
+    after = len(os.listdir("/proc/self/fd"))
+    assert [int(file.read(record)[0]) for file, record in zip(files, records, strict=True)] == [0, 1, 2, 3, 4]
+    assert len(os.listdir("/proc/self/fd")) == after and after - before < 5  # the pipes of the one reader
+    reader.close()
+
+
+def test_a_file_that_is_exchanged_between_two_reads_is_refused(tmp_path: Path) -> None:
+    serialization.save({"w": torch.zeros(20)}, tmp_path / "a.pt")
+    file = TorchFile(tmp_path / "a.pt")
+    serialization.save({"w": torch.ones(20)}, tmp_path / "b.pt")
+    os.replace(tmp_path / "b.pt", tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="is not the file that it was"):
+        file.read(file.tree["w"])
+    file.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        file.read(file.tree["w"])
