@@ -112,7 +112,7 @@ def check(name: str, seq: bool) -> None:
 
 
 @pytest.mark.parametrize("seq", [False, True], ids=["tp", "tp_seq"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "llama")])  # all as presets
 def test_the_split_model_is_the_whole_one(tmp_path: Path, name: str, seq: bool) -> None:
     run_ranks(check, 2, tmp_path, name, seq)
 

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if "bert" in n else ()) for n in PROGRAMS])
 def test_an_example_resumes_in_another_layout(tmp_path: Path, name: str) -> None:
     program, shape = PROGRAMS[name]
     whole, run = tmp_path / "whole", tmp_path / "run"

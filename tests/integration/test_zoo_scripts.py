@@ -27,7 +27,6 @@ SCRIPTS = {
     "pretrain_llama_8b_128k": (2, "sp 2: chunked in 2 chunks", "dp 1, sp 8, ZeRO stage 3, bfloat16, 8 micro-batches of 1 x 131072"),
     "pretrain_bert_large": (2, "2 x cpu (dp 2)", "dp 8, ZeRO stage 1, bfloat16, 4 micro-batches of 32 x 512"),
 }  # fmt: skip
-LIKE_ANOTHER = "pretrain_gpt_7b_16k"  # small, it has the layout and the settings of pretrain_gpt_1b_64k: once is enough for most runs
 SIZES = {
     "pretrain_gpt_125m_1gpu": (1, 125_226_240), "pretrain_gpt_1b_64k": (8, 1_311_086_592), "pretrain_gpt_7b_16k": (8, 6_648_836_096),
     "pretrain_llama_8b_128k": (8, 8_030_261_248), "pretrain_bert_large": (8, 336_226_108),
@@ -44,7 +43,7 @@ def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == LIKE_ANOTHER else ()) for n in SCRIPTS])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_smoke(tmp_path: Path, name: str) -> None:
     """Through the real launcher; variables of several hosts, which a job's shell may have, do not reach it."""
     code, out, err = run(name, "--seed", 7, SMOKE=1, SAVE=tmp_path / "run", NNODES=2, NODE_RANK=1)
