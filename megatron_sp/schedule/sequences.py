@@ -104,7 +104,20 @@ class Heads(NamedTuple):
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
         """Some positions of all heads -> all real positions of some heads."""
-        return all_to_all(x, self.group, self.head, self.seq).narrow(self.seq, 0, cut.length)
+        return self.real(all_to_all(x, self.group, self.head, self.seq), cut)
+
+    def real(self, x: Tensor, cut: Cut) -> Tensor:
+        """Without the padding of a whole sequence.
+
+        Raises:
+            ConfigError: it is a sequence of another pass: a recomputation after a forward pass of another length has begun.
+        """
+        if x.shape[self.seq] != cut.padded:
+            raise ConfigError(
+                f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.padded}: with recomputation a"
+                " batch's backward pass must come before a forward pass of another length; pad batches to one length"
+            )
+        return x.narrow(self.seq, 0, cut.length)
 
     def leave(self, x: Tensor, cut: Cut, seq: int, head: int) -> Tensor:
         """The way back, of a result with these dims."""

@@ -129,7 +129,7 @@ class Ulysses:
             )
         heads = Heads(self.group, 2, 1, name)
         if self._early is not None and self._early.handles(module):
-            q, k, v = (x.narrow(2, 0, cut.length) for x in self._early.land(module))
+            q, k, v = (heads.real(x, cut) for x in self._early.land(module))
         else:
             k, v = (heads.spread(x, q.shape[1]) for x in (k, v))
             q, k, v = (heads.enter(x, cut) for x in (q, k, v))
