@@ -180,6 +180,32 @@ def test_in_company_as_alone(model: GPTModel, engine: Engine) -> None:
     assert engine.counts == {"running": 0, "waiting": 0}
 
 
+@pytest.mark.parametrize("body", [{"max_tokens": 9}, {"max_tokens": 1}, {"max_tokens": 3, "echo": True, "logprobs": 1}])
+def test_a_prompt_is_read_once_for_all_its_samples(
+    model: GPTModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """Also where they do not all have a row at once, and another prompt comes between them and its own."""
+    read, seen = engine._slots.read, list[list[int]]()
+    monkeypatch.setattr(engine._slots, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
+    found = Client(engine, prompt=["abc", "abd"], n=3, seed=7, **body).finish()
+    assert seen == [list(b"abc"), list(b"abd")] and engine._slots._prompt is None and engine._shared is None
+    count = body["max_tokens"]
+    want = [text for prompt in ("abc", "abd") for text in alone(model, prompt, count, Sampling(seed=7), 3)]
+    shown = ["abc"] * 3 + ["abd"] * 3 if "echo" in body else [""] * 6
+    assert [text for text, _ in found] == [a + b for a, b in zip(shown, want, strict=True)]
+
+
+def test_a_cancelled_request_leaves_no_prompt_behind(engine: Engine) -> None:
+    client = Client(engine, prompt="ab", n=5, max_tokens=4000)  # three run, two wait for them
+    client.next()
+    wait_for(lambda: engine.counts == {"running": 3, "waiting": 2})
+    assert engine._slots._prompt is not None
+    engine.cancel(client.job)
+    wait_for(lambda: engine.counts == {"running": 0, "waiting": 0})
+    wait_for(lambda: engine._slots._prompt is None)
+    assert engine._shared is None
+
+
 def test_a_stop_ends_a_choice_and_is_not_shown(model: GPTModel, engine: Engine) -> None:
     free = alone(model, "ab", 40, Sampling(seed=1))[0]
     stop = free[10:12]

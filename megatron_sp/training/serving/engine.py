@@ -3,7 +3,8 @@
     waiting --(a free row: the prompt is read)--> running --(a step: one token each, in one batch)--> done
 
 Requests join and leave between steps, so a short one never waits for a long one's end. While others run at most one prompt is read between
-two steps. A sequence in company has the tokens of one alone up to rounding of the batched products; with one row, exactly.
+two steps; the samples of a prompt share its reading. A sequence in company has the tokens of one alone up to rounding of the batched
+products; with one row, exactly.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.training.serving.request import ApiError, Completion
+from megatron_sp.training.serving.request import ApiError, Completion, Prompt
 from megatron_sp.training.serving.sequence import Piece, Sequence
 from megatron_sp.training.serving.slots import Slots
 
@@ -48,6 +50,14 @@ class _Entry(NamedTuple):
     sequence: Sequence
 
 
+class _Read(NamedTuple):
+    """A prompt that the model has read, of which more samples wait."""
+
+    job: Job
+    prompt: Prompt
+    logits: Tensor
+
+
 class Engine:
     """Works on requests in a thread of its own, from ``start`` to ``stop``.
 
@@ -64,6 +74,7 @@ class Engine:
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # entry i is row i
         self._reading: Job | None = None  # whose prompt the model has now
+        self._shared: _Read | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._drain_until: float | None = None
@@ -166,6 +177,9 @@ class Engine:
         for row in range(len(self._running) - 1, -1, -1):
             if self._running[row].job is job:
                 self._drop(row)
+        if self._shared is not None and self._shared.job is job:
+            self._shared = None
+            self._slots.forget()
         if error is not None:
             job.emit(error)
 
@@ -180,7 +194,8 @@ class Engine:
             busy = bool(self._running)
             entry = self._waiting[0]  # it keeps its place until it has a row
             sequence, self._reading, stays = entry.sequence, entry.job, entry.sequence.spec.max_tokens > 1
-            logits = self._slots.read(sequence.prompt.ids, stays, sequence.wants_all_logits)
+            is_read = self._shared is not None and self._shared.prompt is sequence.prompt
+            logits = self._logits_of(entry, stays)
             with self._changed:
                 self._waiting.popleft()
                 self._running += [entry] if stays else []
@@ -188,8 +203,21 @@ class Engine:
             self._reading = None
             if sequence.finished and stays:
                 self._drop(len(self._running) - 1)
-            if busy:
+            if busy and not is_read:
                 return
+
+    def _logits_of(self, entry: _Entry, stays: bool) -> Tensor:
+        """Of a prompt; with ``stays`` it has a row then. Read for its first sample, kept until its last."""
+        prompt, spec = entry.sequence.prompt, entry.sequence.spec
+        more = entry.sequence.sample + 1 < spec.n
+        if self._shared is not None and self._shared.prompt is prompt:
+            logits = self._shared.logits
+            if stays:
+                self._slots.again(more)
+        else:
+            logits = self._slots.read(prompt.ids, stays, entry.sequence.wants_all_logits, more)
+        self._shared = _Read(entry.job, prompt, logits) if more else None
+        return logits
 
     def _take_step(self) -> None:
         if not self._running:
@@ -215,7 +243,7 @@ class Engine:
             job.emit(ApiError(500, f"the model failed: {message}", code="model_error"))
             job.cancelled = True
         self._running.clear()
-        self._reading = None
+        self._reading = self._shared = None
         self._slots.clear()
 
     def _end_all(self, error: ApiError) -> None:

@@ -40,28 +40,44 @@ class Slots:
     def clear(self) -> None:
         """Forget all sequences."""
         layers = len(self.model.stack.layers)
+        self._prompt: KVCache | None = None  # of the prompt that was read last, for its further samples
         self._cache = BatchCache(layers, self.max_rows, self.model.config.max_positions)
 
     @property
     def num_rows(self) -> int:
         return len(self._cache.lengths)
 
-    def read(self, tokens: list[int], keep: bool, everywhere: bool) -> Tensor:
+    def read(self, tokens: list[int], keep: bool, everywhere: bool, more: bool = False) -> Tensor:
         """Run a prompt, with ``keep`` into the next row.
 
         Args:
             everywhere: the logits of all its positions are wanted, not of the last alone.
+            more: ``again`` will be called for it.
         Returns:
             Logits on the CPU, [s, v] or [1, v].
         """
-        self._tell(["read", tokens, keep, everywhere])
+        self._tell(["read", tokens, keep, everywhere, more])
+        self._prompt = None
         ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
         cache = KVCache(len(self.model.stack.layers), len(tokens)) if keep else None
         context = ForwardContext(AttentionMask(), cache=cache)
         logits = self.model.all_logits(ids, context)[:, 0] if everywhere else self.model.next_logits(ids, context)
         if cache is not None:
             self._cache.add(cache)
+            self._prompt = cache if more else None
         return logits[:, : self.vocab_size].cpu()
+
+    def again(self, more: bool) -> None:
+        """Put the prompt that was read last into another row; ``more``: and not for the last time."""
+        self._tell(["again", more])
+        assert self._prompt is not None, "the last prompt was not read to be used again"
+        self._cache.add(self._prompt)
+        self._prompt = self._prompt if more else None
+
+    def forget(self) -> None:
+        """There will be no ``again`` of the last prompt."""
+        self._tell(["forget"])
+        self._prompt = None
 
     def step(self, tokens: list[int]) -> Tensor:
         """Give each row its next token; returns the logits behind them on the CPU, [rows, v]."""
