@@ -71,6 +71,19 @@ def test_nothing_is_changed_where_the_configuration_says_the_same(tmp_path: Path
     assert (tmp_path / "hf" / "config.json").read_text() == (folder / "config.json").read_text()
 
 
+def test_what_it_says_of_dtypes_is_kept_while_they_are(tmp_path: Path, llama: Path) -> None:
+    """Pythia's files say float16 of whatever they hold, and many say bfloat16 of tensors some of which are wider."""
+    folder = damaged(tmp_path, llama, torch_dtype="float16", hidden_act="swish")
+    found = tensors_of(folder)
+    found["model.norm.weight"] = found["model.norm.weight"].bfloat16()
+    save_file(found, folder / "model.safetensors")
+    to_native(folder, tmp_path / "run")
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").read_text() == (folder / "config.json").read_text()
+    to_hf(tmp_path / "run", tmp_path / "cast", "--dtype", "bfloat16")
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_a_cast(tmp_path: Path, llama: Path) -> None:
     to_native(llama, tmp_path / "run", "--dtype", "bfloat16")
     expected = {name: t.bfloat16() for name, t in contents(random_model("llama")).items()}
@@ -163,6 +176,50 @@ def test_configurations_that_cannot_be(
     message = refused(damaged(tmp_path, llama, **config), tmp_path, capsys)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("named", "keep", "extra", "words"),
+    [
+        ("BertModel", "bert.", {}, ["architectures is ['BertModel']", "neither the head for masked tokens", "BertForMaskedLM"]),
+        ("BertForTokenClassification", "bert.e", {"classifier.weight": [5, 24]}, ["['BertForTokenClassification']", "behind the pooler"]),
+        ("BertForNextSentencePrediction", "bert.", {"cls.seq_relationship.weight": [2, 24]}, ["neither the head for masked tokens"]),
+    ],
+)  # fmt: skip
+def test_a_bert_without_a_head_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, keep: str, extra: dict[str, list[int]], words: list[str]
+) -> None:
+    folder = damaged(tmp_path, bert_folder(tmp_path), architectures=[named])
+    found = {name: t for name, t in tensors_of(folder).items() if name.startswith(keep)}
+    save_file({**found, **{name: torch.ones(shape) for name, shape in extra.items()}}, folder / "model.safetensors")
+    message = refused(folder, tmp_path, capsys)
+    for word in words:
+        assert word in message
+
+
+def test_an_order_of_segments_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, bert_folder(tmp_path), type_vocab_size=1)
+    assert "type_vocab_size is 1" in refused(folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["bert", "megatron-bert"])
+def test_a_bert_without_kinds_of_segments(tmp_path: Path, name: str) -> None:
+    """Their class always has a table of them, ours not: it is zero."""
+    MODELS["bare"] = ({**MODELS[name][0], "bert_no_binary_head": True, "num_tokentypes": 0}, 0)
+    try:
+        model = random_model("bare")
+    finally:
+        del MODELS["bare"]
+    assert run("--input", write_run(model, tmp_path / "run"), "--to", "hf", "--output", tmp_path / "hf") == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["type_vocab_size"] == 1
+    assert not tensors_of(tmp_path / "hf")["bert.embeddings.token_type_embeddings.weight"].any()
+    assert run("--input", tmp_path / "hf", "--to", "megatron_sp", "--output", tmp_path / "again") == 0
+    assert_equal(stored(tmp_path / "again"), contents(model))
+
+
+def bert_folder(tmp_path: Path) -> Path:
+    to_hf(write_run(random_model("bert"), tmp_path / "run"), tmp_path / "bert")
+    return tmp_path / "bert"
 
 
 def test_a_misspelled_tensor_is_named_with_the_nearest(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import BIAS, WEIGHT, Sizes, blocks, same, separate_qkv
 from megatron_sp.convert.families.settings import ACTIVATIONS, Settings, set_activation, word_of
+from megatron_sp.utils.errors import CheckpointError
 
 _BOTH = (WEIGHT, BIAS)
 _OLD_NORM = re.compile(r"(.*LayerNorm)\.(gamma|beta)")
@@ -40,6 +41,7 @@ class Bert:
         settings.require("is_decoder", False, "attends to the past alone")
         settings.require("add_cross_attention", False, "attends to another model")
         settings.require("tie_word_embeddings", True, "gives the output layer a table of its own")
+        self._require_head(settings, tensors)
         config = ModelConfig(
             model_family="bert", norm_placement="post" if self.placement == "post" else "pre",
             num_layers=settings.count("num_hidden_layers"), hidden_size=settings.count("hidden_size"),
@@ -57,6 +59,24 @@ class Bert:
             config.bert_head_activation = "relu"
         return config
 
+    def _require_head(self, settings: Settings, tensors: Tensors) -> None:
+        """Raises CheckpointError: the files of a bare model, or of another task; or an order of segments where there is one."""
+        if "bert.embeddings.word_embeddings.weight" not in tensors:  # these are not the files of a whole model
+            return
+        classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors
+        if not classifies and not any(name.startswith("cls.predictions.") for name in tensors):
+            tasks = ", ".join(f"{self.name}For{task}" for task in ("PreTraining", "MaskedLM", "SequenceClassification"))
+            raise CheckpointError(
+                f"{settings.where}: architectures is {str(settings.document.get('architectures'))[:100]}, and the files have neither the head"
+                f" for masked tokens (cls.predictions) nor a classifier behind the pooler: only {tasks} can be converted. Load it as one of"
+                " these in transformers, which draws the head that is missing, and save that"
+            )
+        if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
+            raise CheckpointError(
+                f"{settings.where}: type_vocab_size is 1, and the files have a head for the order of two segments (cls.seq_relationship):"
+                f" save the model as {self.name}ForMaskedLM, without that head"
+            )
+
     def renamed(self, name: str) -> str:
         old = _OLD_NORM.fullmatch(name)
         return f"{old[1]}.{'weight' if old[2] == 'gamma' else 'bias'}" if old else name
@@ -70,6 +90,8 @@ class Bert:
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
         found = {r"bert\.embeddings\.position_ids": "the numbers from 0, which are no weights"}
+        if not config.token_types:
+            found[r"bert\.embeddings\.token_type_embeddings\.weight"] = "zeros for the only kind of segment"
         if not config.has_order_head:
             found[r"bert\.pooler\.dense\.(weight|bias)"] = "a pooler without a head behind it"
         return found
@@ -78,7 +100,8 @@ class Bert:
         s = Sizes.of(config)
         yield from same("embedding.word_embeddings", "bert.embeddings.word_embeddings")
         yield from same("embedding.position_embeddings", "bert.embeddings.position_embeddings")
-        yield from same("embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings")
+        if config.token_types:
+            yield from same("embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings")
         yield from same(*_NORM[self.placement], _BOTH)
         for i, ours in blocks(config):
             theirs = f"bert.encoder.layer.{i}."
@@ -111,7 +134,7 @@ class Bert:
         return {
             "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
             "intermediate_size": config.ffn_size, "max_position_embeddings": config.max_positions, "vocab_size": config.vocab_size,
-            "type_vocab_size": config.token_types, "hidden_act": word_of(config.activation),
+            "type_vocab_size": config.token_types or 1, "hidden_act": word_of(config.activation),
             "layer_norm_eps": config.norm_epsilon, "attention_probs_dropout_prob": config.attention_dropout,
             "hidden_dropout_prob": config.hidden_dropout, "initializer_range": config.init_method_std,
             "position_embedding_type": "absolute",

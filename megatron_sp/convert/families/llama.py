@@ -20,7 +20,7 @@ class Llama:
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
         heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
-        settings.require("hidden_act", "silu", "is another activation of the gated MLP")
+        settings.choice("hidden_act", dict.fromkeys(("silu", "swish")), "silu")  # two names of one function
         config = ModelConfig(
             num_layers=settings.count("num_hidden_layers"), hidden_size=hidden, num_attention_heads=heads,
             num_query_groups=self._groups(settings, heads), kv_channels=settings.count("head_dim", hidden // heads),

@@ -28,6 +28,8 @@ from megatron_sp.utils.files import fsync_dir, write_synced
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_JSON_BYTES = 16 << 20
+_WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
+_DTYPES = "hf_dtypes"  # of the tensors, whatever config.json says of them
 
 
 class HuggingFace:
@@ -44,11 +46,13 @@ class HuggingFace:
         settings = Settings(document, str(path / CONFIG))
         config, num_classes = family.config(settings, shapes), family.num_classes(shapes)
         require_sound(config, len(shapes), str(path / CONFIG))
+        if _lacks_types(config, store):
+            config.num_tokentypes = 0
         found = _fit(path, family, config, num_classes, store)
         tokenizer = find_files(options.tokenizer or path)
         return Model(
             config, Gathered(found.correspondence, store), num_classes=num_classes, fates=found.fates, tokenizer=tokenizer,
-            settings={"hf": document},
+            settings={"hf": document, _DTYPES: _names(store.tensors()[name].dtype for name in found.correspondence.theirs)},
         )  # fmt: skip
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
@@ -75,7 +79,8 @@ class HuggingFace:
         family = family_for(model)
         ours = {name: info.shape for name, info in model.weights().items()}
         correspondence = Correspondence.of(ours, family.copies(model.config, model.num_classes))
-        return family, Scattered(correspondence, model.store, options.dtype)
+        store = Scattered(correspondence, model.store, options.dtype)
+        return family, _WithoutTypes(store) if model.config.is_bert and not model.config.token_types else store
 
 
 class _Renamed:
@@ -97,6 +102,21 @@ class _Renamed:
         return self._store.read(self.old[name])
 
 
+class _WithoutTypes:
+    """A BERT that does not tell segments apart: one kind, with nothing to add, for their class always has a table (a ``TensorStore``)."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        words = store.tensors()[_WORDS]
+        self._table = TensorInfo((1, words.shape[1]), words.dtype)
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {**self._store.tensors(), _TYPES: self._table}
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(self._table.shape, dtype=self._table.dtype) if name == _TYPES else self._store.read(name)
+
+
 class _Counted:
     """A store that tells what is read (a ``TensorStore``)."""
 
@@ -110,6 +130,12 @@ class _Counted:
         tensor = self._store.read(name)
         self._progress(tensor.numel() * tensor.element_size())
         return tensor
+
+
+def _lacks_types(config: ModelConfig, store: TensorStore) -> bool:
+    """A BERT with one kind of segment that adds nothing to a token is one without; how such a one is written, too."""
+    found = store.tensors().get(_TYPES) if config.is_bert and config.token_types == 1 else None
+    return found is not None and found.shape == (1, config.hidden_size) and not bool(store.read(_TYPES).any())
 
 
 def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, store: _Renamed) -> Fitted:
@@ -166,14 +192,18 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
     write_synced(path, (json.dumps(document, indent=2) + "\n").encode("utf-8"))
 
 
-def _document(model: Model, family: Family, dtypes: Iterable[Any]) -> dict[str, Any]:
+def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
+    return sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+
+
+def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
     """config.json: the source's own where it says the same, else what the family says of the model."""
     kept = model.settings.get("hf")
     made = {
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
         **family.document(model.config),
     }  # fmt: skip
-    dtype = next(iter(dtypes)) if len(set(dtypes)) == 1 else torch.float32
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     made["torch_dtype"] = str(dtype).removeprefix("torch.")
     same_kind = isinstance(kept, dict) and kept.get("model_type") == family.model_type
     if model.num_classes and not (same_kind and _num_labels(kept) == model.num_classes):
@@ -182,8 +212,9 @@ def _document(model: Model, family: Family, dtypes: Iterable[Any]) -> dict[str, 
     if not isinstance(kept, dict) or not same_kind:
         return made
     if "id2label" not in made and _says(family, kept, model) == _says(family, made, model):
-        named = {name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}
-        return {**kept, **named}
+        if model.settings.get(_DTYPES) == _names(dtypes):  # what it says of them is as true as it was
+            return kept
+        return {**kept, **{name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}}
     return {**kept, **made}
 
 
