@@ -239,9 +239,10 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Side:
     from megatron_sp.convert.reference import megatron
 
     folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
-    megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size)  # before anything is compared
+    given = options.given
+    megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size, given)  # before anything is compared
     label = "the reference in plain torch"
-    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size), label)
+    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size, given), label)
 
 
 def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:

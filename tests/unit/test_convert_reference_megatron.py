@@ -41,10 +41,10 @@ def computed(folder: Path, shape: str, kind: Kind, layout: str | None = None, **
     return against_reference(model, folder / "iter_0000010", layout)
 
 
-def against_reference(model: Model, folder: Path, layout: str | None) -> list[Result]:
+def against_reference(model: Model, folder: Path, layout: str | None, given: dict[str, Any] | None = None) -> list[Result]:
     tokens = torch.randint(37, (3, 16), generator=torch.Generator().manual_seed(4))
     rows = Rows(tokens, [16, 9, 1], (torch.arange(16) > 6).long().repeat(3, 1))
-    reference = Reference(lambda cast: megatron.open_folder(folder, cast, layout, 37), "reference")
+    reference = Reference(lambda cast: megatron.open_folder(folder, cast, layout, 37, given), "reference")
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         return t.double()
@@ -73,6 +73,44 @@ def test_the_reference_computes_what_our_model_does(tmp_path: Path, shape: str, 
     results = computed(tmp_path, shape, kind, kind.order)
     assert worst(results) <= LIMITS[torch.float64], results
     assert len(results) == 4 + (3 if shape == "bert" else 2)
+
+
+def test_megatron_deepspeed_writes_its_norm_in_small_letters(tmp_path: Path) -> None:
+    assert worst(computed(tmp_path, "llama", Kind("legacy", tp=2), normalization="rmsnorm")) <= LIMITS[torch.float64]
+
+
+GIVEN: dict[str, dict[str, Any]] = {  # what files without arguments do not tell
+    "gpt": {"num_attention_heads": 4},
+    "untied": {"num_attention_heads": 4, "squared_relu": True, "apply_layernorm_1p": True},
+    "llama": {
+        "num_attention_heads": 4, "position_embedding_type": "rope", "rotary_base": 5000.0, "rotary_percent": 0.5, "norm_epsilon": 1e-6,
+        "kv_channels": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", GIVEN)
+def test_settings_of_the_command_line_stand_for_arguments(tmp_path: Path, shape: str) -> None:
+    model = random_model(shape)
+    trees = rank_trees(model.config, model.store.contents, Kind("legacy", tp=2, version=3.0))  # type: ignore[attr-defined]
+    for tree in trees.values():
+        del tree["args"]
+    save(tmp_path, trees)
+    assert worst(against_reference(model, tmp_path / "iter_0000010", None, GIVEN[shape])) <= LIMITS[torch.float64]
+
+
+@pytest.mark.parametrize(("shape", "given"), [
+    ("llama", {"rotary_base": 6000.0}), ("llama", {"norm_epsilon": 1e-4}), ("llama", {"window_size": 4}),
+    ("llama", {"position_embedding_type": "none"}), ("gpt", {"gelu_approximate": "none"}),
+    ("llama", {"use_rope_scaling": True, "rope_scaling_original_length": 8, "rope_scaling_low_freq_factor": 1.0}),
+])  # fmt: skip
+def test_settings_of_the_command_line_win_over_arguments(tmp_path: Path, shape: str, given: dict[str, Any]) -> None:
+    """Our model has them, and so has the reference; without them it has not."""
+    model = random_model(shape)
+    save(tmp_path, rank_trees(model.config, model.store.contents, Kind("core", tp=2)))  # type: ignore[attr-defined]
+    changed, folder = replace(model, config=replace(model.config, **given)), tmp_path / "iter_0000010"
+    assert worst(against_reference(changed, folder, None, given)) <= LIMITS[torch.float64]
+    assert worst(against_reference(changed, folder, None)) > 1e-6
 
 
 @pytest.mark.parametrize(("shape", "stacked"), [("llama", True), pytest.param("bert", False, marks=pytest.mark.long)])
@@ -114,6 +152,8 @@ def test_files_without_arguments_are_not_computed(tmp_path: Path) -> None:
     save(tmp_path, trees)
     with pytest.raises(megatron.Unsupported, match="do not hold the arguments"):
         megatron.open_folder(tmp_path / "iter_0000010", lambda t: t, None, 37)
+    with pytest.raises(megatron.Unsupported, match="--set use-parallel-residual is not computed"):
+        megatron.open_folder(tmp_path / "iter_0000010", lambda t: t, None, 37, {"use_parallel_residual": True})
     (tmp_path / "empty").mkdir()
     with pytest.raises(megatron.Unsupported, match="no mp_rank files"):
         megatron.open_folder(tmp_path / "empty", lambda t: t, None, 37)

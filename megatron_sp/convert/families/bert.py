@@ -66,10 +66,11 @@ class Bert:
         classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors
         if not classifies and not any(name.startswith("cls.predictions.") for name in tensors):
             tasks = ", ".join(f"{self.name}For{task}" for task in ("PreTraining", "MaskedLM", "SequenceClassification"))
+            said = str(settings.document.get("architectures"))[:100]
             raise CheckpointError(
-                f"{settings.where}: architectures is {str(settings.document.get('architectures'))[:100]}, and the files have neither the head"
-                f" for masked tokens (cls.predictions) nor a classifier behind the pooler: only {tasks} can be converted. Load it as one of"
-                " these in transformers, which draws the head that is missing, and save that"
+                f"{settings.where}: architectures is {said}, and the files have neither the head for masked tokens (cls.predictions) nor a"
+                f" classifier behind the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the head"
+                " that is missing, and save that"
             )
         if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
             raise CheckpointError(

@@ -40,6 +40,17 @@ _NAMES = {
     "key norm": ("self_attention.k_layernorm",),
 }
 _ORDERS = ("interleaved", "flat", "v0", "v1")
+_GIVEN = {  # settings of --set that are computed here; they are called as Megatron's arguments are
+    "num_attention_heads", "kv_channels", "hidden_size", "norm_epsilon", "normalization", "swiglu", "squared_relu", "gelu_approximate",
+    "position_embedding_type", "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
+    "rope_scaling_original_length", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "window_size",
+}  # fmt: skip
+_BY_SHAPE = {  # and those that the tensors tell, or that no logit depends on
+    "num_layers", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "disable_bias_linear", "add_qkv_bias", "add_proj_bias",
+    "add_mlp_bias", "num_tokentypes", "bert_no_binary_head", "seq_length", "make_vocab_size_divisible_by", "vocab_size", "model_family",
+    "attention_dropout", "hidden_dropout", "init_method_std",
+}  # fmt: skip
 _STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.transformer.")
 
 
@@ -127,14 +138,18 @@ class Megatron:
         tree: what lies beside the weights: args, checkpoint_version.
         qkv_layout: --qkv-layout; None: what checkpoint_version says.
         vocab_size: without padding.
+        given: of --set, fields of our configuration, which win over arguments.
     Raises:
         Unsupported: such files are not computed here.
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[Part | DistPart]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int
-    ) -> None:
-        self.parts, self.tp, self.args = parts, len(parts), _arguments(tree)
+        self, parts: Sequence[Sequence[Part | DistPart]], tree: Mapping[str, Any], qkv_layout: str | None, vocab_size: int,
+        given: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.parts, self.tp, self.args = parts, len(parts), {**_arguments(tree), **_as_arguments(given)}
+        if self.args.get("num_attention_heads") is None:
+            raise Unsupported("the files do not hold the arguments of the training, and no --set num-attention-heads=N stands for them")
         version = float(tree.get("checkpoint_version", 0) or 0)
         self._is_core = any(name.startswith(("decoder.", "encoder.")) for name in self.parts[0][0].records)
         said = tree.get("qkv_layout")
@@ -145,16 +160,20 @@ class Megatron:
 
     def _shape(self, vocab_size: int) -> Shape:
         a = self.args
-        heads, hidden = int(a["num_attention_heads"]), int(a["hidden_size"])
+        first = self.parts[0][0]
+        heads, hidden = int(a["num_attention_heads"]), int(a.get("hidden_size") or self._words(first).shape[1])
         self._head_dim = int(a.get("kv_channels") or hidden // heads)
         self._heads = heads // self.tp
         last = self.parts[0][-1].records
         self._is_bert = any("lm_head.dense" in name for name in last)
-        qkv_bias = self._linear(self.parts[0][0], 0, "qkv").bias is not None
-        rms = a.get("normalization", "LayerNorm") == "RMSNorm"
-        gated = bool(a.get("swiglu", False))
+        qkv_bias = self._linear(first, 0, "qkv").bias is not None
+        norm_bias = self._find(first, 0, "first", "bias") is not None
+        rms = str(a.get("normalization") or ("LayerNorm" if norm_bias else "RMSNorm")).lower() == "rmsnorm"  # Megatron-DeepSpeed's is small
+        up, down = self._linear(first, 0, "up").weight, self._linear(first, 0, "down").weight
+        gated = bool(a.get("swiglu", up.shape[0] == 2 * down.shape[1]))
         fused = bool(a.get("bias_gelu_fusion", True)) and bool(a.get("add_bias_linear", qkv_bias))
         tanh = fused or (not self._is_core and bool(a.get("openai_gelu", False)))
+        tanh = a.get("gelu_approximate", "tanh" if tanh else "none") == "tanh"
         activation = "silu" if gated else "squared_relu" if a.get("squared_relu") else "gelu_tanh" if tanh else "gelu"
         rotary = a.get("position_embedding_type") == "rope" or bool(a.get("use_rotary_position_embeddings", False))
         layers = sum(part.layers() for part in self.parts[0])
@@ -169,7 +188,9 @@ class Megatron:
 
     def _rotary(self) -> Rotary:
         a = self.args
-        stretched = (float(a.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192.0) if a.get("use_rope_scaling") else None
+        low, high = (float(a.get(f"rope_scaling_{end}_freq_factor") or usual) for end, usual in (("low", 1.0), ("high", 4.0)))
+        length = float(a.get("rope_scaling_original_length") or 8192)
+        stretched = (float(a.get("rope_scaling_factor") or 8.0), low, high, length) if a.get("use_rope_scaling") else None
         divided = float(a.get("rotary_seq_len_interpolation_factor") or 1.0)
         dim = int(self._head_dim * float(a.get("rotary_percent") or 1.0))
         return Rotary(float(a.get("rotary_base") or a.get("rope_theta") or 10000.0), dim, divided, stretched)
@@ -286,31 +307,32 @@ class Megatron:
         return found
 
     def _head(self, rank: int) -> Tensor:
-        if self.args.get("untie_embeddings_and_output_weights"):
-            return self.parts[rank][-1].get("output_layer.weight", "language_model.output_layer.weight")
+        names = ("output_layer.weight", "language_model.output_layer.weight")
+        if self.args.get("untie_embeddings_and_output_weights", self.parts[rank][-1].get_if(*names) is not None):
+            return self.parts[rank][-1].get(*names)
         return self._words(self.parts[rank][0])
 
 
-def open_folder(folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int) -> Megatron:
+def open_folder(folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None) -> Megatron:
     """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
     distributed checkpoint.
 
     Args:
         folder: of the iteration.
         cast: applied to each tensor.
-        qkv_layout, vocab_size: as the class has them.
+        qkv_layout, vocab_size, given: as the class has them.
     Raises:
         Unsupported: such files are not computed here.
     """
     if (folder / ".metadata").is_file():
         dist = DistFolder(folder)
-        model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size)
+        model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
         weakref.finalize(model, dist.close)
         return model
     files = _rank_files(folder)
     tp, pp = 1 + max(t for t, _ in files), 1 + max(p for _, p in files)
     parts = [_pieces([files[rank, stage] for stage in range(pp)], cast) for rank in range(tp)]
-    model = Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size)
+    model = Megatron(parts, files[0, 0].tree, qkv_layout, vocab_size, given or {})
     weakref.finalize(model, _close, list(files.values()))
     return model
 
@@ -384,8 +406,21 @@ def _close(files: list[TorchFile]) -> None:
 
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the files say of the training; nothing, if they do not."""
     args = tree.get("args")
     values = args.attributes if isinstance(args, Object) else args
-    if not isinstance(values, dict) or "num_attention_heads" not in values:
-        raise Unsupported("the files do not hold the arguments of the training")
+    if not isinstance(values, dict):
+        return {}
     return {str(name): None if isinstance(value, (Name, Object)) else value for name, value in values.items()}
+
+
+def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ours by Megatron's names. Raises Unsupported: one that is not computed here."""
+    if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
+        raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
+    found = {name: value for name, value in given.items() if name in _GIVEN}
+    if "position_embedding_type" in found:
+        found["use_rotary_position_embeddings"] = False
+    if found.get("window_size") is not None:
+        found["window_size"] = (found["window_size"] - 1, 0)
+    return found
