@@ -187,11 +187,11 @@ def test_a_prompt_is_read_once_for_all_its_samples(
     """Also where they do not all have a row at once, and another prompt comes between them and its own."""
     read, seen = engine._slots.read, list[list[int]]()
     monkeypatch.setattr(engine._slots, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
-    found = Client(engine, prompt=["abc", "abd"], n=3, seed=7, **body).finish()
-    assert seen == [list(b"abc"), list(b"abd")] and engine._slots._prompt is None and engine._shared is None
+    found = Client(engine, prompt=["abc", "xyz"], n=3, seed=7, **body).finish()
+    assert seen == [list(b"abc"), list(b"xyz")] and engine._slots._prompt is None and engine._shared is None
     count = body["max_tokens"]
-    want = [text for prompt in ("abc", "abd") for text in alone(model, prompt, count, Sampling(seed=7), 3)]
-    shown = ["abc"] * 3 + ["abd"] * 3 if "echo" in body else [""] * 6
+    want = [text for prompt in ("abc", "xyz") for text in alone(model, prompt, count, Sampling(seed=7), 3)]
+    shown = ["abc"] * 3 + ["xyz"] * 3 if "echo" in body else [""] * 6
     assert [text for text, _ in found] == [a + b for a, b in zip(shown, want, strict=True)]
 
 

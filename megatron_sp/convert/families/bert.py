@@ -69,8 +69,8 @@ class Bert:
             said = str(settings.document.get("architectures"))[:100]
             raise CheckpointError(
                 f"{settings.where}: architectures is {said}, and the files have neither the head for masked tokens (cls.predictions) nor a"
-                f" classifier behind the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the head"
-                " that is missing, and save that"
+                f" classifier behind the pooler: only {tasks} can be converted. Load it as one of these in transformers, which draws the"
+                " missing head, and save that"
             )
         if not classifies and "cls.seq_relationship.weight" in tensors and settings.count("type_vocab_size", 2) == 1:
             raise CheckpointError(
