@@ -55,6 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     _require_use(args, source.name)
     model = source.read(args.input, options)
     _tell(f"{args.input}: {source.name}, {describe(model)}")
+    num_told = len(model.notes)
     for note in model.notes:
         _tell(f"note: {note}")
     if model.has_optimizer and options.optimizer and not target.holds_optimizer:
@@ -65,6 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         convert(model, target, args.output, options, bar.advance, report, _tell)
     seconds, num_bytes = time.perf_counter() - started, target.size(model, options)
     _tell(f"{args.output}: {target.name}, {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s")
+    for note in model.notes[num_told:]:  # of the writer
+        _tell(f"note: {note}")
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:
         _write_report(args.report, report)

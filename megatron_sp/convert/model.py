@@ -45,6 +45,7 @@ class Model:
         num_classes: of a classifier; 0: it is none.
         fates: one for every tensor of the source.
         tokenizer: files, by the names that they had.
+        tokenizer_type: what they are, as the flag says it; None: as the files say.
         settings: what the source says that has no place of its own here, JSON values: for the way back.
         notes: what the user should know.
     """
@@ -56,6 +57,7 @@ class Model:
     num_classes: int = 0
     fates: list[Fate] = field(default_factory=list)
     tokenizer: dict[str, Path] = field(default_factory=dict)
+    tokenizer_type: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

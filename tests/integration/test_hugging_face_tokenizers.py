@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_models
+import torch
 
-from megatron_sp.config import DataConfig
+from megatron_sp.cli import main
+from megatron_sp.config import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.training.stored_model import find_stored
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers  # noqa: E402
@@ -113,3 +120,88 @@ def test_a_folder_of_berts_has_the_ids_of_bert_tokenizer(lowers: bool, tmp_path:
         assert (ours.pad, ours.cls, ours.sep, ours.mask, ours.eod) == (0, 2, 3, 4, 3)
         for text in TEXTS:
             assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+
+
+def sentencepiece_data(folder: Path) -> DataConfig:
+    train_sentencepiece(CORPUS, folder / "sp.model", 330)
+    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "sp.model"))
+
+
+def bert_sentencepiece_data(folder: Path) -> DataConfig:
+    train_sentencepiece(CORPUS, folder / "sp.model", 330, bert=True)
+    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "sp.model"))
+
+
+def cased_data(folder: Path) -> DataConfig:
+    train_wordpiece(CORPUS, folder / "cased.txt", 90, lowercase=False)
+    return DataConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(folder / "cased.txt"))
+
+
+def uncased_data(folder: Path) -> DataConfig:
+    train_wordpiece(CORPUS, folder / "lower.txt", 90)
+    return DataConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "lower.txt"))
+
+
+def gpt2_data(folder: Path) -> DataConfig:
+    train_gpt2(folder)
+    return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+
+
+def json_data(folder: Path) -> DataConfig:
+    """A tokenizer.json by itself; with the files beside it there would be nothing to say."""
+    (train_llama(folder) / "tokenizer_config.json").unlink()
+    return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
+
+
+def save_run(folder: Path, data: DataConfig, vocab_size: int, *, rotary: bool) -> None:
+    """Of a GPT-2 or, with rotary positions, of a Llama."""
+    config = Config(data=data)
+    rope = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True} if rotary else {}
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "seq_length": 16}
+    config.model = ModelConfig(**shape, vocab_size=vocab_size, **rope)
+    stored_models.save(folder, config, {3: GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32)})
+
+
+MAKERS = (sentencepiece_data, cased_data, gpt2_data, bert_sentencepiece_data, uncased_data, json_data)
+ALWAYS = ((sentencepiece_data, True), (cased_data, False), (gpt2_data, True))
+REST = [pytest.param(make, rope, marks=pytest.mark.long) for make in MAKERS for rope in (True, False) if (make, rope) not in ALWAYS]
+
+
+@pytest.mark.parametrize(("make", "rotary"), [*ALWAYS, *REST])
+def test_what_a_run_was_trained_with_is_what_transformers_loads(tmp_path: Path, make: Any, *, rotary: bool) -> None:
+    """Whichever tokenizer usually goes with the architecture; and what is made of that folder here is the same again."""
+    (tmp_path / "files").mkdir()
+    data = make(tmp_path / "files")
+    ours = build_tokenizer(data)
+    save_run(tmp_path / "run", data, ours.vocab_size, rotary=rotary)
+    for source, target, output in (("run", "hf", "hf"), ("hf", "megatron_sp", "again")):
+        assert main(["convert", "--input", str(tmp_path / source), "--to", target, "--output", str(tmp_path / output)]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    again = find_stored(tmp_path / "again", None, "GPT", {}, lambda line: None).tokenizer
+    for text in [*TEXTS, *CORPUS]:
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text) == again.encode(text), text
+    for role in ("cls", "sep", "mask", "pad"):
+        assert getattr(theirs, f"{role}_token_id") == getattr(ours, role)
+    assert again.eod == ours.eod and (make in (cased_data, uncased_data) or theirs.eos_token_id == ours.eod)
+    assert theirs.decode(theirs("lower two", add_special_tokens=False)["input_ids"]) == "lower two"
+
+
+def test_a_model_that_changes_text_before_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of the library is the same, so nothing is written; the .model file itself is."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=made,
+        model_type="bpe",
+        vocab_size=60,
+        normalization_rule_name="nmt_nfkc",
+        minloglevel=2,
+    )
+    (tmp_path / "sp.model").write_bytes(made.getvalue())
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
+    save_run(tmp_path / "run", data, 60, rotary=True)
+    assert main(["convert", "--input", str(tmp_path / "run"), "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
+    assert "note: transformers may read tokenizer.model otherwise than this training did" in capsys.readouterr().err
+    written = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert "tokenizer.model" in written and not written & {"tokenizer.json", "tokenizer_config.json"}

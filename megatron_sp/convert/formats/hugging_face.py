@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
 from megatron_sp.config import ModelConfig
+from megatron_sp.convert import tokenizer_words
 from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
@@ -70,6 +71,8 @@ class HuggingFace:
         dtypes = {info.dtype for info in store.tensors().values()}
         _write_json(path / CONFIG, _document(model, family, dtypes))
         copy_files(model.tokenizer, path)
+        if note := tokenizer_words.write(model, path):
+            model.notes.append(note)
         fsync_dir(path)
 
     def size(self, model: Model, options: Options) -> int:

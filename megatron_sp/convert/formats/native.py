@@ -45,6 +45,7 @@ class Native:
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
+            tokenizer_type=config.data.tokenizer_type if options.tokenizer is None else None,
             settings={**(kept if isinstance(kept, dict) else {}), "native": state},
         )  # fmt: skip
 

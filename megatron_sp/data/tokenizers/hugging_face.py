@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.tokenizer import well_formed
-from megatron_sp.data.tokenizers.wordpiece import import_tokenizers
+from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
 from megatron_sp.utils.errors import DataError
 
 FILE = "tokenizer.json"
@@ -34,7 +33,7 @@ _SPACES_OF_BYTES = "\u0120\u010a\u0109\u010d"  # how byte-level vocabularies wri
 _METASPACE = "\u2581"
 
 
-class _Wrapped:
+class _Wrapped(LibraryTokenizer):
     """What the two kinds share: a tokenizer of the library, and the ids that it says nothing of.
 
     Args:
@@ -49,32 +48,14 @@ class _Wrapped:
     def __init__(self, tokenizer: Any, named: Mapping[str, str], where: str, contents: bytes) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
         ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"{where}: its vocabulary is empty")
-        self.vocab_size = max(ids.values()) + 1
         self.cls, self.sep, self.mask, self.pad = (_find(role, named, ids) for role in ("cls", "sep", "mask", "pad"))
         self.eod = _find_eod(named, ids, self.sep, where)
-        self._begins, self._before_word = _word_tables(tokenizer, ids, self.vocab_size)
-        self._fingerprint = hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens by their names; ids that no entry of the vocabulary has are nothing.
-
-        Raises:
-            DataError: an id outside the vocabulary.
-        """
-        plain = [int(i) for i in ids]
-        bad = [i for i in plain if not 0 <= i < self.vocab_size]
-        if bad:
-            raise DataError(f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries")
-        text: str = self._tokenizer.decode(plain, skip_special_tokens=False)
-        return text
+        vocab_size, fingerprint = max(ids.values()) + 1, hashlib.sha256(f"{type(self).__name__} {self.eod} ".encode() + contents)
+        super().__init__(tokenizer, vocab_size, fingerprint.hexdigest())
+        self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
         """A piece starts a word if it begins with white space (or has no "##"), or stands behind white space or a special token."""
@@ -83,9 +64,6 @@ class _Wrapped:
             starts[:1] = True
             starts[1:] |= self._before_word[ids[:-1]]
         return starts
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 class HuggingFaceTokenizer(_Wrapped):

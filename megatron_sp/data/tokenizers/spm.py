@@ -73,6 +73,29 @@ class SentencePieceTokenizer:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def encode_pieces(self, text: str) -> list[str]:
+        """The pieces of a text, spaces as U+2581."""
+        pieces: list[str] = self._processor.EncodeAsPieces(well_formed(text))
+        return pieces
+
+    def piece(self, token: int) -> str:
+        """The piece that has this id."""
+        return str(self._processor.IdToPiece(token))
+
+    def scored_pieces(self) -> list[tuple[str, float]]:
+        """Every piece and its score, by id."""
+        return [(self._processor.IdToPiece(i), float(self._processor.GetScore(i))) for i in range(self.vocab_size)]
+
+    @property
+    def unknown(self) -> int:
+        """The id of what no piece can spell."""
+        return int(self._processor.unk_id())
+
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether it is spelled in bytes instead."""
+        return any(self._processor.IsByte(i) for i in range(self.vocab_size))
+
     def _find(self, *pieces: str) -> int | None:
         """The id of the first of these pieces that the model has."""
         for piece in pieces:

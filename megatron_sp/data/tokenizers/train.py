@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sp.data.tokenizers.library import import_tokenizers
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, well_formed
-from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, import_tokenizers, wordpiece_model
+from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, wordpiece_model
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 from megatron_sp.utils.files import fsync_dir, write_synced
 

@@ -9,14 +9,13 @@ token.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.tokenizer import well_formed
-from megatron_sp.utils.errors import ConfigError, DataError
+from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
+from megatron_sp.utils.errors import DataError
 
 CONTINUES = "##"
 UNKNOWN = "[UNK]"
@@ -24,8 +23,9 @@ SPECIAL = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 _MAX_WORD_CHARACTERS = 100  # a longer word is [UNK], as in BERT's own tokenizer
 
 
-class BertWordPieceTokenizer:
-    """A WordPiece vocabulary. A document ends with [SEP], or with [UNK] if there is none.
+class BertWordPieceTokenizer(LibraryTokenizer):
+    """A WordPiece vocabulary. A document ends with [SEP], or with [UNK] if there is none. Case, accents and white
+    space that the vocabulary does not know are lost.
 
     Args:
         vocab_file: ``vocab.txt``, one piece per line; the line number from 0 is the id.
@@ -37,44 +37,16 @@ class BertWordPieceTokenizer:
 
     def __init__(self, vocab_file: str | Path, lowercase: bool) -> None:
         contents, vocab = _read(Path(vocab_file))
-        self.vocab_size = len(vocab)
+        super().__init__(
+            wordpiece_model(vocab, lowercase), len(vocab), hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest()
+        )
         self.cls, self.sep, self.mask, self.pad = (vocab.get(token) for token in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
         self.eod: int = vocab[UNKNOWN] if self.sep is None else self.sep
-        self._tokenizer = wordpiece_model(vocab, lowercase)
         self._starts = np.array([not piece.startswith(CONTINUES) for piece in vocab])
-        self._fingerprint = hashlib.sha256(f"BertWordPiece {lowercase} ".encode() + contents).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Words with spaces between them; case, accents and white space that the vocabulary does not know are lost.
-
-        Raises:
-            DataError: an id outside the vocabulary.
-        """
-        plain = [int(i) for i in ids]
-        bad = [i for i in plain if not 0 <= i < self.vocab_size]
-        if bad:
-            raise DataError(f"token id {bad[0]}: expected 0 to {self.vocab_size - 1}, the vocabulary has {self.vocab_size} entries")
-        text: str = self._tokenizer.decode(plain, skip_special_tokens=False)
-        return text
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
         result: np.ndarray = self._starts[ids]
         return result
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-
-def import_tokenizers() -> None:
-    """Raises ConfigError, with the remedy, if the package is absent."""
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"the tokenizers package is needed for WordPiece ({error}): pip install 'tokenizers>=0.22'") from error
 
 
 def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
