@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.config import ActivationName
-from megatron_sp.ops.memory import empty
+from megatron_sp.ops.memory import blocks, empty
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Activation:
     def forward(self, u: Tensor) -> Tensor:
         """[..., width_factor * f] -> [..., f]; the input of a gated one is [gate | up]."""
         if self._is_gated:
-            gate, up = u.chunk(2, dim=-1)
-            return self._gate(gate).mul_(up)
+            return self._gated(u)
         if self.name == "squared_relu":
             return F.relu(u).square_()
         out = empty(u.shape, dtype=u.dtype, device=u.device)
@@ -47,26 +46,44 @@ class Activation:
             return torch.clamp_min(u, 0, out=out)
         return torch.ops.aten.gelu.out(u, approximate=self._approximate, out=out)
 
-    def _gate(self, gate: Tensor) -> Tensor:
-        """What the gate lets through."""
-        return F.silu(gate) if self.name == "swiglu" else F.gelu(gate, approximate=self._approximate)
-
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
         """Gradient of the input, from the gradient of the output, whose memory may be reused, and the input."""
         if self._is_gated:
-            gate, up = u.chunk(2, dim=-1)
-            grad_u = torch.empty_like(u)
-            grad_gate, grad_up = grad_u.chunk(2, dim=-1)
-            torch.mul(grad, self._gate(gate), out=grad_up)
-            grad_gate.copy_(self._gate_backward(grad * up, gate))
-            return grad_u
+            return self._gated_backward(grad, u)
         if self.name == "squared_relu":
             return F.relu(u).mul_(2).mul_(grad)
         if self.name == "relu":
             return torch.ops.aten.threshold_backward.grad_input(grad, u, 0, grad_input=grad)
         return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=self._approximate, grad_input=grad)
 
-    def _gate_backward(self, grad: Tensor, gate: Tensor) -> Tensor:
+    def _gated(self, u: Tensor) -> Tensor:
+        """By blocks of rows: what lies between gate and product stays in the cache."""
+        width = u.shape[-1] // 2
+        out = empty((*u.shape[:-1], width), dtype=u.dtype, device=u.device)
+        rows, out_rows = u.reshape(-1, 2 * width), out.view(-1, width)
+        for block in blocks(len(rows), width * u.element_size(), u.device):
+            gate, up = rows[block].chunk(2, dim=-1)
+            self._gate(gate, out_rows[block]).mul_(up)
+        return out
+
+    def _gated_backward(self, grad: Tensor, u: Tensor) -> Tensor:
+        width = u.shape[-1] // 2
+        grad_u = empty(u.shape, dtype=u.dtype, device=u.device)
+        rows, grads, made = u.reshape(-1, 2 * width), grad.reshape(-1, width), grad_u.view(-1, 2 * width)
+        for block in blocks(len(rows), width * u.element_size(), u.device):
+            (gate, up), (grad_gate, grad_up) = rows[block].chunk(2, dim=-1), made[block].chunk(2, dim=-1)
+            self._gate(gate, grad_up).mul_(grads[block])
+            self._gate_backward(grads[block] * up, gate, grad_gate)
+        return grad_u
+
+    def _gate(self, gate: Tensor, out: Tensor) -> Tensor:
+        """What the gate lets through."""
         if self.name == "swiglu":
-            return torch.ops.aten.silu_backward(grad, gate)
-        return torch.ops.aten.gelu_backward(grad, gate, approximate=self._approximate)
+            return torch.ops.aten.silu.out(gate, out=out)
+        return torch.ops.aten.gelu.out(gate, approximate=self._approximate, out=out)
+
+    def _gate_backward(self, grad: Tensor, gate: Tensor, out: Tensor) -> None:
+        if self.name == "swiglu":
+            torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate=self._approximate, grad_input=out)

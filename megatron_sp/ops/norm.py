@@ -78,9 +78,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec)
             y2[rows], *both = torch.native_layer_norm(wide, (x.shape[-1],), scale, shift, spec.eps)
             stats[0, rows], stats[1, rows] = both
         return y, (stats,)
-    wide = _widen(x)
-    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(spec.eps).rsqrt_()
-    return (wide * rstd).mul_(_scale(weight, spec.zero_centered)).to(x.dtype), (rstd,)
+    return _rms_norm(x, _scale(weight, spec.zero_centered), spec.eps)
 
 
 def norm_backward(
@@ -99,16 +97,39 @@ def norm_backward(
     """
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
-    (rstd,) = stats
-    normed, grad_wide = _widen(x) * rstd, _widen(grad)
-    grad_weight = (grad_wide * normed).flatten(0, -2).sum(0) if need[1] else None
-    if not need[0]:
-        return None, grad_weight, None
-    # dx = rstd * (g - normed * mean(g * normed)), g = grad * weight
-    g = grad_wide * _scale(weight, spec.zero_centered)
-    along = (g * normed).mean(-1, keepdim=True)
-    g.sub_(normed.mul_(along)).mul_(rstd)
-    return (g if add is None else g.add_(add)).to(x.dtype), grad_weight, None
+    return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
+
+
+def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    width = x.shape[-1]
+    y, x2 = empty(x.shape, dtype=x.dtype, device=x.device), x.reshape(-1, width)
+    y2, rstd = y.view(x2.shape), torch.empty(x2.shape[0], 1, dtype=scale.dtype, device=x.device)
+    for rows in blocks(x2.shape[0], scale.element_size() * width, x.device):
+        wide = _widen(x2[rows])
+        rstd[rows] = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+        y2[rows] = (wide * rstd[rows]).mul_(scale)
+    return y, (rstd,)
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, need: tuple[bool, bool, bool], add: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx = rstd * (g - normed * mean(g * normed)), g = grad * scale."""
+    width = x.shape[-1]
+    grad2, x2, add2 = grad.reshape(-1, width), x.reshape(-1, width), None if add is None else add.reshape(-1, width)
+    grad_x = empty(x.shape, dtype=x.dtype, device=x.device) if need[0] else None
+    grad_x2 = None if grad_x is None else grad_x.view(x2.shape)
+    grad_scale = torch.zeros(width, dtype=scale.dtype, device=x.device) if need[1] else None
+    for rows in blocks(x2.shape[0], scale.element_size() * width, x.device):
+        normed, g = _widen(x2[rows]) * rstd[rows], _widen(grad2[rows])
+        if grad_scale is not None:
+            grad_scale += (g * normed).sum(0)
+        if grad_x2 is None:
+            continue
+        g = g * scale
+        g.sub_(normed.mul_((g * normed).mean(-1, keepdim=True))).mul_(rstd[rows])
+        grad_x2[rows] = g if add2 is None else g.add_(add2[rows])
+    return grad_x, grad_scale
 
 
 def _layer_norm_backward(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_sp.training.memory_mlp import times_inner
+from megatron_sp.training.memory_mlp import activation_backward
 from megatron_sp.training.memory_plan import Line, MemoryPlan, Moment, merged, total
 from megatron_sp.training.memory_sizes import Sizes
 from megatron_sp.training.memory_zero import Held
@@ -263,7 +263,7 @@ class Form(Sizes):
             pieces = [Line(*named) for named in self.piece.backward()]
             return self._block(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
         one = self.inside * self.ffn * self.e
-        made = Line("MLP, inside", times_inner(self.model.activation) * one)
+        made = Line("MLP, inside", activation_backward(self.model.activation, one, self.gate_block))
         return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), made)
 
     def _norm_behind_backward(self, layer: int) -> list[Moment]:
@@ -289,7 +289,7 @@ class Form(Sizes):
 
     def _norm_backward(self) -> list[Line]:
         """Of a norm in front or behind; a layer without one adds two gradients, which takes less."""
-        return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", 2 * self.norm_block)]
+        return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", self.norm_temporaries)]
 
     def _at_attention(self, layer: int) -> list[Line]:
         """Gradients of streams while backward is in attention.

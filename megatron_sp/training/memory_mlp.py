@@ -13,9 +13,16 @@ from megatron_sp.config import ActivationName
 Named = tuple[str, int]
 
 
-def times_inner(activation: ActivationName) -> int:
-    """What backward through the activation makes, in tensors of its output's size: a plain one works in place."""
-    return {"swiglu": 5, "geglu": 5, "geglu_tanh": 5, "squared_relu": 2}.get(activation, 1)
+def activation_backward(activation: ActivationName, inner: int, block: int) -> int:
+    """Bytes that backward through the activation makes.
+
+    Args:
+        inner: bytes of its output. A plain one works in place.
+        block: bytes that a gated one computes at a time.
+    """
+    if activation in ("swiglu", "geglu", "geglu_tanh"):
+        return 3 * inner + min(inner, block)
+    return (2 if activation == "squared_relu" else 1) * inner
 
 
 def piece_sizes(positions: int, chunks: int) -> list[int]:
@@ -36,6 +43,7 @@ class PieceForm:
         activation: between the two.
         dropout: behind the MLP.
         receives: a reduce_scatter has a buffer for what arrives (gloo).
+        block: bytes that a gated activation computes at a time.
     """
 
     stream: int
@@ -46,6 +54,7 @@ class PieceForm:
     activation: ActivationName
     dropout: bool
     receives: bool
+    block: int
 
     @property
     def _whole(self) -> int:
@@ -67,7 +76,7 @@ class PieceForm:
 
     def backward(self) -> list[Named]:
         """The activation computed again, then its gradient."""
-        made = times_inner(self.activation) * self.inner
+        made = activation_backward(self.activation, self.inner, self.block)
         entered = self._whole + (self._whole if self.parts > 1 else self.stream if self.dropout else 0)
         dropped = self.stream if self.dropout else 0
         ahead = self.stream + dropped + 2 * self._whole if self.parts > 1 else 0

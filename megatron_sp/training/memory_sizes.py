@@ -74,7 +74,9 @@ class Sizes:
         # a reduce_scatter of the stream that is under way; without NCCL also what arrives from the other ranks
         self.scattering = self.stream + (0 if self.cuda else self.whole_stream) if self.parts > 1 else 0
         # one pass of our CPU ops that go by blocks; a GPU kernel does all at once
-        self.norm_block = min(self.stream, _BLOCK_BYTES) if not self.cuda else self.stream
+        norm_block = min(self.stream, _BLOCK_BYTES) if not self.cuda else self.stream
+        self.norm_temporaries = (2 if model.normalization == "LayerNorm" else 3) * norm_block
+        self.gate_block = _BLOCK_BYTES if not self.cuda else self.inside * self.ffn * self.e
 
     def _pieces(self, b: int) -> None:
         """Of the MLP (--mlp-chunks)."""
@@ -84,7 +86,7 @@ class Sizes:
         inside = largest * self.parts * self.e
         self.piece = PieceForm(
             largest * self.h * self.e, self.parts, self.tp, inside * self.ffn_in, inside * self.ffn, self.model.activation, self.dropout,
-            not self.cuda,
+            not self.cuda, _BLOCK_BYTES if not self.cuda else inside * self.ffn,
         )  # fmt: skip
 
     @property

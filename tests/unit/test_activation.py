@@ -8,11 +8,13 @@ import pytest
 import reference
 import torch
 from errors import FP32, FP64, assert_law, law_error
-from op_checks import gradients, leaves, randn
+from op_checks import gradients, in_blocks, leaves, randn
 
 from megatron_sp.config import ActivationName
 from megatron_sp.ops.activation import Activation
 
+__all__ = ["in_blocks"]
+pytestmark = pytest.mark.usefixtures("in_blocks")
 NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu")
 
 
