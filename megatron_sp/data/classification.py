@@ -1,7 +1,8 @@
 """Labelled texts, one or two to an example: GLUE's files, any TSV with a header, and JSONL.
 
 GLUE's files differ in everything but the tabs: which columns hold the texts, whether there is a header, where the label stands. ``GLUE`` is
-a table of that (gluebenchmark.com, the files as they are downloaded). Labels are strings; a number is the string that stands in the file.
+a table of that (gluebenchmark.com, the files as they are downloaded). Labels are strings, white space around them aside; a number is the
+string that stands in the file.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
     wanted = [column for column in (table.first, table.second, table.label, table.group) if column is not None]
     for column in wanted:
         if isinstance(column, str) and column not in names:
-            raise DataError(f"{path} has no column '{column}': its header has {', '.join(names)}")
+            raise DataError(f"{path} has no column '{column}': {_about_header(lines[0].strip(), names)}")
     places = {column: column if isinstance(column, int) else names.index(column) for column in wanted}
     for number, line in enumerate(lines[skip:], 1 + skip):
         cells = line.rstrip("\r").split("\t")
@@ -118,6 +119,10 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
             continue
 
         def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
+            if table.labels is None and len(cells) > len(names) > 0:  # else a piece of the text would become a class of its own
+                raise BadLineError(
+                    f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: every tab divides, one in quotes too"
+                )
             if places[column] >= len(cells):
                 raise BadLineError(
                     f"{path} line {number} has {_count(len(cells), 'column')}, and {_named(column)} is number {places[column] + 1}"
@@ -125,6 +130,15 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
             return cells[places[column]]
 
         yield number, get
+
+
+def _about_header(line: str, names: Sequence[str]) -> str:
+    if not line:
+        return "its first line is empty, and would be the header"
+    if line.startswith(("{", "[")):
+        return "its first line looks like JSON; files with one object on each line end in .jsonl"
+    commas = "; it has no tab, and only tabs divide columns" if "\t" not in line and "," in line else ""
+    return f"its header has {', '.join(names)}{commas}"
 
 
 def _count(number: int, what: str) -> str:
@@ -148,22 +162,29 @@ def _json_object(path: Path, number: int, line: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise BadLineError(f"{path} line {number} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise BadLineError(f"{path} line {number} is not a JSON object")
+        raise BadLineError(f"{path} line {number} is not a JSON object: each line is one, with a text and a label")
     return found
 
 
 def _json_value(path: Path, number: int, load: Callable[[], dict[str, object]], key: str | int) -> str:
     found = load()
     value = found.get(str(key))
-    if value is None or isinstance(value, (dict, list)):
+    if value is None or isinstance(value, (dict, list)) or value != value:  # NaN is what pandas writes where nothing was
         raise BadLineError(f"{path} line {number} has no text or number under '{key}': it has {', '.join(found) or 'nothing'}")
-    return str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON has it
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadLineError(f"{path} line {number}: what stands under '{key}' is no text: half of a surrogate pair") from None
+    return text
 
 
 def _example(path: Path, number: int, get: Callable[[str | int], str], table: TextTable) -> Example:
     second = None if table.second is None else get(table.second)
     group = None if table.group is None else get(table.group)
-    label = get(table.label)
+    label = " ".join(get(table.label).split())  # on one line of predictions.tsv, whatever JSON allows
+    if not label:
+        raise BadLineError(f"{path} line {number} has no label")
     if table.labels is not None and label not in table.labels:
         raise BadLineError(f"{path} line {number}: the label '{label}' is none of {', '.join(table.labels)}")
     return Example(get(table.first), second, label, group)

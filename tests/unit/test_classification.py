@@ -81,7 +81,14 @@ def test_columns_and_keys_of_ones_own(tmp_path: Path) -> None:
         ("x.tsv", "text\tlabel\na\t1\nb\n", "x.tsv line 3 has 1 column, and 'label' is number 2"),
         ("x.tsv", "words\tlabel\na\t1\n", "x.tsv has no column 'text': its header has words, label"),
         ("x.tsv", "text\tlabel\n", "has no examples"),
-        ("x.tsv", "", "has no column 'text'"),
+        ("x.tsv", "", "has no column 'text': its first line is empty"),
+        ("x.tsv", "text,label\na,1\n", "its header has text,label; it has no tab, and only tabs divide columns"),
+        ("x.txt", '{"text": "a", "label": 1}\n', "has no column 'text': its first line looks like JSON"),
+        ("x.tsv", "text\tlabel\na\t1\nb\t \r\n", "x.tsv line 3 has no label"),
+        ("x.tsv", 'text\tlabel\n"a\tb"\t1\n', "x.tsv line 2 has 3 columns, and the header 2: every tab divides, one in quotes too"),
+        ("x.jsonl", '{"text": "a", "label": ""}\n', "line 1 has no label"),
+        ("x.jsonl", '{"text": "a", "label": NaN}\n', "line 1 has no text or number under 'label'"),
+        ("x.jsonl", '{"text": "\\ud800", "label": 1}\n', "line 1: what stands under 'text' is no text"),
         ("x.jsonl", '{"text": "a", "label": 1}\nnot json\n', "line 2 is not JSON"),
         ("x.jsonl", '{"text": "a", "label": 1}\n[1]\n', "line 2 is not a JSON object"),
         ("x.jsonl", "[" * 100_000, "line 1 is not JSON"),
@@ -93,6 +100,13 @@ def test_what_is_no_example_is_named(name: str, text: str, says: str, tmp_path: 
     with pytest.raises(DataError) as error:
         read_examples(write(tmp_path, text, name), TextTable())
     assert says in str(error.value)
+
+
+def test_labels_have_no_white_space_around_them(tmp_path: Path) -> None:
+    lines = write(tmp_path, "text\tlabel\na\tyes \nb\t  yes\r\nc\tno\n")
+    assert [e.label for e in read_examples(lines, TextTable())[0]] == ["yes", "yes", "no"]
+    lines = write(tmp_path, '{"text": "a", "label": "two\\n\\twords"}\n{"text": "b", "label": true}\n', "x.jsonl")
+    assert [e.label for e in read_examples(lines, TextTable())[0]] == ["two words", "true"], "as JSON writes it"
 
 
 def test_bad_lines_can_be_left_out(tmp_path: Path) -> None:
