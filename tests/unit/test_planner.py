@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_sp.training.arguments import config_from_args
 from megatron_sp.training.hardware import GPUS, LINKS
 from megatron_sp.training.memory import Form
 from megatron_sp.training.planner import report
+from megatron_sp.training.planner import search as planner_search
 from megatron_sp.training.planner.advice import find_changes, least_memory
 from megatron_sp.training.planner.command import read_model
 from megatron_sp.training.planner.layouts import Layout, frames, micro_batches, saves_no_less, savings
@@ -124,6 +126,19 @@ def test_nothing_is_left_out_that_would_be_faster(narrow: Findings) -> None:
             peak = plan_of(config, 4, "cuda").peak
             if peak + reserve(where, peak, num_groups(layout, 4)) <= where.memory_bytes:
                 assert 8 * 16384 / step_time(config, where).seconds <= best[1, 4] * (1 + 1e-9), layout
+
+
+@pytest.mark.parametrize("memory_gib", [7.0, pytest.param(0.0, marks=pytest.mark.long)])
+def test_short_sequences_do_not_try_every_micro_batch(memory_gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--seq-length 512 --global-batch-size 128 --tp-size 1 --sp-overlap-mode none"
+    few = found_for(flags, memory_gib, gpus=2)
+    monkeypatch.setattr(planner_search, "_SIZES", 99)
+    every = found_for(flags, memory_gib, gpus=2)
+    assert [(c.layout, c.needs) for c in few.best_of_each()] == [(c.layout, c.needs) for c in every.best_of_each()]
+    assert few.smallest == every.smallest and few.rejected == every.rejected
+    assert few.tried < every.tried
+    sizes = Counter(replace(c.layout, micro_batch=0) for c in few.candidates)
+    assert max(sizes.values()) == 3
 
 
 def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:

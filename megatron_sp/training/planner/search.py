@@ -2,11 +2,12 @@
 
 Memory is the closed form of ``training/memory.py`` plus a reserve, time is ``timing.py``. A layout that saves more memory than a fitting
 one and costs at least as much time is not looked at: from the cheapest on, ZeRO stages and recomputation are tried only until something
-fits, and larger micro-batches only as long as something does.
+fits, larger micro-batches only as long as something does, and of each such saving the largest few micro-batches that fit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from megatron_sp.training.planner.layouts import Given, Layout, Saving, frames, 
 from megatron_sp.training.planner.machine import Machine, reserve
 from megatron_sp.training.planner.timing import StepTime, step_time
 from megatron_sp.training.remedies import head_share, plan_of
+
+_SIZES = 3  # micro-batches of a layout whose time is worked out: the largest, and a half and a quarter of it with more memory left
 
 
 @dataclass(frozen=True)
@@ -145,21 +148,41 @@ class _Frame:
     def fill(self, found: Findings) -> Iterable[tuple[int, Layout]]:
         """Add the candidates that fit; yields (bytes, layout) of all that were tried."""
         tries = savings(self.base, self.given, self.dp * self.frame.sp)
+        ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
         for size in micro_batches(self.base, self.given, self.dp, self.frame.sp):
-            smallest = [one for saving in most_saving(tries) if (one := self._try(saving, size, found)) is not None]
+            smallest = self._smallest(ways, size, found, all_of_them=not sizes)
             yield from ((one.needs, one.layout) for one in smallest)
             if not any(self._fits(one) for one in smallest):
-                return
-            self._add(tries, size, found, {(one.layout.zero, one.layout.recompute): one for one in smallest})
+                break
+            sizes.append({(one.layout.zero, one.layout.recompute): one for one in smallest})
+            least = min(smallest, key=lambda one: one.needs).layout
+            ways.sort(key=lambda way: way != (least.zero, least.recompute))
+        taken: Counter[Saving] = Counter()
+        for known in reversed(sizes):
+            self._add(tries, next(iter(known.values())).layout.micro_batch, found, known, taken)
 
-    def _add(self, tries: list[Saving], size: int, found: Findings, known: dict[Saving, _Tried]) -> None:
+    def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[_Tried]:
+        """What needs least memory is among them; with larger micro-batches than the first, one that fits is enough."""
+        tried: list[_Tried] = []
+        for saving in ways:
+            one = self._try(saving, size, found)
+            tried += [] if one is None else [one]
+            if one is not None and not all_of_them and self._fits(one):
+                break
+        return tried
+
+    def _add(self, tries: list[Saving], size: int, found: Findings, known: dict[Saving, _Tried], taken: Counter[Saving]) -> None:
         fits: list[Saving] = []
         for saving in tries:
             if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
                 continue
+            if taken[saving] == _SIZES:  # it fits, for larger ones did
+                fits.append(saving)
+                continue
             tried = known.get(saving) or self._try(saving, size, found)
             if tried is not None and self._fits(tried):
                 fits.append(saving)
+                taken[saving] += 1
                 found.candidates.append(self._candidate(tried))
 
     def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
