@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
-from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, labels_of, scores
+from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, confusion, labels_of, scores
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
@@ -24,6 +24,8 @@ from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss, MicroBatch, micro_batch_context
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.files import atomic_write_text
+
+_FEW_LABELS = 100  # of which the log can hold who was taken for whom; with more, predictions.tsv says it all the same
 
 
 class Classification:
@@ -78,7 +80,9 @@ class Classification:
         true = np.array([self.labels.index(example.label) for example in self.valid])
         found = scores(predicted, true, self.labels, [example.group for example in self.valid])
         run.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
-        run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found)
+        confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
+        few = len(self.labels) <= _FEW_LABELS
+        run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {}))
         rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
         path = run.run_dir / "predictions.tsv"
         try:

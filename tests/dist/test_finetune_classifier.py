@@ -59,7 +59,10 @@ def finetune(tmp_path: Path, files: Path, *words: object, **more: object) -> obj
 
 def result(run: Path) -> dict[str, float]:
     record = records(run, "classification")[-1]
-    return {k: v for k, v in record.items() if k not in ("kind", "time")}
+    labels, counts = record.pop("labels"), record.pop("confusion")
+    pairs = {f"{true} as {said}": n for true, row in zip(labels, counts, strict=True) for said, n in zip(labels, row, strict=True)}
+    assert sum(pairs.values()) == record["examples"]
+    return {k: v for k, v in record.items() if k not in ("kind", "time")} | pairs
 
 
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {

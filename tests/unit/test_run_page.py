@@ -290,6 +290,23 @@ def test_what_is_validated_beside_the_loss(tmp_path: Path) -> None:
     assert (drawn[0].curves[0].x, drawn[0].curves[0].y) == ([2, 4], [0.5, 0.25])
 
 
+def test_what_a_classifier_got_right(resumed: Path, tmp_path: Path) -> None:
+    log = LogWriter(resumed)
+    log.write("classification", 6, examples=1, accuracy=0.0, f1=0.0)  # of an attempt before
+    log.write("classification", 8, examples=1200, accuracy=0.75, exact_match=0.7, f1=0.8125, matthews=0.4375, labels=["no", "<b>"],
+              confusion=[[600, 200], [100, 300]])  # fmt: skip
+    other = LogWriter(tmp_path / "other")
+    other.write("classification", 3, examples=5, accuracy=1.0, f1="nan", labels=["no"], confusion=[[EVIL]])
+    words = words_of(made(resumed, tmp_path / "other")[0])
+    assert "8 1,200 75.0 % 70.0 % 0.8125 0.4375 other 3 5 100.0 %" in words
+    assert "Always saying “no”, the most frequent class, would be right for 66.7 %." in words
+    assert "no 800 75.0 % 85.7 % 0.8000" in words and "<b> 400 75.0 % 60.0 % 0.6667" in words
+    assert "no <b> 200 <b> no 100" in words
+    words = words_of(made(tmp_path / "other", resumed)[0])
+    assert "other 3 5 100.0 %" in words and "75.0 %" in words and "Always saying" not in words, "what does not fit together is left out"
+    assert "Classification" not in words_of(made(evil_run(tmp_path / "none"))[0])
+
+
 def test_prediction_and_exchanges(resumed: Path) -> None:
     log = LogWriter(resumed)
     log.time = 1_700_000_100.0
@@ -372,6 +389,8 @@ def test_the_policy_names_the_script(resumed: Path) -> None:
         ['{"kind": "train", "step": 9007199254740993, "loss": 1}', '{"kind": "train", "step": 1, "loss": [], "time": {}, "step_s": -1}'],
         ['{"kind": "valid", "step": 0, "time": 1e300, "loss": 0}', '{"kind": "save", "step": -4, "time": -1e300, "seconds": 1e300}'],
         ['{"kind": "prediction", "step": 1}'],
+        ['{"kind": "classification", "step": 1, "labels": [1], "confusion": {"0": 1}}'],
+        ['{"kind": "classification", "step": 1, "labels": [null], "confusion": [[0]], "accuracy": [1]}'],
         ['{"kind": "start", "step": 5, "time": 3, "config": [], "environment": 3, "launch_to_ready_s": -7}'],
     ],
 )  # fmt: skip

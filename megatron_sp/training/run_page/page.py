@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_sp import __version__
 from megatron_sp.training.run_page import sections, svg
 from megatron_sp.training.run_page.charts import axis_map, charts
+from megatron_sp.training.run_page.classified import classification_section
 from megatron_sp.training.run_page.configuration import configuration_section
 from megatron_sp.training.run_page.html import Html, join, script_json, tag
 from megatron_sp.training.run_page.measured import exchanges_section, numerics_section, prediction_section
@@ -70,6 +71,7 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
         sections.section(
             "curves", "Curves", _controls(), tag("div", [_figure(c, resumed, several=several) for c in drawn], class_="charts")
         ),
+        classification_section(runs),
         numerics_section(run),
         time_section(run),
         prediction_section(run),
