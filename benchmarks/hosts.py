@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -128,6 +129,37 @@ def join(task: Mapping[str, Any]) -> None:
     ranks = task["ranks"]
     store = dist.TCPStore(task["address"], task["port"], ranks, task["rank"] == 0, timeout=timedelta(minutes=5))
     dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=ranks, timeout=timedelta(minutes=10))
+
+
+@contextlib.contextmanager
+def answering(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A worker's side, to its end: what is put into the dict on rank 0 is what ``run_workers`` returns."""
+    import torch.distributed as dist
+
+    sys.stdout, out = sys.stderr, sys.stdout  # what libraries print is not the answer
+    join(task)
+    answer: dict[str, Any] = {}
+    yield answer
+    if task["rank"] == 0:
+        print(json.dumps(answer), file=out, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_turn(task: Mapping[str, Any], contenders: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Seconds of each contender in each of ``rounds``, one after the other, behind ``warmup`` rounds that do not count. Collective."""
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(task["warmup"] + task["rounds"]):
+        for name, run in contenders.items():
+            dist.barrier()
+            began = time.perf_counter()
+            run()
+            dist.barrier()
+            if index >= task["warmup"]:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
 
 
 def _core_of(rank: int) -> int:

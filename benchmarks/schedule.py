@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import Stats, child_environment, load_average, print_table, ratios, write_json
-from hosts import HostsError, join, run_workers
+from hosts import HostsError, answering, in_turn, run_workers
 
 SHAPE = {"layers": 4, "seq_length": 512, "batch": 4, "hidden_size": 512, "ffn": 1408, "heads": 8, "groups": 4}
 SMOKE = {"layers": 1, "seq_length": 16, "batch": 2, "hidden_size": 32, "ffn": 48, "heads": 4, "groups": 2}
@@ -84,25 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(task: dict[str, Any]) -> int:
-    """Run every contender in turn; rank 0 prints one line of JSON."""
-    import torch.distributed as dist
-
-    sys.stdout, out = sys.stderr, sys.stdout
-    join(task)
-    contenders = build(task["shape"])
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(task["warmup"] + task["rounds"]):
-        for name, run in contenders.items():
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            if index >= task["warmup"]:
-                seconds[name].append(time.perf_counter() - began)
-    if task["rank"] == 0:
-        print(json.dumps({"seconds": seconds}), file=out, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    """Every contender in turn."""
+    with answering(task) as answer:
+        answer["seconds"] = in_turn(task, build(task["shape"]))
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import Stats, child_environment, load_average, print_table, ratios, write_json
-from hosts import RANKS, HostsError, join, run_workers
+from hosts import RANKS, HostsError, answering, in_turn, run_workers
 
 SHAPE = {"seq_length": 512, "batch": 4, "hidden_size": 512, "num_heads": 8}
 SMOKE = {"seq_length": 32, "batch": 2, "hidden_size": 32, "num_heads": 4}
@@ -72,26 +71,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(task: dict[str, Any]) -> int:
-    """Run every contender in turn; rank 0 prints one line of JSON."""
+    """Every contender in turn."""
     import torch
-    import torch.distributed as dist
 
-    sys.stdout, out = sys.stderr, sys.stdout
-    join(task)
-    contenders = build(task["shape"])
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(task["warmup"] + task["rounds"]):
-        for name, run in contenders.items():
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            if index >= task["warmup"]:
-                seconds[name].append(time.perf_counter() - began)
-    if task["rank"] == 0:
-        print(json.dumps({"seconds": seconds, "versions": {"torch": str(torch.__version__)}}), file=out, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with answering(task) as answer:
+        answer["seconds"] = in_turn(task, build(task["shape"]))
+        answer["versions"] = {"torch": str(torch.__version__)}
     return 0
 
 

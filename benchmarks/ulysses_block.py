@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import REPOSITORY, Stats, child_environment, load_average, print_table, ratios, write_json
-from hosts import RANKS, HostsError, join, run_workers
+from hosts import RANKS, HostsError, answering, in_turn, run_workers
 
 SHAPE = {"seq_length": 4096, "batch": 1, "hidden_size": 1024, "num_heads": 16}
 SMOKE = {"seq_length": 64, "batch": 1, "hidden_size": 32, "num_heads": 4}
@@ -142,34 +142,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(task: dict[str, Any]) -> int:
-    """Run every contender in turn; rank 0 prints one line of JSON."""
+    """Every contender in turn."""
     import torch
-    import torch.distributed as dist
 
-    sys.stdout, out = sys.stderr, sys.stdout  # what libraries print is not the answer
-    rank, shape = task["rank"], task["shape"]
-    join(task)
-    auto = choice_of_auto(shape)
-    contenders, copies = build(task, shape)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(task["warmup"] + task["rounds"]):
-        for name, run in contenders.items():
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            spent = time.perf_counter() - began
-            if index >= task["warmup"]:
-                seconds[name].append(spent)
-    if rank == 0:
-        versions = {"torch": str(torch.__version__)}
+    with answering(task) as answer:
+        answer["auto"] = choice_of_auto(task["shape"])
+        contenders, answer["copies"] = build(task, task["shape"])
+        answer["seconds"], answer["versions"] = in_turn(task, contenders), {"torch": str(torch.__version__)}
         if task["peer"]:
             import deepspeed
 
-            versions["deepspeed"] = deepspeed.__version__
-        print(json.dumps({"seconds": seconds, "auto": auto, "copies": copies, "versions": versions}), file=out, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+            answer["versions"]["deepspeed"] = deepspeed.__version__
     return 0
 
 

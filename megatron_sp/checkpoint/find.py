@@ -47,7 +47,9 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     folder = checkpoints_folder(path)
     steps = list_steps(folder)
     if not steps:
-        raise CheckpointError(f"{path} has no checkpoint: looked for {folder}/step-*/{MANIFEST_NAME}; there is: {listing(folder)}")
+        near = _runs_in(path)
+        there = f"did you mean {' or '.join(near)}?" if near else f"there is: {listing(folder)}"
+        raise CheckpointError(f"{path} has no checkpoint: looked for {folder}/step-*/{MANIFEST_NAME}; {there}")
     hint, problem = read_latest(folder)
     warnings = [f"{problem}: ignored, the folders themselves decide"] if problem else []
     if ckpt_step is not None:
@@ -58,6 +60,12 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
         newest = step_name(max(steps))
         warnings.append(f"{folder / 'latest'} names {step_name(hint)}, but the newest folder is {newest}: the folders decide")
     return Candidates([steps[step] for step in sorted(steps, reverse=True)], warnings)
+
+
+def _runs_in(path: Path) -> list[str]:
+    """Runs with checkpoints in a folder that is none itself, the first few."""
+    runs = (folder.parent for folder in sorted(path.glob("*/checkpoints")))
+    return [str(run) for run in runs if list_steps(checkpoints_folder(run))][:3]
 
 
 def step_list(steps: dict[int, Path]) -> str:

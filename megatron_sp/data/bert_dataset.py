@@ -195,7 +195,8 @@ class BERTDataset:
         if int(sizes.max()) == 1 and least > 1:
             raise DataError(
                 f"{prefix}: every document is one sequence, BERT's two segments are made of sentences: make the data with"
-                " tools/preprocess_data.py --split-sentences, or train without the order of segments (--bert-no-binary-head)"
+                " tools/preprocess_data.py --split-sentences (if it was, from documents of several sentences), or train without the order"
+                " of segments (--bert-no-binary-head)"
             )
         few, long = int((sizes < least).sum()), int((sizes >= least).sum())
         raise DataError(

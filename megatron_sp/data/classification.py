@@ -121,7 +121,8 @@ def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
         def get(column: str | int, cells: list[str] = cells, number: int = number) -> str:
             if table.labels is None and len(cells) > len(names) > 0:  # else a piece of the text would become a class of its own
                 raise BadLineError(
-                    f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: every tab divides, one in quotes too"
+                    f"{path} line {number} has {_count(len(cells), 'column')}, and the header {len(names)}: every tab divides, one in"
+                    " quotes too"
                 )
             if places[column] >= len(cells):
                 raise BadLineError(

@@ -232,6 +232,8 @@ def test_load_of_nothing_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "fresh" / "metrics.jsonl").touch()
     with pytest.raises(CheckpointError, match=r"has no checkpoint: looked for .*step-\*/MANIFEST.json; there is: metrics.jsonl"):
         checkpointer.find(tmp_path / "fresh")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint: .*MANIFEST.json; did you mean .*/gpt-small\?$"):
+        checkpointer.find(tmp_path)  # the folder that the run is in
     with pytest.raises(CheckpointError, match="is a file"):
         checkpointer.find(tmp_path / "fresh" / "metrics.jsonl")
 
