@@ -29,6 +29,7 @@ from megatron_sp.schedule.paths import PathError, expand
 from megatron_sp.schedule.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.text_file import read_text
 
 SCHEMA = 1
 MAX_FILE_BYTES = 1024 * 1024
@@ -236,21 +237,12 @@ def _holds(sign: str, version: tuple[int, ...], bound: tuple[int, ...]) -> bool:
 
 def _read(path: str | Path) -> tuple[Any, list[int]]:
     """(what a file says, the number of the line of each entry of ``lines``)."""
+    text = read_text(path, str(path), MAX_FILE_BYTES, "a schedule")
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: this is no schedule")
-    try:
-        text = raw.decode()
         _require_shallow(text, str(path))
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _require_once(root, str(path))
         return yaml.safe_load(text), list(_numbers(root))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -15,6 +15,7 @@ import yaml
 
 from megatron_sp.config import GROUPS
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.text_file import read_text
 
 MAX_FILE_BYTES = 256 * 1024  # a whole configuration is 5 KB; a blend of a thousand data sets fits too
 _MAX_DEPTH = 5  # a group, a flag, its list, and two to say what is wrong with more
@@ -42,7 +43,7 @@ def read_config_file(path: str) -> list[Setting]:
         ConfigError: the file is absent, too large, not YAML, or holds anything but flags with words or lists of words.
     """
     name = os.path.basename(path)
-    text = read_text(path, "--config")
+    text = read_text(path, f"--config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
         _check_depth(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -51,25 +52,6 @@ def read_config_file(path: str) -> list[Setting]:
         raise ConfigError(f"--config {path}{f' line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', '')}") from None
     empty = root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null")
     return [] if empty else list(_settings(root, name, inside=""))
-
-
-def read_text(path: str, flag: str) -> str:
-    """The text of a file that ``flag`` names.
-
-    Raises:
-        ConfigError: it cannot be read, is larger than such a file can be, or not UTF-8.
-    """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{flag} {path}: larger than {MAX_FILE_BYTES} bytes; this is not a file of flags")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{flag} {path}: not UTF-8 text") from None
 
 
 def _check_depth(text: str, path: str) -> None:

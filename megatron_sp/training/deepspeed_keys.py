@@ -19,10 +19,11 @@ from typing import Any
 
 from megatron_sp.checkpoint.strict_json import parse_object
 from megatron_sp.config import GROUPS
-from megatron_sp.training.config_file import read_text
+from megatron_sp.training.config_file import MAX_FILE_BYTES
 from megatron_sp.training.deepspeed_config import Claim, DeepSpeedConfig
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.utils.text_file import read_text
 
 _MAX_VALUES = 10_000
 _FP16_ON = ("precision.fp16", True)
@@ -35,7 +36,7 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     Raises:
         ConfigError: it cannot be read, or is not one JSON object within bounds, each name given once.
     """
-    text = read_text(path, "--deepspeed_config")
+    text = read_text(path, f"--deepspeed_config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
         data = parse_object(text.encode(), f"--deepspeed_config {path}", _MAX_VALUES)
     except CheckpointError as error:

@@ -1,0 +1,30 @@
+"""Small text files that people write: flags, schedules. Nothing of them is believed before their size is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_sp.utils.errors import ConfigError
+
+
+def read_text(path: str | Path, name: str, max_bytes: int, kind: str) -> str:
+    """The text of a file.
+
+    Args:
+        name: of the file in messages, with the flag that gave it.
+        max_bytes: of the largest that can be meant.
+        kind: what it should be: "a file of flags".
+    Raises:
+        ConfigError: it cannot be read, is too large, or not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise ConfigError(f"{name}: larger than {max_bytes} bytes; this is not {kind}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not UTF-8 text") from None
