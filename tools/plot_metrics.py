@@ -38,7 +38,8 @@ def summary(run: History) -> str:
         parts.append(f"train loss {number(last.get('loss')):.4f}")
     if run.valid:
         last = list(run.valid.values())[-1]
-        parts.append(f"validation loss {number(last.get('loss')):.4f}, perplexity {number(last.get('perplexity')):.2f}")
+        parts.append(f"validation loss {number(last.get('loss')):.4f}")
+        parts += [f"perplexity {number(last['perplexity']):.2f}"] if "perplexity" in last else []  # a classifier has none
     if run.resumed:
         parts.append(f"resumed at step {', '.join(map(str, run.resumed))}")
     return ", ".join(parts)
@@ -96,7 +97,8 @@ def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: st
         axes.plot(x, smoothed(y), color=colour, linewidth=1.3, label=f"{run.name}: train (running mean)")
     if run.valid:
         last = list(run.valid.values())[-1]
-        label = f"{run.name}: validation, last {number(last.get('loss')):.3f} (perplexity {number(last.get('perplexity')):.4g})"
+        label = f"{run.name}: validation, last {number(last.get('loss')):.3f}"
+        label += f" (perplexity {number(last['perplexity']):.4g})" if "perplexity" in last else ""
         x, y = run.series("valid", "loss", axis)
         axes.plot(x, y, color=valid_colour, marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8, linewidth=1.0,
                   linestyle=(0, (4, 2)), zorder=3, label=label)  # fmt: skip

@@ -41,7 +41,9 @@ def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     for kind in ("valid", "test"):
         last = [r for r in records if r.get("kind") == kind]
         if last:
-            rows.append((f"{kind} loss", f"{float(last[-1]['loss']):.4f} (perplexity {math.exp(min(float(last[-1]['loss']), 700)):.1f})"))
+            loss = float(last[-1]["loss"])
+            perplexity = f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""  # a classifier has none
+            rows.append((f"{kind} loss", f"{loss:.4f}{perplexity}"))
             rows += [(f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %") for name in accuracies(last[-1])]
     for found in [r for r in records if r.get("kind") == "classification"][-1:]:
         rows.append((f"{found['examples']} classified", f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}"))

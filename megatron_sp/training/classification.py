@@ -53,7 +53,7 @@ class Classification:
         return Task(
             name="finetune_classifier", build_tokenizer=lambda config: build_tokenizer(config.data, config.model.vocab_size),
             build_datasets=self.build_datasets, build_model=self.build_model,
-            loss=Loss(names=("loss",), counts=loss_counts, sums=loss_sums, causal=False, metrics=("accuracy",)),
+            loss=Loss(names=("loss",), counts=loss_counts, sums=loss_sums, causal=False, metrics=("accuracy",), of_tokens=False),
             new_parameters=NEW_PARAMETERS, finish=self.classify,
         )  # fmt: skip
 

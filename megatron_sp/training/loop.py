@@ -216,12 +216,13 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     values = all_reduce(total, run.groups.world).tolist()
     run.model.train()
     means = [s / c if c > 0 else 0.0 for s, c in zip(values[: len(names)], values[len(names) :], strict=True)]
-    loss, perplexity = means[0], math.exp(min(means[0], 700.0))
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, means, strict=True))
-    run.console.line(f"{kind} at step {step}: {shown}, perplexity {perplexity:.2f}")
-    others = {name.replace(" ", "_"): value for name, value in zip(names[1:], means[1:], strict=True)}
-    seconds = time.monotonic() - began
-    run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), perplexity=perplexity, seconds=seconds, **others)
+    loss, others = means[0], {name.replace(" ", "_"): value for name, value in zip(names[1:], means[1:], strict=True)}
+    shown = [f"{name} {value:.4f}" for name, value in zip(names, means, strict=True)]
+    if run.task.loss.of_tokens:
+        others["perplexity"] = math.exp(min(loss, 700.0))
+        shown.append(f"perplexity {others['perplexity']:.2f}")
+    run.console.line(f"{kind} at step {step}: {', '.join(shown)}")
+    run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
     run.reporter.pause_ended()
     return True
 

@@ -55,6 +55,7 @@ class Loss:
         sums: the sums themselves.
         causal: tokens see those before them; else all of their sequence.
         metrics: names of what ``sums`` and ``counts`` add behind the terms of the loss when gradients are off: for validation, not trained.
+        of_tokens: the first term is a mean over tokens, so e to it is a perplexity.
     """
 
     names: tuple[str, ...]
@@ -62,6 +63,7 @@ class Loss:
     sums: LossFunction
     causal: bool = True
     metrics: tuple[str, ...] = ()
+    of_tokens: bool = True
 
 
 @dataclass

@@ -58,6 +58,7 @@ def finetune(tmp_path: Path, files: Path, *words: object, **more: object) -> obj
 
 
 def result(run: Path) -> dict[str, float]:
+    assert "perplexity" not in records(run, "valid")[-1]
     record = records(run, "classification")[-1]
     labels, counts = record.pop("labels"), record.pop("confusion")
     pairs = {f"{true} as {said}": n for true, row in zip(labels, counts, strict=True) for said, n in zip(labels, row, strict=True)}

@@ -292,6 +292,8 @@ def test_what_is_validated_beside_the_loss(tmp_path: Path) -> None:
 
 def test_what_a_classifier_got_right(resumed: Path, tmp_path: Path) -> None:
     log = LogWriter(resumed)
+    assert "perplexity 4.482, at step 8" in words_of(made(resumed)[0])
+    log.write("valid", 9, loss=0.5, accuracy=0.75)
     log.write("classification", 6, examples=1, accuracy=0.0, f1=0.0)  # of an attempt before
     log.write("classification", 8, examples=1200, accuracy=0.75, exact_match=0.7, f1=0.8125, matthews=0.4375, labels=["no", "<b>"],
               confusion=[[600, 200], [100, 300]])  # fmt: skip
@@ -301,7 +303,7 @@ def test_what_a_classifier_got_right(resumed: Path, tmp_path: Path) -> None:
     assert "8 1,200 75.0 % 70.0 % 0.8125 0.4375 other 3 5 100.0 %" in words
     assert "Always saying “no”, the most frequent class, would be right for 66.7 %." in words
     assert "no 800 75.0 % 85.7 % 0.8000" in words and "<b> 400 75.0 % 60.0 % 0.6667" in words
-    assert "no <b> 200 <b> no 100" in words
+    assert "no <b> 200 <b> no 100" in words and "0.5000 at step 9" in words, "no perplexity"
     words = words_of(made(tmp_path / "other", resumed)[0])
     assert "other 3 5 100.0 %" in words and "75.0 %" in words and "Always saying" not in words, "what does not fit together is left out"
     assert "Classification" not in words_of(made(evil_run(tmp_path / "none"))[0])

@@ -32,7 +32,7 @@ def write(folder: Path, *records: dict[str, Any], end: str = "") -> Path:
 
 
 def test_an_uninterrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    valid = [{"kind": "valid", "step": s, "loss": v} for s, v in ((1, 9.0), (3, 2.0))]
+    valid = [{"kind": "valid", "step": s, "loss": v, "perplexity": 0.0} for s, v in ((1, 9.0), (3, 2.0))]
     write(tmp_path, start(0), step(1), step(2), step(3), *valid)
     assert tool.main([str(tmp_path), "--extra", "picture=a=b.png"]) == 0
     text = capsys.readouterr().out

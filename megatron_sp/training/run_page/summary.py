@@ -158,7 +158,7 @@ def tiles(run: RunFiles, now: float) -> Html:
         ("State", f"{SIGNS[state.look]} {state.word}", state.why or "it ended by itself", state.look),
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
         ("Tokens", show(f.tokens, "si"), f"{show(f.tokens, 'count')} consumed" if math.isfinite(f.tokens) else "", ""),
-        ("Best validation loss", show(f.best, "loss"), _perplexity(f.best, f.best_step), ""),
+        ("Best validation loss", show(f.best, "loss"), _about_best(run, f), ""),
         *_accuracy_tiles(run),
         ("Throughput", f"{show(f.tokens_per_s, 'si')}", "tokens/s, median of the logged steps", ""),
         ("MFU", show(f.mfu, "percent"), "median; causal attention counted once", ""),
@@ -193,8 +193,12 @@ def _tile(name: str, value: str, about: str, look: str) -> Html:
     return tag("div", parts, class_=f"tile {look}".strip())
 
 
-def _perplexity(loss: float, step: int) -> str:
-    return f"perplexity {math.exp(min(loss, 700)):.4g}, at step {step:,}" if math.isfinite(loss) else "no validation yet"
+def _about_best(run: RunFiles, f: Figures) -> str:
+    """Where it was; the perplexity too, which a classifier has not."""
+    if not math.isfinite(f.best):
+        return "no validation yet"
+    perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
+    return f"{perplexity}at step {f.best_step:,}"
 
 
 def comparison(runs: Sequence[RunFiles], now: float) -> Html:
