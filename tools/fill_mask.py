@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.utils.errors import EXIT_OK, ConfigError, DataError, ReportedError
+from megatron_sp.training.inference_flags import add_checkpoint_flags
+from megatron_sp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megatron_sp.comm.groups import Launch
     from megatron_sp.models.bert import BertModel
     from megatron_sp.training.stored_model import Stored
 
@@ -32,15 +34,8 @@ INSTEAD = {
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
-    add("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
-    add(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="vocab.txt, tokenizer.json, SentencePiece model or a folder with one, if it is no longer where training found it",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    add_checkpoint_flags(parser)
+    add = parser.add_argument_group("texts").add_argument
     add("--text", action="append", metavar="TEXT", help=f"a text with {MASK} in it; may be given several times")
     add("--top", type=int, default=5, metavar="N", help="guesses shown for each (default: 5)")
     add("--baseline", action="store_true", help="the share of the most frequent token, and nothing else")
@@ -115,18 +110,19 @@ def read_texts(options: argparse.Namespace) -> list[str]:
     return texts
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, launch: Launch) -> None:
     """Everything behind the command line."""
     if options.top < 1:
         raise ConfigError(f"--top ({options.top}) must be at least 1")
     import torch
 
     from megatron_sp.models.bert import BertModel
+    from megatron_sp.training.inference import choose_device
     from megatron_sp.training.stored_model import find_stored
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
-    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if launch.world_size > 1:
+        raise ConfigError(f"tools/fill_mask.py is one process, and {launch.world_size} were started: start it with python")
+    device = choose_device(options.device, launch)
     stored = find_stored(
         options.load, options.ckpt_step, "BERT", INSTEAD, lambda line: print(f"warning: {line}", file=sys.stderr), options.tokenizer_model
     )
@@ -142,12 +138,9 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    try:
-        run(options)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return EXIT_OK
+    from megatron_sp.training.inference import run_tool
+
+    return run_tool(lambda launch: run(options, launch))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Put the groups "model" and "layout" into a tool's command line."""
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Put the group "model" into a tool's command line: which checkpoint, and on what device."""
     model = parser.add_argument_group("model")
     model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
     model.add_argument("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
@@ -16,6 +16,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="SentencePiece model, tokenizer.json or its folder, or vocab.txt, if it is no longer where training found it",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    return model
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The same with what tools need that run over several processes, and the group "layout"."""
+    model = add_checkpoint_flags(parser)
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
                        help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
     model.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of each process (default: its share of the cores)")

@@ -12,6 +12,7 @@ from tiny import make_model
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.comm.groups import Launch
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, ModelConfig
 from megatron_sp.data.build import build_bert_datasets
@@ -19,6 +20,7 @@ from megatron_sp.data.tokenizers import BertWordPieceTokenizer
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import ForwardContext, shard_specs
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -102,6 +104,11 @@ def test_mistakes_are_one_message_and_a_code(tmp_path: Path, capsys: pytest.Capt
         assert (found, out) == (code, "") and says in err and "Traceback" not in err, err
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     assert call(capsys, *run)[0] == 4
+
+
+def test_it_is_one_process() -> None:
+    with pytest.raises(ConfigError, match="is one process, and 2 were started"):
+        fill_mask.run(fill_mask.parse(["--load", "nowhere"]), Launch(0, 0, 2, 2, 0))
 
 
 def test_each_tool_names_the_one_for_the_other_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
