@@ -37,6 +37,11 @@ class Side(Protocol):
         """What computes, for the report."""
         ...
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights that it computes with, where these are not what the conversion reads; None: they are."""
+        ...
+
     def compute(self, rows: Rows, cast: Cast) -> Computed:
         """Results by name, [b, s, ...] or [b, ...]; each tensor of weights goes through ``cast`` as it is read."""
         ...
@@ -44,6 +49,8 @@ class Side(Protocol):
 
 class Ours:
     """megatron_sp's own model on what a format has read; the weights of one block are in memory at a time."""
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, source: Model, label: str = "megatron_sp") -> None:
         self.source, self.label = source, label
@@ -110,8 +117,8 @@ def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
 class Reference:
     """The files of another program, read and computed without the conversion's own code."""
 
-    def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str) -> None:
-        self.open_files, self.label = open_files, label
+    def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str, dtype: torch.dtype | None = None) -> None:
+        self.open_files, self.label, self.dtype = open_files, label, dtype
 
     @torch.no_grad()
     def compute(self, rows: Rows, cast: Cast) -> Computed:
@@ -123,6 +130,8 @@ class Transformers:
 
     The whole model is in memory.
     """
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, folder: Path, document: dict[str, Any], tensors: Iterable[str]) -> None:
         self.folder = folder
@@ -240,12 +249,16 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Side:
 
     folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
     given = options.given
-    megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size, given)  # before anything is compared
+    found = megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size, given)  # before anything is compared
     label = "the reference in plain torch"
-    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size, given), label)
+    # DeepSpeed's optimizers have wide copies, which are read, beside the weights that its ranks compute with
+    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size, given), label, found.dtype)
 
 
 def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:
+    if not any(path.glob("*.safetensors")):
+        tell(f"note: {path} is computed by megatron_sp on what it has read itself: the reference reads safetensors alone")
+        return Ours(read, "megatron_sp, from hf")
     reference = Reference(lambda cast: hugging_face.open_folder(path, cast), "the reference in plain torch")
     found = availability.installed("transformers")
     if not found.available:

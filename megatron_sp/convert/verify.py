@@ -61,6 +61,7 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
         side_of(source.name, input, before, options, wide=wide, tell=tell),
         side_of(target.name, output, after, of_output, wide=wide, tell=tell),
     )
+    dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
     casts = _casts(dtypes, compute)
     tell(f"verify: {sides[0].label} on {input}, against {sides[1].label} on {output}, in {_name(compute)}{_rounded(dtypes)}")
     same = True
@@ -134,6 +135,12 @@ def _dtype_of(model: Model) -> torch.dtype | None:
     """Of the weights; None: they have several."""
     found = {info.dtype for info in model.weights().values()}
     return widest(found) if len(found) == 1 else None
+
+
+def _computed_with(side: Side, read: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a side's weights: narrower ones than were read, if it says so."""
+    own = side.dtype
+    return own if own is not None and read is not None and own.itemsize < read.itemsize else read
 
 
 def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, serialization
 
 from megatron_sp.cli import main
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
@@ -309,10 +309,55 @@ def test_an_incomplete_download(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is in" in refused(tmp_path / "hf", tmp_path, capsys)
 
 
-def test_only_pickles_are_there(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def as_pickles(folder: Path, tensors: dict[str, Tensor], number: int) -> None:
+    """The weights as transformers wrote them before safetensors."""
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    if number == 1:
+        serialization.save(tensors, folder / "pytorch_model.bin")
+        return
+    names = {name: f"pytorch_model-{i % number + 1:05d}-of-{number:05d}.bin" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        serialization.save({name: tensors[name] for name in names if names[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_files_of_torch_save(tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tied head that is there twice in one storage, and buffers."""
+    to_hf(write_run(random_model("gpt2"), tmp_path / "first"), tmp_path / "hf")
+    found = tensors_of(tmp_path / "hf")
+    more = {"lm_head.weight": found["transformer.wte.weight"], "transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool)}
+    as_pickles(tmp_path / "hf", {**found, **more}, number)
+    to_native(tmp_path / "hf", tmp_path / "run", "--verify")
+    assert "the reference reads safetensors alone" in capsys.readouterr().err
+    assert_equal(stored(tmp_path / "run"), contents(random_model("gpt2")))
+    if number == 3:
+        (tmp_path / "hf" / "pytorch_model-00002-of-00003.bin").unlink()
+        assert "pytorch_model-00002-of-00003.bin" in refused(tmp_path / "hf", tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"model": {"a": torch.ones(2)}}, ["'model' is no tensor", "state_dict() alone"]),
+        ([torch.ones(2)], ["holds a list", "state_dict()"]),
+    ],
+)  # fmt: skip
+def test_files_of_torch_save_that_are_no_weights(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], saved: Any, words: list[str]
+) -> None:
     folder = damaged(tmp_path, llama)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "has neither model.safetensors nor" in refused(folder, tmp_path, capsys)
+    as_pickles(folder, saved, 1)
+    message = refused(folder, tmp_path, capsys)
+    for word in words:
+        assert word in message
+
+
+def test_no_weights_are_there(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = damaged(tmp_path, llama)
+    (folder / "model.safetensors").rename(folder / "flax.safetensors")
+    assert "has neither model.safetensors nor" in (message := refused(folder, tmp_path, capsys)) and "but flax.safetensors" in message
 
 
 def test_the_output_is_never_written_over(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from convert_models import MODELS, random_model, write_run
+from convert_models import MODELS, Tensors, contents, random_model, stored, write_run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -179,3 +180,21 @@ def test_a_classifier_that_was_trained_on_what_was_converted_names_its_classes(t
     document = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert len(document["id2label"]) == len(document["label2id"]) == 5
     assert document["architectures"] == ["BertForSequenceClassification"]
+
+
+def test_the_ranks_of_deepspeed_compute_with_narrow_weights_beside_the_wide_ones_that_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bf16 with the optimizer's state: what is written are its fp32 copies, and what the files compute with their rounding."""
+    model = random_model("llama", torch.bfloat16, optimizer=True)
+    tensors = contents(model)
+    for name in model.weights():
+        wide = 0.1 * tensors[f"optimizer.master.{name}"]
+        tensors |= {f"optimizer.master.{name}": wide, name: wide.bfloat16()}
+    write_run(replace(model, store=Tensors(tensors)), tmp_path / "run")
+    words = ["--to", "megatron-deepspeed", "--output", str(tmp_path / "ds"), "--verify"]
+    assert main(["convert", "--input", str(tmp_path / "run"), *words]) == EXIT_OK, capsys.readouterr().err
+    words = ["--to", "megatron_sp", "--output", str(tmp_path / "again"), "--verify", "--vocab-size", "37"]
+    assert main(["convert", "--input", str(tmp_path / "ds"), *words]) == EXIT_OK, capsys.readouterr().err
+    assert "(weights rounded to bfloat16)" in capsys.readouterr().err
+    assert torch.equal(stored(tmp_path / "again")["output_layer.weight"], tensors["optimizer.master.output_layer.weight"])

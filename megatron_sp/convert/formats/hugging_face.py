@@ -24,10 +24,12 @@ from megatron_sp.convert.model import Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.plain_safetensors import SafetensorsFiles, divide, write_tensors
 from megatron_sp.convert.tokenizer_files import copy_files, find_files
+from megatron_sp.convert.torch_store import TorchFiles
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _MAX_JSON_BYTES = 16 << 20
 _WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
 _DTYPES = "hf_dtypes"  # of the tensors, whatever config.json says of them
@@ -163,27 +165,33 @@ def _unused_heads(family: Family, config: ModelConfig, num_classes: int) -> dict
 
 
 def _open(path: Path) -> TensorStore:
-    if (path / INDEX).exists() or (path / INDEX).is_symlink():
-        return _open_sharded(path)
-    if (path / SINGLE).exists() or (path / SINGLE).is_symlink():
-        return SafetensorsFiles(path, [SINGLE])
+    """Safetensors where there are any, else what ``torch.save`` wrote; several files where there is an index."""
+    kinds: tuple[tuple[str, str, type[SafetensorsFiles | TorchFiles]], ...] = (
+        (INDEX, SINGLE, SafetensorsFiles), (BIN_INDEX, BIN, TorchFiles)
+    )  # fmt: skip
+    for index, single, kind in kinds:
+        if (path / index).exists() or (path / index).is_symlink():
+            return _open_sharded(path, index, kind)
+        if (path / single).exists() or (path / single).is_symlink():
+            return kind(path, [single])
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".safetensors"))
     raise CheckpointError(
-        f"{path} has neither {SINGLE} nor {INDEX}" + (f", but {', '.join(found[:5])}" if found else "") + ": save the model as safetensors"
-    )
+        f"{path} has neither {SINGLE} nor {INDEX}, nor {BIN}" + (f", but {', '.join(found[:5])}" if found else "")
+        + ": save the model as safetensors"
+    )  # fmt: skip
 
 
-def _open_sharded(path: Path) -> SafetensorsFiles:
-    weight_map = _json(path / INDEX).get("weight_map")
+def _open_sharded(path: Path, index: str, kind: type[SafetensorsFiles | TorchFiles]) -> SafetensorsFiles | TorchFiles:
+    weight_map = _json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{path / INDEX} has no weight_map of names to files")
+        raise CheckpointError(f"{path / index} has no weight_map of names to files")
     for file in set(weight_map.values()):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", file):
-            raise CheckpointError(f"{path / INDEX} names the file {file[:200]!r}: only plain names of files in the same folder are allowed")
-    store = SafetensorsFiles(path, sorted(set(weight_map.values())))
+            raise CheckpointError(f"{path / index} names the file {file[:200]!r}: only plain names of files in the same folder are allowed")
+    store = kind(path, sorted(set(weight_map.values())))
     for name, file in weight_map.items():
         if name not in store.tensors() or store.file_of(name) != file:
-            raise CheckpointError(f"{path / INDEX} says that {name[:200]} is in {file}, and it is not: the download is incomplete or mixed")
+            raise CheckpointError(f"{path / index} says that {name[:200]} is in {file}, and it is not: the download is incomplete or mixed")
     return store
 
 

@@ -158,6 +158,11 @@ class Megatron:
             self.order = "interleaved"
         self.shape = self._shape(vocab_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, as the embedding has it."""
+        return self._words(self.parts[0][0]).dtype
+
     def _shape(self, vocab_size: int) -> Shape:
         a = self.args
         first = self.parts[0][0]
