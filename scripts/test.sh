@@ -25,8 +25,8 @@ trap 'rm -f "$types"' EXIT
 "$python" -m mypy >"$types" 2>&1 & # half a minute on a fresh clone: beside the first tests
 mypy=$!
 step "codespell" "$python" -m codespell_lib
-# two workers at least: half of the tests wait for processes of their own; more only where there are cores for those
-workers="$("$python" -c 'import os; print(max(2, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
+# three workers at least: half of the tests wait for processes of their own, or for a disk; more only where there are cores for those
+workers="$("$python" -c 'import os; print(max(3, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
 step "pytest" tests -n "$workers" --dist worksteal --quiet-machine skip "$@"
 wait "$mypy" || { printf '== mypy\n'; cat "$types"; exit 1; }
 step "mypy" cat "$types"

@@ -19,7 +19,7 @@ from megatron_sp.comm.peers import Peers
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import loop, setup
 
-pytestmark = pytest.mark.quiet
+quiet = pytest.mark.quiet  # of those that wait for a time-out
 
 
 def data_flags(prefix: Path, *more: object) -> tuple[object, ...]:
@@ -197,6 +197,7 @@ def test_preempted_with_a_full_disk_is_not_called_preempted(tmp_path: Path) -> N
 # Ranks
 
 
+@quiet
 def test_a_rank_that_stands_still(tmp_path: Path) -> None:
     """It ends itself and leaves its stacks; the one that waited for it ends by the collective's timeout."""
 
@@ -222,6 +223,7 @@ def test_a_rank_that_stands_still(tmp_path: Path) -> None:
     assert not (run / "stacks-rank0.txt").exists()
 
 
+@quiet
 def test_a_single_process_that_stands_still_says_so_in_its_status(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
@@ -232,6 +234,7 @@ def test_a_single_process_that_stands_still_says_so_in_its_status(tmp_path: Path
     assert status(run)["exit_code"] == 7 and "no progress in 'step 1'" in status(run)["message"]
 
 
+@quiet
 def test_a_frozen_rank(tmp_path: Path) -> None:
     """SIGSTOP stops its watchdog too: the others end by the timeout and say that nobody has died here."""
     run = tmp_path / "run"
@@ -247,6 +250,7 @@ def test_a_frozen_rank(tmp_path: Path) -> None:
     assert outcome.codes == [7, KILLED] and "did not answer" in outcome.texts[0], outcome.text
 
 
+@quiet
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     def setup(rank: int) -> None:
         if rank == 1:
@@ -257,6 +261,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert "ranks [1] of 2 did not join" in outcome.texts[0]
 
 
+@quiet
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
