@@ -4,9 +4,11 @@
 
 A Llama of random weights in bf16 (h 2048, f 5632, 16 heads, 4 key/value heads, 32000 words; as many layers as make up the size) goes
 hf -> megatron_sp -> hf. Beside each conversion, in turns, stands what no converter can do without: the source's files copied with shutil,
-put on the disk, and read again for their SHA-256. Rates are bytes of tensors per second, medians over the rounds. Each conversion is a
-process of its own; its memory is the peak resident size above that of a process which has only imported torch and safetensors, and the
-limit is twice the largest tensor plus 200 MB.
+put on the disk, and read again for their SHA-256. In front of each of the two a file of the source's size is written and deleted, and
+what waits for the disk is put on it, so that both find as many free pages: memory that a virtual machine has never touched is several
+times slower to write to. Rates are bytes of tensors per second, medians over the rounds. Each conversion is a process of its own, its
+start and imports included; its memory is the peak resident size above that of a process which has only imported torch and safetensors,
+and the limit is twice the largest tensor plus 200 MB.
 """
 
 from __future__ import annotations
@@ -75,6 +77,16 @@ def make_source(folder: Path, num_bytes: int) -> tuple[int, int]:
     return size(layers), max(info.num_bytes for info in infos.values())
 
 
+def level(folder: Path, num_bytes: int) -> None:
+    """Leave the same behind, whatever ran before: free pages for a file of this size, and nothing that waits for the disk."""
+    block = os.urandom(1 << 20) * 8
+    with open(folder / "level", "wb") as file:
+        for _ in range(num_bytes // len(block) + 1):
+            file.write(block)
+    (folder / "level").unlink()
+    os.sync()
+
+
 def copy_and_hash(source: Path, target: Path) -> float:
     """Seconds for what it says, fsync included."""
     began = time.perf_counter()
@@ -113,8 +125,10 @@ def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
             ("hf -> native", folder / "hf", "megatron_sp", native),
             ("native -> hf", native, "hf", back),
         ):
+            level(folder, num_bytes)
             rows[direction]["copy"].append(copy_and_hash(source, folder / "copy"))
             shutil.rmtree(folder / "copy")
+            level(folder, num_bytes)
             seconds, peak = convert(source, target, output)
             rows[direction]["convert"].append(seconds)
             rows[direction]["memory"].append((peak - imports) * 1024 / 1e6)
