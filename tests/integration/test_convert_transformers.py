@@ -91,7 +91,26 @@ def megatron_bert(draw: random.Random) -> Any:
     return transformers.MegatronBertForPreTraining(transformers.MegatronBertConfig(**{**bert_fields(draw), "type_vocab_size": 2}))
 
 
-_LONG = [pytest.param(make, marks=pytest.mark.long) for make in (bert, bert_masked, megatron_bert)]
+def neox(draw: random.Random) -> Any:
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, max_position_embeddings=40,
+        hidden_act="gelu", use_parallel_residual=draw.random() < 0.5, initializer_range=0.3, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])},
+    ))  # fmt: skip
+
+
+def mistral(draw: random.Random) -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**llama_fields(draw), sliding_window=5))
+
+
+def qwen2(draw: random.Random) -> Any:
+    fields = llama_fields(draw)
+    fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+
+
+ROTARY = (llama, neox, mistral, qwen2)  # whose positions transformers computes in fp32 alone
+_LONG = [pytest.param(make, marks=pytest.mark.long) for make in (bert, bert_masked, megatron_bert, *ROTARY[1:])]
 FAMILIES = [gpt2, llama, bert_classifier, *_LONG]
 
 
@@ -117,19 +136,7 @@ def test_random_configurations_there_and_back(tmp_path: Path, make: Any, seed: i
         told = capsys.readouterr().err
         assert code == EXIT_OK, told
         assert "verify: the same" in told
-        assert f"transformers {transformers.__version__}" in told or (dtype == torch.float64 and make is llama)
-
-
-def neox(draw: random.Random) -> Any:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
-        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, max_position_embeddings=40,
-        hidden_act="gelu", use_parallel_residual=draw.random() < 0.5, initializer_range=0.3, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0])},
-    ))  # fmt: skip
-
-
-def mistral(draw: random.Random) -> Any:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**llama_fields(draw), sliding_window=5))
+        assert f"transformers {transformers.__version__}" in told or (dtype == torch.float64 and make in ROTARY)
 
 
 def llama3(draw: random.Random) -> Any:
