@@ -92,6 +92,11 @@ def register_shardable(cls: type[nn.Module], kind: Kind) -> None:
     _KINDS[cls] = kind
 
 
+def knows(cls: type[nn.Module]) -> bool:
+    """Whether this very class is in the table."""
+    return cls in _KINDS or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
+
+
 def find_kind(module: nn.Module) -> Kind | None:
     """Of the nearest class in the table, or None."""
     for cls in type(module).__mro__:

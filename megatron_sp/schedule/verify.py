@@ -32,7 +32,7 @@ class Row:
     """One comparison."""
 
     name: str
-    kind: str  # output, loss, gradient
+    kind: str  # output, loss, input gradient, gradient
     error: float
 
 
@@ -65,20 +65,23 @@ class Verdict:
 
 def verify(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
-    dtype: torch.dtype = torch.float64, loss: LossOf | None = None,
+    dtype: torch.dtype = torch.float64, loss: LossOf | None = None, whole: nn.Module | None = None,
 ) -> Verdict:  # fmt: skip
     """Compare one forward and backward pass. Collective over all ranks, with the same batch on each.
 
     Args:
         model: not yet split.
-        batch: keyword arguments of the model; tensors of floating point numbers are converted.
+        batch: keyword arguments of the model; tensors of floating point numbers are converted. Gradients of those that require one are
+            compared.
         loss: of the model's result (default: its ``loss``, or else a fixed sum over all its tensors).
+        whole: what to compare with, where it is not the model itself: of its parameters those that both have count.
     Raises:
         ConfigError: what ``apply`` says of the lines.
     """
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss = loss or default_loss
-    whole, split = (copy.deepcopy(model).to(dtype) for _ in range(2))
+    unchanged = whole is None
+    whole, split = (copy.deepcopy(each).to(dtype) for each in (model if whole is None else whole, model))
     applied = apply(split, directives, mesh, seq_dim)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
@@ -88,7 +91,8 @@ def verify(
     for name, expected in found["whole"].outputs.items():
         verdict.rows.append(Row(name, "output", _worst(found["split"].outputs.get(name), expected, 0.0, mesh)))
     verdict.rows.append(Row("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
-    verdict.rows += _gradients(whole, applied, mesh)
+    verdict.rows += _input_gradients(found["whole"].inputs, found["split"].inputs, mesh)
+    verdict.rows += _gradients(whole, applied, mesh, unchanged)
     verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
     if not verdict.ok:
         verdict.first = _first_different(found["whole"].results, found["split"].results, verdict.tolerance, mesh)
@@ -132,6 +136,7 @@ class _Pass:
     outputs: dict[str, Tensor]
     loss: Tensor
     results: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
@@ -146,6 +151,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
                 results[path] = tensors[0].detach()
 
         handles.append(module.register_forward_hook(keep))
+    batch = {k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for k, v in batch.items()}
     result = model(**batch)
     result = result if complete is None else complete(result)
     value = loss(result)
@@ -153,17 +159,27 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
     for handle in handles:
         handle.remove()
     outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
-    return _Pass(outputs, value.detach(), results)
+    gradients = {
+        k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in batch.items() if isinstance(v, Tensor) and v.requires_grad
+    }
+    return _Pass(outputs, value.detach(), results, gradients)
 
 
-def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh) -> list[Row]:
+def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Row]:
+    """A rank that has some positions only has their gradients, and each dp rank has its part: these are summed."""
+    return [Row(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()]
+
+
+def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Row]:
+    shapes = {name: p.shape for name, p in whole.named_parameters()}
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     squares = sum(float(g.square().sum()) for g in expected.values())
     scale = (squares / max(1, sum(g.numel() for g in expected.values()))) ** 0.5
     rows = []
     gradients = applied.gradients()
     for name, p in applied.model.named_parameters():
-        if name not in expected and name not in gradients:
+        other = not unchanged and shapes.get(name) != applied.specs[name].shape
+        if other or (name not in expected and name not in gradients):
             continue
         found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
         rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
+from slapo_parity import compare, data
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
@@ -82,46 +83,6 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.mix
-
-
-def weighted(y: Tensor) -> Tensor:
-    """A loss in which no two elements weigh the same."""
-    return (y * torch.linspace(-1, 1.7, y.numel(), dtype=y.dtype).view(y.shape)).sum()
-
-
-def compare(model: nn.Module, x: Tensor, write: Callable[[SlapoSchedule], None]) -> nn.Module:
-    """Result, gradient of the input and of all parameters of the split model, against the whole one, in fp64."""
-    model = model.double()
-    whole = copy.deepcopy(model)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    sch = create_schedule(model)
-    write(sch)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "changed before build()"
-    split, optimizer = build(sch, init_weights=False)
-    assert split is model and optimizer is None
-    results = []
-    for each in (whole, split):
-        given = x.clone().requires_grad_(x.is_floating_point())
-        y = each(given)
-        weighted(y).backward()
-        results.append((y.detach(), given.grad))
-    applied = sch.schedule.applied
-    assert applied is not None
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-11, atol=1e-12)
-    if results[0][1] is not None:
-        torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-11, atol=1e-12)
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    for name, p in split.named_parameters():
-        assert p.grad is not None and expected[name] is not None, name
-        torch.testing.assert_close(applied.whole(name, p.grad), expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    after = applied.full_state_dict()
-    for name, t in whole.state_dict().items():
-        torch.testing.assert_close(after[name], t, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    return split
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def column(sch: SlapoSchedule, name: str) -> None:
@@ -291,7 +252,7 @@ def other_primitives() -> None:
     sch = create_schedule(Block())
     sch["norm"].replace(nn.Identity())
     sch.replace_all(nn.Linear, lambda path, old, bias: nn.Linear(old.in_features, old.out_features, bias=bias), bias=False)
-    assert isinstance(sch["norm"].mod, nn.LayerNorm)
+    assert isinstance(sch["norm"].mod, nn.Identity) and sch["attention.q"].mod.bias is None, "replaced at once, as there"
     model, _ = build(sch)
     assert isinstance(model.norm, nn.Identity) and model.last.bias is None and model.attention.q.bias is None  # type: ignore[union-attr]
     torch.manual_seed(dist.get_rank())
@@ -370,7 +331,12 @@ def test_names_are_looked_up() -> None:
         (lambda s: s.find("linear.*"), "no graph to search"),
         (lambda s: s["linear1"].cut_pipeline_stage(), "pipeline stages"),
         (lambda s: s["linear1"].sync(mode="forward", sync_op_or_fn="all_reduce"), "forward: fwd_post"),
-        (lambda s: s["linear1"].sync("fwd_post", "SR->RS"), "function of yours"),
+        (lambda s: s["linear1"].sync("fwd_post", "XR->RS"), "or one of RR->RR"),
+        (lambda s: s["linear1"].sync("bwd_post", "SR->RS"), "goes the other way by itself"),
+        (lambda s: s["linear1"].sync("fwd_post", "SR->RS", axis=1), "say which dims"),
+        (lambda s: s["linear1"].sync("forward"), "write .shard() of its weight first"),
+        (lambda s: s["linear1"].sync("fwd_post"), "say what to do at 'fwd_post'"),
+        (lambda s: s.fuse(None, name="fused"), "torch.compile"),
         (lambda s: s["linear1"].sync("fwd_post", "all_gather", dim=1), "does not know dim, only axis"),
         (lambda s: s["linear1"].sync("fwd_post", "all_reduce", tensor_parallel_output_grad=True), "not of all_reduce"),
         (lambda s: s["linear1"].sync("fwd_post", lambda m, i, o: o, axis=1), "no meaning beside a hook"),

@@ -1,35 +1,25 @@
-"""Slapo's spelling of a schedule: its examples run as they are written, on this package's layers.
-
-    sch = create_schedule(model)
-    sch["attention.out_proj"].shard("weight", axis=1)
-    sch["attention.out_proj"].sync(mode="fwd_post", sync_op_or_fn="reduce_scatter", axis=1)
-    sch["attention.resid_dropout"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1)
-    model, _ = build(sch)
-
-What differs, for the better: nothing changes before ``build()``; the order of the lines does not matter; a bias behind a sum is added once;
-gradients that are sums over the ranks are complete after ``backward()``. Subgraphs (trace, find, fuse, decompose, pipeline stages) are
-refused with what to do instead. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), after its documentation.
-"""
+"""One module of a schedule in Slapo's spelling, and what can be said of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group, world_group
-from megatron_sp.schedule.apply import Applied
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.schedule import Schedule, Selection
+from megatron_sp.schedule.slapo import older
+from megatron_sp.schedule.slapo.methods import BUILT_IN, PRIMITIVES, method_of
+from megatron_sp.schedule.splits import names_of
 from megatron_sp.schedule.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError
 
-PRIMITIVES = ("annotate", "checkpoint", "fork_rng", "replace", "replace_all", "shard", "sync")
 _REFUSED = {
     "trace": "nothing is traced here: hooks and split layers work on the modules themselves, so leave the line out",
     "trace_until": "nothing is traced here: hooks and split layers work on the modules themselves, so leave the line out",
@@ -43,6 +33,29 @@ _REFUSED = {
 }
 
 
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+@dataclass
+class Metadata:
+    """What Slapo's schedules remember.
+
+    Attributes:
+        primitives: by name: what a primitive of one's own keeps.
+        param_tags: keys of ``annotate``.
+        tie_weights: parameters with several names.
+        base_params: shapes of the whole parameters, by name.
+    """
+
+    primitives: dict[str, Any] = field(default_factory=dict)
+    param_tags: dict[str, None] = field(default_factory=dict)
+    tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    base_params: dict[str, torch.Size] = field(default_factory=dict)
+
+
 class SlapoSchedule:
     """One module of a schedule; ``create_schedule`` makes that of the whole model.
 
@@ -51,10 +64,12 @@ class SlapoSchedule:
         path: from the whole model; "" for itself.
         name: the last word of the path.
         parent: the module around it, or None.
+        metadata: of the whole model.
     """
 
     def __init__(self, owner: Schedule, path: str = "", name: str = "", parent: SlapoSchedule | None = None) -> None:
         self.schedule, self.path, self.name, self.parent = owner, path, name or path.rpartition(".")[2], parent
+        self.metadata: Metadata = parent.metadata if parent is not None else _remember(owner.model)
 
     # what is there
 
@@ -89,6 +104,10 @@ class SlapoSchedule:
     def _one(self, glob: str) -> NoReturn:
         raise ConfigError(f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all")
 
+    def get_module(self, path: str) -> nn.Module:
+        """A module inside."""
+        return self[path].mod
+
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
 
@@ -104,16 +123,25 @@ class SlapoSchedule:
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self._line.shard(name, axis)
 
-    def sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
+    def sync(self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any) -> None:
         """Have the ranks talk where a tensor enters or leaves the module.
 
         Args:
-            mode: fwd_pre, fwd_post or bwd_post.
-            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; or a hook: (module, inputs), (module, inputs, output), or
-                (module, grad_inputs, grad_outputs).
+            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or both, behind the
+                ``shard`` that tells what is exchanged.
+            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, R whole and S split along the last two
+                dims; or a hook: (module, inputs), (module, inputs, output), or (module, grad_inputs, grad_outputs).
             kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, of all_gather: whether the ranks use the result
                 differently (default: worked out); ``arg``, ``out``: which input or output, if not the first.
         """
+        if sync_op_or_fn is None:
+            for step in older.exchanges(self, mode, kwargs):
+                self.sync(*step[:2], **step[2])
+            return
+        method_of(self.mod).sync(self, older.MODES.get(mode, mode), sync_op_or_fn, **kwargs)
+
+    def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
+        """What ``sync`` does of a class that has no ShardMethod of its own."""
         if mode not in MODES:
             raise ConfigError(
                 f"sync on {self.path}: mode {mode!r} is not known, only {', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
@@ -122,6 +150,9 @@ class SlapoSchedule:
             if kwargs:
                 raise ConfigError(f"sync on {self.path}: {', '.join(kwargs)} has no meaning beside a hook, which does what it does")
             self._line.hook(mode, sync_op_or_fn)
+            return
+        if older.is_reshard(sync_op_or_fn):
+            older.put_reshard(self._line, self.path, mode, sync_op_or_fn, kwargs)
             return
         self._check(mode, sync_op_or_fn, kwargs)
         differs = kwargs.pop("tensor_parallel_output_grad", None)
@@ -132,8 +163,7 @@ class SlapoSchedule:
     def _check(self, mode: str, op: Any, kwargs: dict[str, Any]) -> None:
         if op not in OPS:
             raise ConfigError(
-                f"sync on {self.path}: {op!r} is not known, only {', '.join(OPS)}, or a function;"
-                " what reshards (XY->ZW) is a function of yours"
+                f"sync on {self.path}: {op!r} is not known, only {', '.join(OPS)}, or a function, or one of {', '.join(older.RESHARDS)}"
             )
         known = ("axis", "tensor_parallel_output_grad", "arg", "out")
         if wrong := [name for name in kwargs if name not in known]:
@@ -148,24 +178,45 @@ class SlapoSchedule:
     def annotate(self, param_name: str, key: str, value: Any) -> None:
         """Put a note on a parameter; ``replicated_param``: its gradient is summed over the ranks."""
         self._line.annotate(param_name, key, value)
+        self.metadata.param_tags[key] = None
         if key == "replicated_param" and value:
             self._line.sum_gradients(param_name)
 
-    def replace(self, new_mod_or_func: Any, target_ops: Any = None, **kwargs: Any) -> None:
-        """Put another module there."""
+    def replace(self, new_mod_or_func: Any, target_ops: Any = None, name: str | None = None, **kwargs: Any) -> None:
+        """Put another module there, at once: lines that follow may speak of what is inside it. It takes over the old one's hooks.
+
+        Args:
+            new_mod_or_func: the module.
+            name: has no meaning: the module keeps its place, and so its name.
+        """
+        here = self.path or "the model"
         if target_ops is not None or not isinstance(new_mod_or_func, nn.Module):
-            raise ConfigError(
-                f"replace on {self.path or 'the model'} takes a module for a module; there is no graph whose nodes could be replaced"
-            )
-        if kwargs.keys() - {"name"}:
-            raise ConfigError(f"replace on {self.path or 'the model'} does not know {', '.join(kwargs.keys() - {'name'})}")
-        self._line.replace(new_mod_or_func)
+            raise ConfigError(f"replace on {here} takes a module for a module; there is no graph whose nodes could be replaced")
+        if kwargs:
+            raise ConfigError(f"replace on {here} does not know {', '.join(kwargs)}")
+        if self.schedule.applied is not None:
+            raise ConfigError(f"replace on {here} comes after build(): write all lines first (E15)")
+        old, new = self.mod, new_mod_or_func
+        if new is old:
+            return
+        for hooks in _HOOKS:
+            getattr(new, hooks).update(getattr(old, hooks))
+        if old._backward_hooks and new._is_full_backward_hook is None:
+            new._is_full_backward_hook = old._is_full_backward_hook
+        if not self.path:
+            self.schedule.model = new
+            return
+        around, _, last = self.path.rpartition(".")
+        self.schedule.model.get_submodule(around)._modules[last] = new
 
     def replace_all(self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any) -> None:
-        """Put ``make_mod_fn(path, module, **kwargs)`` in the place of every module of a type inside."""
-        for path, sub in self.named_schedules():
-            if path and isinstance(sub.mod, target_mod_type):
-                sub._line.replace(partial(make_mod_fn, **kwargs))
+        """Put ``make_mod_fn(path, module, **kwargs)`` in the place of every module of a type inside; not of those inside of such."""
+        done: list[str] = []
+        for path, sub in list(self.named_schedules()):
+            inside = any(path.startswith(f"{other}.") for other in done)
+            if path and not inside and isinstance(sub.mod, target_mod_type):
+                sub.replace(make_mod_fn(path, sub.mod, **kwargs))
+                done.append(path)
 
     def checkpoint(self, subgraph: Any = None, order_args_fn: Any = None) -> None:
         """Compute the inside again in backward; keyword arguments need no order."""
@@ -176,9 +227,11 @@ class SlapoSchedule:
     def __getattr__(self, name: str) -> Any:
         if name in _REFUSED:
             return partial(self._refuse, name)
-        raise AttributeError(f"{type(self).__name__} has no {name!r}: its primitives are {', '.join(PRIMITIVES)}")
+        if name in PRIMITIVES:
+            return partial(PRIMITIVES[name].apply, self)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: its primitives are {', '.join(list_primitives())}")
 
-    def _refuse(self, name: str, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, name: str, /, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(f".{name}() on {self.path or 'the model'}: {_REFUSED[name]}")
 
     @property
@@ -206,65 +259,15 @@ def create_schedule(
     return SlapoSchedule(parent.schedule, path, name, parent)
 
 
-def build(
-    sch: SlapoSchedule, target: str | None = None, init_weights: bool | Callable[[nn.Module], Any] = False, **kwargs: Any
-) -> tuple[nn.Module, None]:
-    """Apply a schedule.
-
-    Args:
-        sch: of the whole model.
-        target: engines of others are refused.
-        init_weights: draw the whole model's weights anew before they are split, with this function of a module, or with the modules' own;
-            rank 0's count. Slapo's default is True, which loses weights that have been loaded.
-    Returns:
-        (the model, None): the optimizer is yours to make, of the parameters that are there now.
-    Raises:
-        ConfigError: a line that cannot be; a target.
-    """
-    if target is not None or kwargs:
-        what = f"target={target!r}" if target is not None else ", ".join(kwargs)
-        raise ConfigError(f"build() knows no {what}: train the model it returns in a loop of yours, or in the project's (docs/schedule.md)")
-    if sch.path:
-        raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")
-    if init_weights:
-        _draw(sch.mod, init_weights, sch.group)
-    model = sch.schedule.apply()
-    assert sch.schedule.applied is not None
-    sch.schedule.applied = _complete(sch.schedule.applied)
-    return model, None
-
-
-def _draw(model: nn.Module, init: bool | Callable[[nn.Module], Any], group: Group) -> None:
-    own = getattr(model, "_init_weights", None)
-
-    def draw(module: nn.Module) -> None:
-        if callable(init):
-            init(module)
-        elif own is not None:
-            own(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-
-    for module in model.modules():
-        draw(module)
-    for tensor in (*model.parameters(), *model.buffers()):
-        broadcast(tensor.detach(), group)
-
-
-def _complete(applied: Applied) -> Applied:
-    """Sum gradients that are parts as they arise, since a loop for Slapo's models does nothing behind backward."""
-
-    def hook(grad: Tensor, name: str) -> Tensor:
-        summed = grad.clone()
-        applied.sum_parts(name, summed)
-        return summed
-
-    for name, parameter in applied.model.named_parameters():
-        if applied.specs[name].sums:
-            parameter.register_hook(partial(hook, name=name))
-    return replace(applied, specs={name: replace(spec, sums=()) for name, spec in applied.specs.items()})
+def _remember(model: nn.Module) -> Metadata:
+    by_id = {id(p): p for p in model.parameters()}
+    tied = [by_id[key] for key, names in names_of(model).items() if len(names) > 1]
+    made = {name: cls.init_metadata() for name, cls in PRIMITIVES.items()}
+    return Metadata(made, {}, {p: p for p in tied}, {name: p.shape for name, p in model.named_parameters()})
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
     """What can be said of a module."""
-    return list(PRIMITIVES) if name_only else {name: getattr(SlapoSchedule, name) for name in PRIMITIVES}
+    if name_only:
+        return [*BUILT_IN, *PRIMITIVES]
+    return {**{name: getattr(SlapoSchedule, name) for name in BUILT_IN}, **{name: cls.apply for name, cls in PRIMITIVES.items()}}
