@@ -30,6 +30,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
+from megatron_sp.schedule.soundness import no_parameter, require_plain, require_sound, without_fast_paths
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
 from megatron_sp.schedule.ulysses import Ulysses
@@ -170,12 +171,17 @@ class _Compiler:
         self.splits: dict[str, Split] = {}
         self.summed: set[str] = set()
 
+    def first_names(self) -> dict[int, str]:
+        """Of each parameter, which may have several."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
     def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
         """(line, path, module) of all lines of these kinds."""
         for directive in self.directives:
             if directive.do in kinds:
-                for path in expand(self.model, directive.on):
-                    yield directive, path, self.model.get_submodule(path)
+                found = {path: self.model.get_submodule(path) for path in expand(self.model, directive.on)}
+                once = {id(module): path for path, module in reversed(found.items())}  # a module may have several names: the first
+                yield from ((directive, path, module) for path, module in found.items() if once[id(module)] == path)
 
     def run(self) -> Applied:
         self.replace()
@@ -187,16 +193,17 @@ class _Compiler:
         whole_shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
         whole_shapes |= {name: tuple(b.shape) for name, b in self.model.named_buffers() if name in self.splits}
         self.check_biases()
+        self.check_layers()
         self.also()
         self.split()
         self.exchange_forwards(whole_shapes)
         self.put_syncs()
-        self.put_hooks()
         self.put_regions()
         self.find_summed()
         self.annotate()
         self.put_random()
         self.put_checkpoints()
+        without_fast_paths(self.model, {path for _, path, _ in self.each("shard", "column", "row", "vocab_parallel")})
         ulysses = self.cut_sequences()
         specs = self.specs(whole_shapes)
         return Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs))
@@ -221,6 +228,8 @@ class _Compiler:
 
     def replace(self) -> None:
         for directive, path, module in list(self.each("replace")):
+            if not path:
+                raise ConfigError(f"replace on the model itself ({directive.where}): begin the schedule of the other model instead")
             new = directive.args["new"]
             new = new if isinstance(new, nn.Module) else new(path, module)
             parent, _, last = path.rpartition(".")
@@ -253,6 +262,13 @@ class _Compiler:
     def layer(self, directive: Directive, path: str, module: nn.Module) -> Iterator[Split]:
         """The splits of a whole layer."""
         kind, args, where = kind_of(module, path), directive.args, directive.where
+        main = module._parameters.get(kind.main)
+        if main is None and kind.main not in module._buffers:
+            raise ConfigError(no_parameter(path, module, kind.main, where))
+        is_head = kind.product is not None and kind.main == "weight" and getattr(main, "ndim", 0) == 2
+        if directive.do == "vocab_parallel" and not isinstance(module, nn.Embedding) and not is_head:
+            name = type(module).__name__
+            raise ConfigError(f"{path} is a {name}: vocab_parallel is for an embedding, or the layer over the vocabulary ({where})")
         if directive.do == "column":
             dims = kind.out_dims
         elif directive.do == "row":
@@ -266,11 +282,11 @@ class _Compiler:
                 yield self.one(path, module, name, dim, args, where, padded=directive.do == "vocab_parallel")
 
     def one(self, path: str, module: nn.Module, name: str, axis: int, args: dict[str, Any], where: str, *, padded: bool = False) -> Split:
-        full = f"{path}.{name}" if path else name
+        full = _joined(path, name)
         parameter = tensor_of(module, name)
         if parameter is None:
-            found = ", ".join(n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None) or "none"
-            raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({where}, E1)")
+            raise ConfigError(no_parameter(path, module, name, where))
+        require_sound(path, module, name, axis, self.size, where)
         shape, replicas = tuple(parameter.shape), bool(args.get("replicas"))
         return make_split(full, shape, axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded, replicas=replicas)
 
@@ -280,7 +296,8 @@ class _Compiler:
             chosen = [self.splits[name] for name in names if name in self.splits]
             for name in names:
                 owner = self.model.get_submodule(name.rpartition(".")[0])
-                if chosen and name not in self.splits and find_kind(owner) is None:
+                same = any(owner is self.model.get_submodule(split.name.rpartition(".")[0]) for split in chosen)
+                if chosen and name not in self.splits and (same or find_kind(owner) is None):
                     self.splits[name] = Split(
                         name, *[getattr(chosen[0], f) for f in ("dim", "blocks", "heads", "padded", "where", "copies")]
                     )
@@ -294,11 +311,21 @@ class _Compiler:
             if kind is None or kind.out_dims.get(last) != split.dim:
                 continue
             for other, dim in kind.out_dims.items():
-                if tensor_of(module, other) is not None and f"{path}.{other}" not in self.splits:
+                if tensor_of(module, other) is not None and _joined(path, other) not in self.splits:
                     raise ConfigError(
-                        f"{name} is split along its outputs and {path}.{other} is not ({split.where}): add"
+                        f"{name} is split along its outputs and {_joined(path, other)} is not ({split.where}): add"
                         f' .shard("{other}", axis={dim}), or use .column() (E4)'
                     )
+
+    def check_layers(self) -> None:
+        """Raises ConfigError: a layer with another forward than before would compute less; a sum is repeated (E5)."""
+        heads = {id(module) for _, _, module in self.each("vocab_parallel")}
+        for path, module in self.model.named_modules():
+            kind = find_kind(module)
+            if kind is not None and self.size > 1 and (self.has_own_sum(path, module) or id(module) in heads):
+                require_plain(path, module, kind, self.splits[_joined(path, kind.main)].where)
+        for directive, path, module in self.each("sync"):
+            self.of_table(directive.args, path, module, directive.where)
 
     def split(self) -> None:
         """Put each rank's part in the place of each parameter, under all its names."""
@@ -320,37 +347,39 @@ class _Compiler:
                 self.model.get_submodule(path)._buffers[last] = take(buffer, spec, self.splits[name], self.size)
 
     def is_split(self, path: str, name: str, dim: int) -> bool:
-        split = self.splits.get(f"{path}.{name}" if path else name)
+        split = self.splits.get(_joined(path, name))
         return split is not None and split.dim == dim
 
     # layers
 
     def exchange_forwards(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        options = {path: (directive.do, directive.args) for directive, path, _ in self.each("column", "row", "vocab_parallel")}
-        hooked = {path for _, path, _ in self.each("hook")}
+        options = {id(module): (d.do, d.args) for d, _, module in self.each("column", "row", "vocab_parallel")}
+        hooked = {id(module) for _, _, module in self.each("hook")}
         for path, module in self.model.named_modules():
             kind = find_kind(module)
-            if kind is None or self.size == 1 or "weight" not in module._parameters:
+            if kind is None or self.size == 1 or kind.main not in module._parameters:
                 continue
-            do, args = options.get(path, ("", {}))
-            rows_out = self.is_split(path, "weight", kind.out_dims.get("weight", -1))
-            rows_in = self.is_split(path, "weight", kind.in_dims.get("weight", -1))
-            if rows_in and isinstance(module, nn.Embedding) and path in hooked:
-                self.follow(module, kind.in_attribute, kind.in_dims["weight"])  # its hooks look after the words of other ranks
+            do, args = options.get(id(module), ("", {}))
+            rows_out = self.is_split(path, kind.main, kind.out_dims.get(kind.main, -1))
+            rows_in = self.is_split(path, kind.main, kind.in_dims.get(kind.main, -1))
+            if rows_in and isinstance(module, nn.Embedding) and id(module) in hooked:
+                self.follow(module, kind, kind.in_attribute, kind.in_dims[kind.main])  # its hooks look after the words of other ranks
             elif rows_in and isinstance(module, nn.Embedding):
-                module.forward = forwards.vocab_embedding(module, self.group, shapes[f"{path}.weight"][0])  # type: ignore[method-assign,assignment]
+                module.forward = forwards.vocab_embedding(module, self.group, shapes[_joined(path, "weight")][0])  # type: ignore[method-assign,assignment]
             elif rows_in:
                 self.make_row(path, module, kind, args)
             elif rows_out and do == "vocab_parallel":
-                rows = shapes[f"{path}.weight"][kind.out_dims["weight"]]
+                rows = shapes[_joined(path, "weight")][kind.out_dims["weight"]]
                 module.forward = forwards.vocab_head(module, kind, self.group, rows)  # type: ignore[method-assign]
             elif rows_out:
                 self.make_column(path, module, kind, args, asked=do == "column")
 
     def make_column(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any], *, asked: bool) -> None:
-        self.follow(module, kind.out_attribute, kind.out_dims["weight"])
-        copies, gathers = asked and args.get("input", "copy") == "copy", bool(args.get("gather"))
-        if gathers and self.splits[f"{path}.weight"].copies > 1:
+        self.follow(module, kind, kind.out_attribute, kind.out_dims[kind.main])
+        for name in kind.divided:
+            setattr(module, name, getattr(module, name) // self.size)
+        copies, gathers = asked and args.get("input", "copy") == "copy" and not kind.by_channel, bool(args.get("gather"))
+        if gathers and self.splits[_joined(path, kind.main)].copies > 1:
             raise ConfigError(f"{path}: gather joins every rank's heads, and here ranks have copies of the same: leave gather out")
         if forwards.is_matrix(module, kind) and (asked or gathers):
             module.forward = forwards.column(module, kind, self.group, copies=copies, gathers=gathers)  # type: ignore[method-assign]
@@ -358,39 +387,44 @@ class _Compiler:
             module.forward = forwards.other_column(module, kind, self.group, copies=copies, gathers=gathers)  # type: ignore[method-assign]
 
     def make_row(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any]) -> None:
-        self.follow(module, kind.in_attribute, kind.in_dims["weight"])
+        where = self.splits[_joined(path, kind.main)].where
+        self.follow(module, kind, kind.in_attribute, kind.in_dims[kind.main])
         reduce, axis = args.get("reduce"), args.get("axis")
         if reduce is None:
-            sync = next((d for d, at, _ in self.each("sync") if at == path and d.args["mode"] == "fwd_post"), None)
+            sync = next((d for d, _, at in self.each("sync") if at is module and d.args["mode"] == "fwd_post"), None)
             if sync is not None and sync.args["op"] in ("all_reduce", "reduce_scatter"):
                 reduce, axis = sync.args["op"], sync.args.get("axis")
             elif module._parameters.get("bias") is not None:
                 raise ConfigError(
                     f"{path} is split along its inputs, so each of tp ({self.size}) ranks would add its bias: say where the sum is made,"
-                    f" with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({self.splits[f'{path}.weight'].where}, E3)"
+                    f" with .row() or .sync('fwd_post', 'all_reduce') on the layer itself ({where}, E3)"
                 )
             else:
                 return  # a partial sum, which a sync behind it completes
         if reduce not in ("all_reduce", "reduce_scatter"):
             raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
         if reduce == "reduce_scatter" and module._parameters.get("bias") is not None:
-            self.summed.add(f"{path}.bias")  # each rank adds it to a share of the result
+            self.summed.add(_joined(path, "bias"))  # each rank adds it to a share of the result
         make = forwards.row if forwards.is_matrix(module, kind) else forwards.other_row
         module.forward = make(module, kind, self.group, reduce, self.seq_dim if axis is None else axis)  # type: ignore[method-assign]
 
-    def follow(self, module: nn.Module, attribute: str | None, dim: int) -> None:
+    def follow(self, module: nn.Module, kind: Kind, attribute: str | None, dim: int) -> None:
         """An attribute that holds a size holds this rank's."""
-        weight = module._parameters["weight"]
+        weight = module._parameters[kind.main]
         if weight is not None and attribute is not None and isinstance(getattr(module, attribute, None), int):
             setattr(module, attribute, weight.shape[dim])
 
     # hooks
 
     def put_syncs(self) -> None:
-        for directive, path, module in self.each("sync"):
+        """In the order of the lines: a hook may prepare what a sync sends."""
+        for directive, path, module in self.each("sync", "hook"):
+            if directive.do == "hook":
+                self.put_hook(directive, module)
+                continue
             args, where = directive.args, directive.where
             group = self.mesh.group(args.get("over", "tp"))
-            change = make_change(args, group, self.seq_dim, path, where)
+            change = make_change(self.of_table(args, path, module, where), group, self.seq_dim, path, where)
             if group.size() == 1:
                 continue
             if args["mode"] != "fwd_post":
@@ -398,26 +432,42 @@ class _Compiler:
             elif not self.is_folded(directive, path, module):
                 change_output(module, path, args.get("out"), change, where)
 
+    def has_own_sum(self, path: str, module: nn.Module) -> bool:
+        """Whether a layer is split by rows, and its forward sums; that of an embedding leaves it to hooks where there are any."""
+        kind = find_kind(module)
+        hooked = isinstance(module, nn.Embedding) and any(at is module for _, _, at in self.each("hook"))
+        return kind is not None and not hooked and self.is_split(path, kind.main, kind.in_dims.get(kind.main, -1))
+
+    def of_table(self, args: dict[str, Any], path: str, module: nn.Module, where: str) -> dict[str, Any]:
+        """What a sync behind an embedding that is split by words has to do, when the sum of it is made already."""
+        if args["mode"] != "fwd_post" or not isinstance(module, nn.Embedding) or self.size == 1 or not self.has_own_sum(path, module):
+            return args
+        if args["op"] == "all_gather":
+            raise ConfigError(
+                f"{path} is split by its words, so every rank finds some of them and the results are summed; all_gather ({where}) would"
+                " repeat them: say all_reduce, or split axis 1 (E5)"
+            )
+        return {**args, "op": "scatter"} if args["op"] == "reduce_scatter" else args
+
     def is_folded(self, directive: Directive, path: str, module: nn.Module) -> bool:
         """The sum behind a layer split by rows is made in the layer, in front of its bias."""
-        kind = find_kind(module)
-        inside = kind is not None and self.is_split(path, "weight", kind.in_dims.get("weight", -1))
-        return inside and directive.args["op"] in (
+        return self.has_own_sum(path, module) and directive.args["op"] in (
             ("all_reduce",) if isinstance(module, nn.Embedding) else ("all_reduce", "reduce_scatter")
         )
 
-    def put_hooks(self) -> None:
-        for directive, _, module in self.each("hook"):
-            if self.size > 1:
-                mode, fn = directive.args["mode"], directive.args["fn"]
-                if mode == "fwd_pre":
-                    module.register_forward_pre_hook(fn)
-                elif mode == "fwd_post":
-                    module.register_forward_hook(fn)
-                else:
-                    module.register_full_backward_hook(fn)
+    def put_hook(self, directive: Directive, module: nn.Module) -> None:
+        mode, fn = directive.args["mode"], directive.args["fn"]
+        if self.size == 1:
+            return
+        if mode == "fwd_pre":
+            module.register_forward_pre_hook(fn)
+        elif mode == "fwd_post":
+            module.register_forward_hook(fn)
+        else:
+            module.register_full_backward_hook(fn)
 
     def put_regions(self) -> None:
+        first = self.first_names()
         for directive, path, module in self.each("sequence"):
             args, where = directive.args, directive.where
             if self.size == 1:
@@ -427,9 +477,9 @@ class _Compiler:
             leave = self.model.get_submodule(expand(self.model, args["leave"])[0])
             change_output(leave, args["leave"], None, lambda x: gather_from(x, self.group, self.seq_dim, "slice"), where)
             for inside in self.region(directive, path):
-                for name, _ in self.model.get_submodule(inside).named_parameters(prefix=inside):
+                for name, parameter in self.model.get_submodule(inside).named_parameters(prefix=inside):
                     if name not in self.splits:
-                        self.summed.add(name)
+                        self.summed.add(first.get(id(parameter), name))
 
     def region(self, directive: Directive, enter: str) -> list[str]:
         """The modules in a region: those that are said, or all that stand in one list with the first, and the last."""
@@ -437,9 +487,10 @@ class _Compiler:
         return [*(path for glob in globs for path in expand(self.model, glob)), *expand(self.model, directive.args["leave"])]
 
     def find_summed(self) -> None:
+        first = self.first_names()
         for directive, path, module in self.each("sum_gradients"):
             names = directive.args.get("names") or [name for name, _ in module.named_parameters(recurse=False)]
-            self.summed |= {f"{path}.{name}" for name in names}
+            self.summed |= {first.get(id(module.get_parameter(name)), _joined(path, name)) for name in names}
 
     # notes, random numbers, recomputation
 
@@ -448,8 +499,7 @@ class _Compiler:
             name, key = directive.args["parameter"], directive.args["key"]
             parameter = module._parameters.get(name)
             if parameter is None:
-                found = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
-                raise ConfigError(f"{path} has no parameter {name!r}: it has {found} ({directive.where}, E1)")
+                raise ConfigError(no_parameter(path, module, name, directive.where))
             setattr(parameter, key, directive.args.get("value"))
 
     def put_random(self) -> None:
@@ -475,6 +525,10 @@ class _Compiler:
             else:
                 found[name] = ShardSpec.whole(shapes[name], rank, self.size, summed=name in self.summed)
         return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def apply(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
-from megatron_sp.schedule.kinds import Kind
+from megatron_sp.schedule.kinds import Kind, computes_as_known, is_taught
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
 def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
@@ -27,7 +28,8 @@ def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
 def is_matrix(module: nn.Module, kind: Kind) -> bool:
     """Whether it is y = x W + b, for which there are layers of ours."""
     weight = module._parameters.get("weight")
-    return kind.product is not None and weight is not None and weight.ndim == 2
+    ours = computes_as_known(module) and not is_taught(module)
+    return ours and kind.product is not None and weight is not None and weight.ndim == 2
 
 
 def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
@@ -56,10 +58,15 @@ def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, g
     """``column`` of what is no matrix: convolutions, embeddings by features, classes that somebody has registered."""
     inner = module.forward
 
-    def forward(x: Tensor) -> Tensor:
-        y = inner(copy_to(x, group) if copies and x.is_floating_point() else x)  # ids have no gradient
+    def enter(x: Any) -> Any:
+        has_gradient = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())  # ids have none
+        return copy_to(x, group) if copies and has_gradient else x
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = inner(*(enter(x) for x in args), **{name: enter(x) for name, x in kwargs.items()})
         return gather_from(y, group, kind.out_axis, "slice") if gathers else y
 
+    forward.__wrapped__ = inner  # type: ignore[attr-defined]  # signatures are looked up through this
     return forward
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron_sp.utils.errors import ConfigError
@@ -31,6 +32,8 @@ class Kind:
         product: (module, x) -> the result without the bias; None: the module cannot be split by rows.
         out_axis: the axis of the result that runs over outputs.
         refusal: why such a module cannot be split, and what to do instead; None: it can.
+        inputs: of how many activations a result is made, whose gradients are sums over the ranks where outputs are split.
+        divided: attributes that hold counts, of which a rank has its share.
     """
 
     out_dims: dict[str, int] = field(default_factory=dict)
@@ -40,6 +43,18 @@ class Kind:
     product: Callable[[nn.Module, Tensor], Tensor] | None = None
     out_axis: int = -1
     refusal: str | None = None
+    inputs: int = 1
+    divided: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> str:
+        """The parameter that multiplies what comes in, or the first there is."""
+        return next(iter(self.in_dims), next(iter(self.out_dims), "weight"))
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each output comes from the input of the same place: split, it takes a share and leaves one."""
+        return self.inputs == 0
 
 
 def _linear(module: nn.Module, x: Tensor) -> Tensor:
@@ -57,8 +72,20 @@ def _convolution(module: nn.Module, x: Tensor) -> Tensor:
     return module._conv_forward(x, module.weight, None)  # type: ignore[operator, no-any-return]
 
 
-def _conv(dims: int) -> Kind:
-    return Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_channels", "in_channels", _convolution, out_axis=-1 - dims)
+def _transposed(module: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(module, _ConvTransposeNd) and isinstance(module.weight, Tensor)
+    run: Callable[..., Tensor] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[module.weight.ndim - 3]
+    return run(x, module.weight, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+
+
+def _conv(dims: int, out: int = 0) -> Kind:
+    product = _transposed if out else _convolution
+    return Kind({"weight": out, "bias": 0}, {"weight": 1 - out}, "out_channels", "in_channels", product, out_axis=-1 - dims)
+
+
+def _grouped(module: _ConvNd) -> Kind:
+    """Of a convolution whose channels are in groups: each rank has some of the groups, and the channels of those."""
+    return Kind({"weight": 0, "bias": 0}, inputs=0, divided=("groups", "in_channels", "out_channels"), out_axis=1 - module.weight.ndim)
 
 
 _NORM = (
@@ -69,22 +96,36 @@ _ATTENTION = (
     "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its place with .replace(),"
     " or leave it whole"
 )
+_RECURRENT = (
+    "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers in its place"
+    " with .replace()"
+)
 _KINDS: dict[type, Kind] = {
     nn.Linear: Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear),
+    nn.Bilinear: Kind({"weight": 0, "bias": 0}, out_attribute="out_features", inputs=2),
     nn.Embedding: Kind({"weight": 1}, {"weight": 0}, "embedding_dim", "num_embeddings"),
+    nn.EmbeddingBag: Kind({"weight": 1}, out_attribute="embedding_dim"),
     nn.Conv1d: _conv(1),
     nn.Conv2d: _conv(2),
     nn.Conv3d: _conv(3),
+    nn.ConvTranspose1d: _conv(1, out=1),
+    nn.ConvTranspose2d: _conv(2, out=1),
+    nn.ConvTranspose3d: _conv(3, out=1),
     nn.LayerNorm: Kind({"weight": 0, "bias": 0}, refusal=_NORM),
     nn.RMSNorm: Kind({"weight": 0}, refusal=_NORM),
-    nn.GroupNorm: Kind(refusal=_NORM),
-    _BatchNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features"),  # each channel by itself
+    nn.GroupNorm: Kind({"weight": 0, "bias": 0}, inputs=0, divided=("num_groups", "num_channels")),
+    _BatchNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0),
+    _InstanceNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0),
+    nn.RNNBase: Kind(refusal=_RECURRENT),
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
     NonDynamicallyQuantizableLinear: Kind(refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"),
 }
 _BY_NAME: dict[str, Kind] = {  # classes that need not be installed
     "transformers.pytorch_utils.Conv1D": Kind({"weight": 1, "bias": 0}, {"weight": 0}, "nf", "nx", _conv1d),
 }
+
+
+_TORCH_KINDS = frozenset(_KINDS)
 
 
 def register_shardable(cls: type[nn.Module], kind: Kind) -> None:
@@ -99,20 +140,34 @@ def knows(cls: type[nn.Module]) -> bool:
 
 def find_kind(module: nn.Module) -> Kind | None:
     """Of the nearest class in the table, or None."""
+    cls, kind = _entry(module)
+    return _grouped(module) if cls in _TORCH_KINDS and isinstance(module, _ConvNd) and module.groups != 1 else kind
+
+
+def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
     for cls in type(module).__mro__:
-        if cls in _KINDS:
-            return _KINDS[cls]
-        if (known := _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
-            return known
-    return None
+        kind = _KINDS.get(cls) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+        if kind is not None:
+            return cls, kind
+    return None, None
+
+
+def computes_as_known(module: nn.Module) -> bool:
+    """Whether its forward is that of the class in the table: no subclass, wrapper or patch adds anything to it."""
+    cls, _ = _entry(module)
+    return cls is not None and "forward" not in module.__dict__ and type(module).forward is cls.forward  # type: ignore[attr-defined]
+
+
+def is_taught(module: nn.Module) -> bool:
+    """Whether a user has taught its class, so only ``Kind.product`` is known of what it computes."""
+    cls, _ = _entry(module)
+    return cls is not None and cls not in _TORCH_KINDS and f"{cls.__module__}.{cls.__qualname__}" not in _BY_NAME
 
 
 def kind_of(module: nn.Module, path: str) -> Kind:
     """Raises ConfigError: the class is not known, and says how to teach it; or is known to be impossible."""
     kind = find_kind(module)
     refusal = kind.refusal if kind is not None else _NORM if type(module).__name__.endswith("Norm") else None
-    if kind is not None and isinstance(module, _ConvNd) and module.groups != 1:
-        refusal = f"its channels are in {module.groups} groups, which are not cut here: leave it whole"
     if refusal is not None:
         raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split: {refusal}")
     if kind is None:

@@ -88,13 +88,13 @@ def _sums(args: dict[str, Any]) -> bool:
 def by_outputs(directive: Directive, module: nn.Module) -> bool:
     """Whether a line splits a linear layer by its outputs and leaves it to others to sum the gradient of its input."""
     kind = find_kind(module)
-    if kind is None or kind.product is None:
+    if kind is None or (kind.product is None and kind.inputs < 2):
         return False
     if directive.do == "column":
         return directive.args.get("input", "copy") == "prepared"
     axis = directive.args.get("axis", 0)
     ndim = getattr(getattr(module, directive.args.get("tensor", ""), None), "ndim", 0)
-    return directive.do == "shard" and directive.args["tensor"] == "weight" and ndim > 0 and axis % ndim == kind.out_dims["weight"]
+    return directive.do == "shard" and directive.args["tensor"] == kind.main and ndim > 0 and axis % ndim == kind.out_dims.get(kind.main)
 
 
 Problem = Iterator[str]
@@ -133,7 +133,7 @@ def inputs(lines: Lines) -> Problem:
     for directive, path, module in lines.each if not lines.has_hooks else ():
         if _forgets_bias(lines, directive, path, module):
             continue  # told when it is applied (E4)
-        if by_outputs(directive, module) and not lines.sums_input_gradient(path) and not lines.sums_elsewhere:
+        if by_outputs(directive, module) and not _sums_all_inputs(lines, path, module) and not lines.sums_elsewhere:
             parent = path.rpartition(".")[0] or path
             yield (
                 f"{path} is split by its outputs ({directive.do} at {directive.where}), so each rank has a part of its input's"
@@ -141,6 +141,13 @@ def inputs(lines: Lines) -> Problem:
                 f" and no line sums it: add s[{parent!r}].sync('fwd_pre', 'copy') (all_gather where the input is cut), or"
                 f" .sync('bwd_post', 'all_reduce') here, or use .column(input='copy') (E6)"
             )
+
+
+def _sums_all_inputs(lines: Lines, path: str, module: nn.Module) -> bool:
+    """Whether each input's gradient is summed, at the layer or around it; of a layer with several, each has a line of its own there."""
+    found, kind = lines.sums_input_gradient(path), find_kind(module)
+    here = {d.args.get("arg") or 0 for at, d in found if at == path}
+    return any(at != path for at, _ in found) or len(here) >= (kind.inputs if kind is not None else 1)
 
 
 def _forgets_bias(lines: Lines, directive: Directive, path: str, module: nn.Module) -> bool:
@@ -166,13 +173,14 @@ def doubled_inputs(lines: Lines) -> Problem:
 
 def same_sync(lines: Lines) -> Problem:
     """E5: the same exchange twice."""
-    for path, found in lines.at.items():
+    by_module: dict[int, list[tuple[str, Directive]]] = defaultdict(list)  # one with several names is one
+    for directive, path, module in lines.of("sync", "sequence"):
+        by_module[id(module)].append((path, directive))
+    for found in by_module.values():
         seen: dict[str, Directive] = {}
-        for directive in found:
-            if directive.do not in ("sync", "sequence"):
-                continue
+        for path, directive in found:
             key = f"{directive.do} {sorted((k, str(v)) for k, v in directive.args.items())}"
-            if key in seen:
+            if key in seen and seen[key] is not directive:
                 name = directive.args.get("op", directive.do)
                 yield f"{path or 'the model'}: {name} stands there twice, at {seen[key].where} and at {directive.where}: leave one out (E5)"
             seen[key] = directive
@@ -192,8 +200,8 @@ def reductions(lines: Lines) -> Problem:
                 again_at = f"{d.args['op']} at {d.where}"
                 yield f"{path} sums over the ranks itself (row at {directive.where}) and again in {again_at}: leave one out (E5)"
             continue
-        weight = getattr(module, "weight", None)
-        if directive.args["tensor"] != "weight" or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims["weight"]:
+        weight = getattr(module, kind.main, None)
+        if directive.args["tensor"] != kind.main or weight is None or directive.args["axis"] % weight.ndim != kind.in_dims.get(kind.main):
             continue
         has_bias = module._parameters.get("bias") is not None  # told when it is applied, for the bias is the worse
         if not behind and not later and not lines.has_hooks and not has_bias:

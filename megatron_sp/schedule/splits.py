@@ -60,11 +60,11 @@ def make_split(
     copies = size // heads if replicas and heads is not None and heads < size and size % heads == 0 else 1
     for part in parts:
         if part % (size // copies):
-            raise ConfigError(_cannot(name, f"axis {dim}", part, size, where))
+            raise ConfigError(cannot(name, f"axis {dim}", part, size, where))
         if heads is not None and part % heads:
             raise ConfigError(f"{name}: axis {dim} ({part}) must be a multiple of heads ({heads}) ({where}, E2)")
     if heads is not None and heads % (size // copies):
-        raise ConfigError(_cannot(name, "heads", heads, size, where))
+        raise ConfigError(cannot(name, "heads", heads, size, where))
     return Split(name, dim, None if blocks is None else tuple(parts), heads, False, where, copies)
 
 
@@ -77,7 +77,8 @@ def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str)
     return parts
 
 
-def _cannot(name: str, what: str, number: int, size: int, where: str) -> str:
+def cannot(name: str, what: str, number: int, size: int, where: str) -> str:
+    """The message of a number that so many ranks cannot share."""
     works = [str(n) for n in range(2, min(number, 64) + 1) if number % n == 0]
     return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {', '.join(works) or '1 only'} would work ({where})"
 

@@ -44,7 +44,7 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
         "all_reduce": lambda x: reduce_from(x, group),
         "copy": lambda x: copy_to(x, group),
     }
-    return _explained(changes[op], op, path, where)
+    return _explained(changes[op], op, path, where, dim if op in ("all_gather", "reduce_scatter", "scatter") else None)
 
 
 @overridable
@@ -53,8 +53,10 @@ def own_exchange(x: Tensor, group: Group, function: Callable[[Tensor, Group], Te
     return function(x, group)
 
 
-def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: str) -> Callable[[Tensor], Tensor]:
+def _explained(change: Callable[[Tensor], Tensor], op: str, path: str, where: str, dim: int | None) -> Callable[[Tensor], Tensor]:
     def changed(x: Tensor) -> Tensor:
+        if dim is not None and not -x.ndim <= dim < x.ndim:
+            raise ConfigError(f"{op} at {path}: axis {dim} of {list(x.shape)} does not exist ({where}, E13)")
         try:
             return change(x)
         except ConfigError:

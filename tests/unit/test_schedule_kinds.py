@@ -22,11 +22,10 @@ class SomeRMSNorm(nn.Module):
         (nn.LayerNorm(4), "a norm looks at all its features"),
         (nn.RMSNorm(4), "a norm looks at all its features"),
         (SomeRMSNorm(), "a norm looks at all its features"),
-        (nn.GroupNorm(2, 4), "a norm looks at all its features"),
         (nn.MultiheadAttention(4, 2), "it has q, k and v in one parameter"),
         (nn.MultiheadAttention(4, 2).out_proj, "a part of nn.MultiheadAttention, which never calls it"),
-        (nn.Conv2d(4, 4, 3, groups=2), "its channels are in 2 groups"),
-        (nn.GRU(4, 4), "teach it with megatron_sp.schedule.register_shardable"),
+        (nn.GRU(4, 4), "its gates are in one matrix"),
+        (nn.PReLU(4), "teach it with megatron_sp.schedule.register_shardable"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

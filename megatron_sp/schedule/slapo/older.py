@@ -85,7 +85,7 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
 def is_by_channels(module: nn.Module) -> bool:
     """Whether each output comes from one input, as in BatchNorm: split, it takes a share and leaves one; there is nothing to sum."""
     kind = find_kind(module)
-    return kind is not None and not kind.in_dims and bool(kind.out_dims)
+    return kind is not None and kind.by_channel
 
 
 def is_reshard(op: str) -> bool:

@@ -7,12 +7,12 @@ whatever restores torch's generators, such as a recomputation, restores it, too.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -37,7 +37,7 @@ def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
 
 
 def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
-    """Seed Python, numpy and torch: alike over tp, differently over dp and pp.
+    """Seed Python, torch, and numpy if it is in use: alike over tp, differently over dp and pp.
 
     Args:
         tp_rank: Slapo wants it; ``fork()`` asks its group instead.
@@ -46,7 +46,8 @@ def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int |
     """
     seed += 100 * (pp_rank or 0) + 10 * (dp_rank or 0)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     return seed
 
