@@ -311,7 +311,7 @@ class _Compiler:
             if kind is None or kind.out_dims.get(last) != split.dim:
                 continue
             for other, dim in kind.out_dims.items():
-                if tensor_of(module, other) is not None and _joined(path, other) not in self.splits:
+                if tensor_of(module, other) is not None and not self.is_split(path, other, dim):
                     raise ConfigError(
                         f"{name} is split along its outputs and {_joined(path, other)} is not ({split.where}): add"
                         f' .shard("{other}", axis={dim}), or use .column() (E4)'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,27 @@ from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
 from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
 from megatron_sp.schedule.kinds import Kind, computes_as_known, is_taught
+from megatron_sp.utils.errors import ConfigError
 
 Forward = Callable[..., Tensor]
+
+
+def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
+    """A forward of one input that is called as the module's own is, by place or by name."""
+    own = module.forward
+
+    def named(forward: Forward) -> Forward:
+        @functools.wraps(own)  # signatures are looked up through this
+        def called(*args: Any, **kwargs: Any) -> Tensor:
+            given = (*args, *(value for value in kwargs.values() if value is not None))
+            if len(given) != 1:
+                more = ", ".join(kwargs) or f"{len(given)} inputs"
+                raise ConfigError(f"a {type(module).__name__} that is split takes its input alone, not {more}: leave it whole")
+            return forward(given[0])
+
+        return called
+
+    return named
 
 
 def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
@@ -40,6 +60,7 @@ def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers
         gathers: all ranks get all outputs.
     """
 
+    @_called_as(module)
     def forward(x: Tensor) -> Tensor:
         weight, bias = _matrix(module, kind)
         y = split_column(x, weight, bias, group if copies else None)
@@ -73,6 +94,7 @@ def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, g
 def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
     """Ranks' results are summed, then the bias is added, once."""
 
+    @_called_as(module)
     def forward(x: Tensor) -> Tensor:
         weight, bias = _matrix(module, kind)
         if reduce == "all_reduce":
@@ -94,6 +116,7 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
     assert kind.product is not None
     product = kind.product
 
+    @_called_as(module)
     def forward(x: Tensor) -> Tensor:
         y = product(module, x)
         y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
@@ -116,6 +139,7 @@ def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_a
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
     """Rows of the table are split: each rank looks up what it has, and the results are summed."""
 
+    @_called_as(module)
     def forward(ids: Tensor) -> Tensor:
         if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
             low, high = int(ids.min()), int(ids.max())
@@ -146,6 +170,7 @@ def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
 def vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forward:
     """Logits of this rank's words, then of all."""
 
+    @_called_as(module)
     def forward(x: Tensor) -> Tensor:
         weight, bias = _matrix(module, kind)
         y = copy_to(x, group) @ weight.t()

@@ -214,12 +214,14 @@ def reductions(lines: Lines) -> Problem:
 def packed(lines: Lines) -> Problem:
     """E8: q, k and v (or gate and up) in one matrix, cut as if it were one."""
     for directive, path, module in lines.of("shard", "column"):
-        kind, weight = find_kind(module), getattr(module, "weight", None)
-        if kind is None or kind.product is None or weight is None or directive.args.get("blocks") is not None:
+        kind = find_kind(module)
+        weight = None if kind is None else getattr(module, kind.main, None)
+        if kind is None or kind.product is None or weight is None or weight.ndim != 2 or directive.args.get("blocks") is not None:
             continue
-        if directive.do == "shard" and directive.args["axis"] % weight.ndim != kind.out_dims["weight"]:
+        dims = [found.get(kind.main, -1) for found in (kind.out_dims, kind.in_dims)]
+        if -1 in dims or (directive.do == "shard" and directive.args["axis"] % weight.ndim != dims[0]):
             continue
-        out, into = (weight.shape[dims["weight"]] for dims in (kind.out_dims, kind.in_dims))
+        out, into = (weight.shape[dim] for dim in dims)
         name = path.rpartition(".")[2]
         if out == 3 * into or name.lower() in _PACKED:
             parts = 2 if "gate_up" in name or "kv" == name[:2] else 3

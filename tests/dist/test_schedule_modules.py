@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations
 
 from megatron_sp.schedule import Kind, kinds, register_shardable
 from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule
+from megatron_sp.utils.errors import ConfigError
 
 H, FF = 6, 8
 Write = Callable[[SlapoSchedule], object]
@@ -49,6 +51,7 @@ def channels() -> None:
         assert (split[0].out_channels, split[2].in_channels, split[0].weight.shape[1]) == (3, 3, 3)  # type: ignore[index,union-attr]
         compare(make(4, H, 3), data(2, 4, *size), lambda sch: sch.schedule[""].column(gather=True))
     x = data(3, 4, 7)
+    compare(nn.Conv1d(4, 12, 1), x, lambda sch: sch.schedule[""].column(gather=True))  # three times as many, and nothing packed
     norm = "weight", "bias"
     split = compare(nn.Sequential(nn.Conv1d(4, FF, 1), nn.GroupNorm(4, FF)), x, shares(*norm))
     assert (split[1].num_groups, split[1].num_channels) == (2, 4)  # type: ignore[index]
@@ -174,18 +177,41 @@ class Shared(nn.Module):
         return self.last(self.again(torch.tanh(self.middle(self.norm(self.first(x))))))
 
 
+class ByName(nn.Module):
+    """Calls its layers with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.words = nn.Linear(H, FF), nn.Linear(FF, H), nn.Embedding(10, H)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.down(input=torch.tanh(self.up(input=self.words(input=ids))))
+
+
+def names_of_inputs() -> None:
+    def write(sch: SlapoSchedule) -> None:
+        sch.schedule["words"].vocab_parallel()
+        sch["up"].sync("bwd_post", "all_reduce")
+        sch["up"].shard(["weight", "bias"], axis=0)
+        sch.schedule["down"].row()
+
+    compare(ByName(), torch.tensor([[1, 2, 3], [9, 0, 5]]), write)
+    sch = create_schedule(nn.ConvTranspose1d(4, 2, 3))
+    sch.schedule[""].row()
+    with pytest.raises(ConfigError, match="a ConvTranspose1d that is split takes its input alone, not output_size"):
+        build(sch)[0](data(1, 2, 5).float(), output_size=[7])
+
+
 def several_names() -> None:
     x = data(2, 4, H)
     for name in ("first", "again", "{first,again}"):
         compare(Shared(), x, lambda sch, n=name: sch.schedule[n].column(gather=True))
 
         def by_hand(sch: SlapoSchedule, name: str = name) -> None:
-            sch[name].shard(["weight", "bias"], axis=0)
-            sch[name].sync("bwd_post", "all_reduce")
-            sch[name].sync("fwd_post", "all_gather", axis=-1)
+            line = sch.schedule[name].shard("weight", 0).shard("bias", 0)
+            line.sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
 
-        if "{" not in name:
-            compare(Shared(), x, by_hand)
+        compare(Shared(), x, by_hand)
 
     def positions(sch: SlapoSchedule) -> None:
         sch.sync("fwd_pre", "scatter", axis=1)
@@ -243,7 +269,7 @@ def without_gradients() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-CASES = [channels, several_inputs, tables, taught, several_names, parameters, without_gradients]
+CASES = [channels, several_inputs, names_of_inputs, tables, taught, several_names, parameters, without_gradients]
 
 
 def every() -> None:

@@ -114,6 +114,14 @@ def early_versions() -> None:
 
     with pytest.warns(UserWarning, match="bn is split by channels.*left out"):
         compare(Normed(), data(2, 3, 4, 4), summed)
+
+    def packed(sch: SlapoSchedule, blocks: int | None = 1) -> None:
+        sch["0"].shard(["weight", "bias"], axis=0, blocks=blocks)
+        sch["0"].sync("both")
+
+    compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), packed)
+    with pytest.raises(LayoutError, match="say blocks=3"):
+        compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), lambda sch: packed(sch, None))
     sch = create_schedule(Mlp())
     sch["down"].shard("weight", axis=1)
     with pytest.raises(ConfigError, match="say forward"):

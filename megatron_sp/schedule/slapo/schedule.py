@@ -118,10 +118,14 @@ class SlapoSchedule:
 
     # primitives
 
-    def shard(self, tensor_name: str | list[str], axis: int) -> None:
-        """Split parameters or buffers over the group along an axis."""
+    def shard(self, tensor_name: str | list[str], axis: int, *, blocks: Any = None, heads: int | None = None) -> None:
+        """Split parameters or buffers over the group along an axis.
+
+        Args:
+            blocks, heads: of a packed projection, as ``Selection.shard`` has them; Slapo cuts it in one piece, which is ``blocks=1``.
+        """
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
-            self._line.shard(name, axis)
+            self._line.shard(name, axis, blocks=blocks, heads=heads)
 
     def sync(self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any) -> None:
         """Have the ranks talk where a tensor enters or leaves the module.
