@@ -30,7 +30,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
-from megatron_sp.schedule.soundness import no_parameter, require_plain, require_sound, without_fast_paths
+from megatron_sp.schedule.soundness import no_parameter, require_axis, require_plain, require_sound, without_fast_paths
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
 from megatron_sp.schedule.ulysses import Ulysses
@@ -430,7 +430,18 @@ class _Compiler:
             if args["mode"] != "fwd_post":
                 change_input(module, path, args.get("arg"), change, where)
             elif not self.is_folded(directive, path, module):
-                change_output(module, path, args.get("out"), change, where)
+                change_output(module, path, args.get("out"), self.along_outputs(directive, path, module, change), where)
+
+    def along_outputs(
+        self, directive: Directive, path: str, module: nn.Module, change: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """An all_gather right behind a layer that is split by its outputs joins these, and no other axis, which shapes may not show."""
+        kind, args = find_kind(module), directive.args
+        first = next(d for d, _, at in self.each("sync", "hook") if at is module and d.args["mode"] == "fwd_post")
+        by_outputs = kind is not None and self.is_split(path, kind.main, kind.out_dims.get(kind.main, -1))
+        if kind is None or args["op"] != "all_gather" or first is not directive or not by_outputs:
+            return change
+        return require_axis(change, args.get("axis", self.seq_dim), kind.out_axis, path, directive.where)
 
     def has_own_sum(self, path: str, module: nn.Module) -> bool:
         """Whether a layer is split by rows, and its forward sums; that of an embedding leaves it to hooks where there are any."""

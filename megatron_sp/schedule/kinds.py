@@ -100,6 +100,7 @@ _RECURRENT = (
     "its gates are in one matrix, and each step needs all of the last one's result: leave it whole, or put single layers in its place"
     " with .replace()"
 )
+_NORM_BY_CHANNEL = Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0, out_axis=1)
 _KINDS: dict[type, Kind] = {
     nn.Linear: Kind({"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features", _linear),
     nn.Bilinear: Kind({"weight": 0, "bias": 0}, out_attribute="out_features", inputs=2),
@@ -113,9 +114,9 @@ _KINDS: dict[type, Kind] = {
     nn.ConvTranspose3d: _conv(3, out=1),
     nn.LayerNorm: Kind({"weight": 0, "bias": 0}, refusal=_NORM),
     nn.RMSNorm: Kind({"weight": 0}, refusal=_NORM),
-    nn.GroupNorm: Kind({"weight": 0, "bias": 0}, inputs=0, divided=("num_groups", "num_channels")),
-    _BatchNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0),
-    _InstanceNorm: Kind({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, out_attribute="num_features", inputs=0),
+    nn.GroupNorm: Kind({"weight": 0, "bias": 0}, inputs=0, out_axis=1, divided=("num_groups", "num_channels")),
+    _BatchNorm: _NORM_BY_CHANNEL,
+    _InstanceNorm: _NORM_BY_CHANNEL,
     nn.RNNBase: Kind(refusal=_RECURRENT),
     nn.MultiheadAttention: Kind(refusal=_ATTENTION),
     NonDynamicallyQuantizableLinear: Kind(refusal=f"it is a part of nn.MultiheadAttention, which never calls it; {_ATTENTION}"),

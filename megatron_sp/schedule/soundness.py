@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -77,6 +79,20 @@ def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
     if extra:
         more = ", ".join(extra)
         raise ConfigError(f"{path} is a {name} with {more} beside {kind.main} and bias, which has no place behind the sum: {way} ({where})")
+
+
+def require_axis(change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
+    """``change``, of a tensor that is split along ``split``; calling it raises ConfigError: it is to be joined along another axis (E10)."""
+
+    def checked(x: Tensor) -> Tensor:
+        if -x.ndim <= axis < x.ndim and axis % x.ndim != split % x.ndim:
+            raise ConfigError(
+                f"all_gather at {path}: the result, {list(x.shape)} on each rank, is split along axis {split % x.ndim}, not {axis}"
+                f" ({where}, E10)"
+            )
+        return change(x)
+
+    return checked
 
 
 def without_fast_paths(model: nn.Module, changed: set[str]) -> None:

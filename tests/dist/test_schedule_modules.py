@@ -46,7 +46,7 @@ def shares(*names: str) -> Write:
 
 def channels() -> None:
     for make, size in ((nn.ConvTranspose1d, (5,)), (nn.ConvTranspose2d, (3, 4)), (nn.ConvTranspose3d, (2, 3, 2))):
-        model = nn.Sequential(make(4, H, 3, stride=2, output_padding=1), nn.Tanh(), make(H, 2, 2))
+        model = nn.Sequential(make(4, H, 2), nn.Tanh(), make(H, 2, 3, stride=2, output_padding=1))
         split = compare(model, data(2, 4, *size), pair)
         assert (split[0].out_channels, split[2].in_channels, split[0].weight.shape[1]) == (3, 3, 3)  # type: ignore[index,union-attr]
         compare(make(4, H, 3), data(2, 4, *size), lambda sch: sch.schedule[""].column(gather=True))
@@ -63,6 +63,7 @@ def channels() -> None:
         sch.schedule["0"].column()
         sch.schedule["1"].column(gather=True)  # there is nothing to sum in front of it
 
+    compare(nn.Sequential(nn.Conv1d(4, FF, 1), nn.BatchNorm1d(FF)), x, told_to_copy)
     both = compare(nn.Sequential(nn.Linear(4, FF), nn.BatchNorm1d(FF)), data(5, 4), told_to_copy)
     assert both[1].num_features == FF // 2  # type: ignore[index]
 

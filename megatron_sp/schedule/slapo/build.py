@@ -15,6 +15,7 @@ from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule.apply import Applied
 from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.slapo.methods import method_of
 from megatron_sp.schedule.slapo.older import is_by_channels
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
@@ -50,7 +51,8 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
         raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")
     settle_weights(sch.mod, init_weights, sch.group)
     sch.schedule.directives = without_empty_sums(sch)
-    split = [(sch[d.on] if d.on else sch, d.args["tensor"], d.args["axis"]) for d in sch.schedule.directives if d.do == "shard"]
+    lines = [(path, d.args) for d in sch.schedule.directives if d.do == "shard" for path in expand(sch.mod, d.on)]
+    split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
     _follow(split, "preproc", sch.world_size)
     model = sch.schedule.apply()
     assert sch.schedule.applied is not None
@@ -72,7 +74,8 @@ def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
 def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
     """The lines but for sums of a gradient where each channel is its own: ranks have different ones, and Slapo's own test adds them up."""
     lines = sch.schedule.directives
-    by_channel = {d.on for d in lines if d.do == "shard" and is_by_channels(sch.schedule.model.get_submodule(d.on))}
+    shards = {path for d in lines if d.do == "shard" for path in expand(sch.mod, d.on)}
+    by_channel = {path for path in shards if is_by_channels(sch.mod.get_submodule(path))}
     kept = []
     for line in lines:
         sums = line.do == "sync" and (line.args["mode"], line.args["op"]) in (("bwd_post", "all_reduce"), ("fwd_pre", "copy"))

@@ -73,7 +73,7 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
         tensor = getattr(module, name)
         dim = axis % tensor.ndim
         if known is not None and dim == known.out_dims.get(name, -1):
-            found = ("partition", 1 if is_by_channels(module) else known.out_axis) if found[0] is None else found
+            found = ("partition", known.out_axis) if found[0] is None else found
         elif known is not None and dim == known.in_dims.get(name, -1):
             found = ("partial", None)
         elif known is None:
