@@ -335,6 +335,7 @@ def test_names_are_looked_up() -> None:
         (lambda s: s["linear1"].sync("bwd_post", "SR->RS"), "goes the other way by itself"),
         (lambda s: s["linear1"].sync("fwd_post", "SR->RS", axis=1), "say which dims"),
         (lambda s: s["linear1"].sync("forward"), "write .shard() of its weight first"),
+        (lambda s: (s["linear1"].shard("wieght", 0), s["linear1"].sync("forward")), "write .shard() of its weight first"),
         (lambda s: s["linear1"].sync("fwd_post"), "say what to do at 'fwd_post'"),
         (lambda s: s.fuse(None, name="fused"), "torch.compile"),
         (lambda s: s["linear1"].sync("fwd_post", "all_gather", dim=1), "does not know dim, only axis"),

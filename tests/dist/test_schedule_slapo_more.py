@@ -340,6 +340,10 @@ def empty_models() -> None:
         nn.init.constant_(module.gain, 3.0)  # type: ignore[arg-type]
 
     assert build(create_schedule(own), init_weights=by_path)[0][0].gain[0] == 3.0 and paths[0] == "0"  # type: ignore[index]
+    transposed = nn.Linear(4, 6)
+    transposed.weight = nn.Parameter(torch.randn(4, 6).t())  # each rank has drawn its own
+    same = build(create_schedule(transposed))[0].weight.detach()
+    assert torch.equal(2 * same, all_reduce(same.clone(memory_format=torch.contiguous_format), world_group()))
     with init_empty_weights(enable=False):
         assert nn.Linear(1, 1).weight.device.type == "cpu"
 

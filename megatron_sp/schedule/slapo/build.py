@@ -68,7 +68,11 @@ def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
         return
     fill(model, group, init)
     for tensor in (*model.parameters(), *model.buffers()):
-        broadcast(tensor.detach(), group)
+        given = tensor.detach()
+        if given.is_contiguous():
+            broadcast(given, group)
+        else:
+            given.copy_(broadcast(given.contiguous(), group))
 
 
 def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:

@@ -13,6 +13,7 @@ from megatron_sp.parallel.regions import all_to_all
 from megatron_sp.schedule.kinds import find_kind
 from megatron_sp.schedule.schedule import Selection
 from megatron_sp.schedule.slapo.methods import method_of
+from megatron_sp.schedule.splits import tensor_of
 from megatron_sp.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
         if line.do != "shard" or line.on != sch.path:
             continue
         name, axis = line.args["tensor"], line.args["axis"]
-        tensor = getattr(module, name)
+        tensor = tensor_of(module, name)
+        if tensor is None:
+            continue  # told when it is built
         dim = axis % tensor.ndim
         if known is not None and dim == known.out_dims.get(name, -1):
             found = ("partition", known.out_axis) if found[0] is None else found
