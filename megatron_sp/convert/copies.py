@@ -240,41 +240,55 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a.contiguous(), b.contiguous())) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
+class LastRead:
+    """A store that keeps the tensor that was read last, for the next part of it (a ``TensorStore``)."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._last: tuple[str, Tensor] | None = None
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._store.tensors()
+
+    def read(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # let go first
+            self._last = (name, self._store.read(name))
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Let go of it."""
+        self._last = None
+
+
 class Scattered:
-    """Their tensors, made from a store of ours when asked for (a ``TensorStore``).
+    """Their tensors, made from a store of ours when asked for (a ``TensorStore``); q, k and v come one after another from one of ours.
 
     Args:
         correspondence: of the two; only their tensors in it are here.
-        store: has all of ours.
+        store: has all of ours. Give several of these one ``LastRead``, else each keeps a tensor of its own.
         dtype: of all of theirs that hold floating point numbers; None: as ours.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
-        self._store, self._parts = store, correspondence.of_theirs()
+        self._store = store if isinstance(store, LastRead) else LastRead(store)
+        self._parts = correspondence.of_theirs()
         stored = store.tensors()
         self._tensors = {}
         for name, shape in correspondence.theirs.items():
             own = widest({stored[copy.ours.name].dtype for copy in self._parts[name]})
             self._tensors[name] = TensorInfo(shape, dtype if dtype is not None and own.is_floating_point else own)
-        self._last: tuple[str, Tensor] | None = None
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
         info = self._tensors[name]
-        return assemble(info.shape, info.dtype, [(c.theirs, c.ours) for c in self._parts[name]], self._read_ours)
+        return assemble(info.shape, info.dtype, [(c.theirs, c.ours) for c in self._parts[name]], self._store.read)
 
     def forget(self) -> None:
         """Let go of the last tensor of ours, for who reads from several of these in turn."""
-        self._last = None
-
-    def _read_ours(self, name: str) -> Tensor:
-        """The last tensor is kept while more of theirs are made from it: q, k and v come one after another."""
-        if self._last is None or self._last[0] != name:
-            self._last = None  # let go first
-            self._last = (name, self._store.read(name))
-        return self._last[1]
+        self._store.forget()
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config import Config
-from megatron_sp.convert.copies import Correspondence, Scattered, TensorInfo
+from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import misfit, namespace
 from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
@@ -79,11 +79,11 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None) -> P
     places = _places(model, options)
     is_tied = config.is_bert or not config.untie_embeddings_and_output_weights
     heads = {place.prefix for place in places if is_tied and place.is_last and not place.is_first}
-    shapes = parameter_shapes(config)
+    shapes, source = parameter_shapes(config), LastRead(model.store)
 
     def scattered(ours: str, dtype: torch.dtype | None) -> Scattered:
         copies, filled = shard_copies(cut, shapes, places, ours=ours, tied_heads=heads)
-        return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype)
+        return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), source, dtype)
 
     weights = scattered("", options.dtype)
     states = {kind: scattered(ours, torch.float32) for kind, ours in _state_sources(model, options, weights).items()}
