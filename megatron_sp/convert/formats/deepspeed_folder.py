@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_sp.checkpoint.strict_json import read_small_file
+from megatron_sp.convert.folders import require_inside
 from megatron_sp.utils.errors import CheckpointError
 
 _MODEL = re.compile(r"mp_rank_([0-9]{1,4})_model_states\.pt")
@@ -60,8 +61,10 @@ class StepFolder:
         found = cls(path)
         for file in sorted(path.iterdir()):
             found._add(file)
-        if (path / _UNIVERSAL).is_dir() and not (path / _UNIVERSAL).is_symlink():
+        if (path / _UNIVERSAL).is_dir():
             found.universal = {p.name: p for p in sorted((path / _UNIVERSAL).iterdir()) if p.is_dir()}
+            for folder in found.universal.values():
+                require_inside(folder, path)
         found._check()
         return found
 
@@ -134,8 +137,9 @@ def find(path: Path, step: int | None) -> StepFolder:
         if step is not None and (match := _STEP_FOLDER.fullmatch(path.name)) and int(match[1]) != step:
             raise CheckpointError(f"--step {step}, but --input is {path.name}: give the folder above it, or no --step")
         return StepFolder.of(path)
-    folders = {p.name: p for p in sorted(path.iterdir()) if p.is_dir() and not p.is_symlink() and any(p.glob("*_model_states.pt"))}
+    folders = {p.name: p for p in sorted(path.iterdir()) if p.is_dir() and any(p.glob("*_model_states.pt"))}
     name = _name_of_step(path, folders, step) if step is not None else _newest(path, folders)
+    require_inside(folders[name], path)
     return StepFolder.of(folders[name])
 
 

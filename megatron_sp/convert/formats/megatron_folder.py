@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_sp.checkpoint.strict_json import read_small_file
+from megatron_sp.convert.folders import require_inside
 from megatron_sp.utils.errors import CheckpointError
 
 TRACKER, MODEL, OPTIMIZER = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "distrib_optim.pt"
@@ -44,6 +45,7 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
     if wanted not in found:
         has = ", ".join(child.name for _, child in sorted(found.items())[-5:])
         raise CheckpointError(f"{path} has no iteration {wanted}: it has {has}; say which with --step")
+    require_inside(found[wanted], path)
     return found[wanted]
 
 
@@ -72,6 +74,7 @@ def rank_folders(path: Path) -> list[RankFolder]:
         match = _RANK.fullmatch(child.name)
         if match is None or not (child / MODEL).exists():
             continue
+        require_inside(child, path)
         if match[3] is not None:
             raise CheckpointError(f"{child} is of a rank of experts: mixtures of experts cannot be converted")
         found[int(match[1]), int(match[2] or 0)] = child
