@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.strict_json import is_counts, open_regular, parse_object
+from megatron_sp.checkpoint.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
 from megatron_sp.utils.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -38,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_HEADER_BYTES = 1 << 24
+_MAX_FOREIGN_VALUES = 300_000  # in the header of another program's file: some 40,000 tensors
 MAX_TENSORS_PER_FILE = 10_000  # keeps our own headers far below what the reader accepts
 _BLOCK_BYTES = 8 << 20  # written and hashed at a time
 
@@ -198,7 +199,7 @@ def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is no safetensors file: it has {size:,} bytes and says that its header has {length:,}")
-        header = parse_object(file.read(length), f"the header of {path}")
+        header = parse_object(file.read(length), f"the header of {path}", _MAX_FOREIGN_VALUES if whole else MAX_VALUES)
     metadata = header.pop("__metadata__", {})
     info_text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     info = parse_object(info_text.encode("utf-8"), f"DCP_SHARDING_INFO of {path}") if isinstance(info_text, str) else {}

@@ -36,10 +36,29 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         return _run(args)
+    except CheckpointError as error:
+        raise CheckpointError(_complete(str(error), args)) from None
     except BrokenPipeError:
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{args.input} needs more memory than there is: for its largest tensor and about as much again. Use a machine with more"
+        ) from None
     except OSError as error:  # writing has told its own already
         raise CheckpointError(f"{error.filename or args.input} cannot be read: {error.strerror or error}") from None
+
+
+def _complete(message: str, args: argparse.Namespace) -> str:
+    """A message that says what it is about, and that leaves the terminal alone: parts of it are from files."""
+    lines = message.splitlines() if any(str(path) in message for path in (args.input, args.output)) else [f"{args.input}: {message}"]
+    return "\n".join(line if line.isprintable() else _plain(line) for line in lines)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also torch's own way to say so of the CPU, which has no class of its own."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from megatron_sp.convert.model import Fate, nearest
 from megatron_sp.utils.errors import CheckpointError
 
 _SHOWN = 12
+_MAX_NAME = 200  # characters of a name that are shown
 
 
 class Fitted(NamedTuple):
@@ -40,32 +41,34 @@ def fit(
     """
     shown = shown or {}
     there, needed = store.tensors(), correspondence.theirs
-    lines = [f"  {name} is missing{nearest(name, set_of(there, needed))}" for name in needed if name not in there]
-    lines += [
-        f"  {shown.get(name, name)} is {list(there[name].shape)}, {list(shape)} is expected"
+    unknown = [name for name in there if name not in needed]
+    missing = [name for name in needed if name not in there]
+    problems = [(name, " is missing", unknown) for name in missing]
+    problems += [
+        (name, f" is {list(there[name].shape)}, {list(shape)} is expected", [])
         for name, shape in needed.items()
         if name in there and there[name].shape != shape
     ]
     fates = []
     for copy in correspondence.copies:
         fates.append(Fate(shown.get(copy.theirs.name, copy.theirs.name), copy.ours.name, "compared only" if copy.replica else ""))
-    for name in there:
-        if name in needed:
-            continue
+    for name in unknown:
         reason = _reason(name, store, ignored, tied)
         if reason is None:
-            lines.append(f"  {shown.get(name, name)} has no place in this model{nearest(name, needed)}")
+            problems.append((name, " has no place in this model", list(needed)))
         else:
             fates.append(Fate(shown.get(name, name), "", reason))
-    if lines:
-        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise CheckpointError(f"{where} does not fit the model that it says it is:\n" + "\n".join(lines[:_SHOWN]) + more)
+    if problems:
+        raise CheckpointError(f"{where} does not fit the model that it says it is:\n" + "\n".join(_lines(problems, shown)))
     return Fitted(correspondence, fates)
 
 
-def set_of(there: Mapping[str, object], needed: Mapping[str, object]) -> dict[str, None]:
-    """Names that are there and not needed: one of them may be the missing one under another name."""
-    return {name: None for name in there if name not in needed}
+def _lines(problems: list[tuple[str, str, list[str]]], shown: Mapping[str, str]) -> Iterator[str]:
+    """Of (name, what is wrong with it, names that may be meant): the first ones. Near names are looked for in these only."""
+    for name, what, among in problems[:_SHOWN]:
+        yield f"  {shown.get(name, name)[:_MAX_NAME]}{what}{nearest(name[:_MAX_NAME], among)}"
+    if len(problems) > _SHOWN:
+        yield f"  and {len(problems) - _SHOWN} more"
 
 
 def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Mapping[str, str]) -> str | None:

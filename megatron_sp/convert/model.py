@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from megatron_sp.utils.errors import CheckpointError
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
+_MAX_LAYERS = 1 << 10
+_MAX_COMPARED = 500  # names, each of which takes some 0.1 ms
 _MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
 
 
@@ -81,6 +84,8 @@ def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
     problems = model_violations(Config(model=config))
     if not problems and (config.num_layers or 0) > num_tensors:
         problems = [f"num_layers ({config.num_layers}) must not exceed the number of tensors ({num_tensors}), and each layer has several"]
+    if not problems and (config.num_layers or 0) > _MAX_LAYERS:
+        problems = [f"num_layers ({config.num_layers:,}) must not exceed {_MAX_LAYERS:,}"]
     if not problems and (width := _largest_width(config)) * (config.hidden_size or 0) >= _MAX_NUMEL:
         problems = [f"hidden_size ({config.hidden_size}) times the widest dimension ({width}) is more than any tensor can have"]
     if problems:
@@ -102,15 +107,30 @@ def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.floa
 
 
 def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of every parameter of a model, in its own order; a vocabulary is not padded."""
-    model = build(config, num_classes)
+    """Name and global shape of every parameter of a model, in its own order; a vocabulary is not padded.
+
+    One block is made and stands for all, which have the same shapes: a file may claim as many as it has room for names.
+    """
+    model = build(replace(config, num_layers=1), num_classes)
     specs = shard_specs(model)
-    return {name: specs[name].shape for name, _ in model.named_parameters()}
+    blocks = [f"{unit.name}." for unit in model.units() if unit.alike]
+    assert len(blocks) == 1 and blocks[0].endswith(".0."), f"the blocks of a model with one layer are {blocks}"
+    found: dict[str, tuple[int, ...]] = {}
+    of_block = {name: specs[name].shape for name, _ in model.named_parameters() if name.startswith(blocks[0])}
+    for name, _ in model.named_parameters():
+        if name not in of_block:
+            found[name] = specs[name].shape
+        elif name == next(iter(of_block)):
+            for layer in range(config.num_layers or 0):
+                prefix = f"{blocks[0][: -len('0.')]}{layer}."
+                found |= {prefix + other.removeprefix(blocks[0]): shape for other, shape in of_block.items()}
+    return found
 
 
-def nearest(name: str, among: Mapping[str, Any]) -> str:
-    """The end of a sentence about a name that is not there."""
+def nearest(name: str, among: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not there; of very many names the first are looked at."""
     import difflib
 
-    close = difflib.get_close_matches(name, among, 3, 0.6)
+    candidates = [other for other in islice(among, _MAX_COMPARED) if len(other) < 300]
+    close = difflib.get_close_matches(name, candidates, 3, 0.6)
     return f" (nearest: {', '.join(close)})" if close else ""

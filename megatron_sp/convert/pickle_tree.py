@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron_sp.convert import pickle_globals
 from megatron_sp.utils.errors import CheckpointError
 
-MAX_PICKLE_BYTES = 1 << 27
+MAX_PICKLE_BYTES = 1 << 25
 _SMALL_BYTES = 1 << 19  # a process for pickles up to this size is kept for the next one
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.pickle_worker import main; main()"
@@ -53,6 +53,16 @@ class Object:
     def attributes(self) -> dict[str, Any]:
         """Its attributes by name; empty if it has none."""
         return self.state if isinstance(self.state, dict) else {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Array:
+    """A numpy array in ``numbers``.
+
+    Not the array itself: whatever compares a value with another, or asks whether there is one, would get a row of answers or an exception.
+    """
+
+    numbers: Any
 
 
 class Storage(NamedTuple):
@@ -148,7 +158,8 @@ class PickleReader:
         timer.start()
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(struct.pack("<QQQ", len(data), count, max_cost) + data)
+            process.stdin.write(struct.pack("<QQQ", len(data), count, max_cost))
+            process.stdin.write(data)
             process.stdin.flush()
             length = struct.unpack("<Q", process.stdout.read(8))[0]
             if length > 8 * max_cost:
@@ -272,14 +283,14 @@ def _numpy_array(made: Object) -> Any:
     state = made.state
     if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[1], tuple)):
         raise _Meaningless("has a numpy array without contents")
-    return _numbers(_numpy_dtype(state[2]), state[4], state[1], state[3])
+    return Array(_numbers(_numpy_dtype(state[2]), state[4], state[1], state[3]))
 
 
 def _numpy_from_buffer(made: Object) -> Any:
     """From its arguments: (bytes, dtype, shape, "C" or "F")."""
     if len(made.args) != 4 or not isinstance(made.args[2], tuple):
         raise _Meaningless("has a numpy array without contents")
-    return _numbers(_numpy_dtype(made.args[1]), made.args[0], made.args[2], made.args[3] == "F")
+    return Array(_numbers(_numpy_dtype(made.args[1]), made.args[0], made.args[2], made.args[3] == "F"))
 
 
 def _numpy_scalar(made: Object) -> Any:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_sp.utils.errors import CheckpointError
 
-MAX_DIRECTORY_BYTES = 1 << 26
+MAX_DIRECTORY_BYTES = 1 << 23  # some 80,000 storages
 ALIGNMENT = 64
 _BLOCK_BYTES = 8 << 20
 _LARGE, _MANY = 0xFFFFFFFF, 0xFFFF  # in a narrow field: the value is in the wide one

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.convert.copies import Correspondence, Gathered, TensorInfo, TensorStore
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import Fitted, fit
@@ -22,7 +23,7 @@ from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, QkvOrder, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
-from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
+from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizer_files import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -58,6 +59,7 @@ class _Reading:
         self.settings = Settings(args.attributes if args else {}, str(ranks.states.path))
         self.facts = self._facts()
         self.config = config_of(self.settings, self.facts, options.given, self._vocab_size(), legacy=True)
+        require_sound(self.config, len(ranks.names(0)), str(folder.path))
         self.cut = Cut(self.config, ranks.tp, self._order(), self.facts.padded_vocab_size)
         self.shapes = parameter_shapes(self.config)
 
@@ -77,7 +79,7 @@ class _Reading:
 
     def _consumed(self) -> int:
         value = self.settings.document.get("consumed_train_samples")
-        return value if isinstance(value, int) and value >= 0 else self.ranks.states.count("global_samples")
+        return value if is_count(value) else self.ranks.states.count("global_samples")
 
     def _facts(self) -> Facts:
         first = self.ranks.names(0)

@@ -88,10 +88,10 @@ def as_dict(value: Any, where: str) -> dict[Any, Any]:
 
 
 def number(value: Any) -> int | float | None:
-    """A number, or what an enumeration's member stands for; None: it is neither."""
+    """A finite number, or what an enumeration's member stands for; None: it is neither."""
     if isinstance(value, Object) and len(value.args) == 1:
         value = value.args[0]
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
 
 
 def plain_name(name: str) -> str:

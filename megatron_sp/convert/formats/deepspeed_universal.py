@@ -48,6 +48,8 @@ class Share:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if not self.record.shape:
+            return ()
         found = list(self.record.shape)
         found[self.dim] = sum(count for _, count in self.ranges)
         return tuple(found)
@@ -122,6 +124,8 @@ def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: 
     if tree.get("is_expert_param") or tree.get("ep_num_experts"):
         raise CheckpointError(f"{path} is of a mixture of experts, which cannot be converted: there is no such model here")
     is_cut = any(name in tree for name in ("cat_dim", "sub_param_shape", "vocab_tensor"))
+    if is_cut and (not record.shape or shape == ()):
+        raise CheckpointError(f"{path} has one number that ranks are said to share: it is damaged")
     if not is_cut or (tp == 1 and not tree.get("vocab_tensor")):
         return [_whole(path, record)] * tp
     dim, parts = _parts(path, tree, record, shape, tp, vocab_rows)

@@ -269,7 +269,9 @@ def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]
     base = as_dict(base, f"{path}, base_optimizer_state")
     by_index = as_dict(base.get("state", {}), f"{path}, the optimizer's state")
     groups = base.get("param_groups")
-    ordered = [as_dict(by_index[key], f"{path}, the optimizer's state") for key in sorted(by_index, key=lambda key: (str(type(key)), key))]
+    if not all(isinstance(key, int) for key in by_index):
+        raise CheckpointError(f"{path}: the optimizer's state is not by numbers of its groups: it is damaged")
+    ordered = [as_dict(by_index[key], f"{path}, the optimizer's state") for key in sorted(by_index)]
     return ordered, groups if isinstance(groups, list) else []
 
 

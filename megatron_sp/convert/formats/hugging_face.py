@@ -30,7 +30,8 @@ from megatron_sp.utils.files import fsync_dir, write_synced
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
-_MAX_JSON_BYTES = 16 << 20
+_MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 8 << 20, 100_000
+_MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES = 1 << 20, 50_000  # what a checkpoint here can keep of it for the way back
 _WORDS, _TYPES = "bert.embeddings.word_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"
 _DTYPES = "hf_dtypes"  # of the tensors, whatever config.json says of them
 
@@ -42,7 +43,7 @@ class HuggingFace:
         return (path / CONFIG).exists() and not (path / "latest").exists()
 
     def read(self, path: Path, options: Options) -> Model:
-        document = _json(path / CONFIG)
+        document = _json(path / CONFIG, _MAX_CONFIG_BYTES, _MAX_CONFIG_VALUES)
         family = family_named(document, path / CONFIG)
         store = _Renamed(_open(path), family)
         shapes = {name: info.shape for name, info in store.tensors().items()}
@@ -182,7 +183,7 @@ def _open(path: Path) -> TensorStore:
 
 
 def _open_sharded(path: Path, index: str, kind: type[SafetensorsFiles | TorchFiles]) -> SafetensorsFiles | TorchFiles:
-    weight_map = _json(path / index).get("weight_map")
+    weight_map = _json(path / index, _MAX_INDEX_BYTES, _MAX_INDEX_VALUES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path / index} has no weight_map of names to files")
     for file in set(weight_map.values()):
@@ -195,8 +196,8 @@ def _open_sharded(path: Path, index: str, kind: type[SafetensorsFiles | TorchFil
     return store
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return parse_object(read_small_file(path, _MAX_JSON_BYTES), str(path))
+def _json(path: Path, max_bytes: int, max_values: int) -> dict[str, Any]:
+    return parse_object(read_small_file(path, max_bytes), str(path), max_values)
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

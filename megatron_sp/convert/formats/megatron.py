@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.config import ModelConfig
 from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families.settings import Settings
@@ -91,7 +92,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
         notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")
     iteration = opened.common("iteration")
     return Model(
-        config, Gathered(fitted.correspondence, store), step=iteration if isinstance(iteration, int) and iteration >= 0 else 0,
+        config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
         consumed_samples=_count(opened.args, "consumed_train_samples"), fates=[*fitted.fates, *fates],
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {}, notes=notes,
     )  # fmt: skip
@@ -170,4 +171,4 @@ def _tied_heads(chunks: list[Chunk], config: ModelConfig) -> set[str]:
 
 def _count(args: Mapping[str, Any], name: str) -> int:
     value = args.get(name)
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if is_count(value) else 0

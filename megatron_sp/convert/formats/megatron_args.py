@@ -80,6 +80,10 @@ def config_of(settings: Settings, facts: Facts, given: Given, vocab_size: int, *
             )
     heads = _heads(settings, given)
     head_dim = settings.count("kv_channels", None) or given.count("kv_channels", None) or facts.head_dim or facts.attention_width // heads
+    if head_dim < 1:
+        raise CheckpointError(
+            f"{settings.where}: num_attention_heads is {heads}, more than the {facts.attention_width} columns that all heads have together"
+        )
     bias = settings.get("add_bias_linear", bool, facts.has_bias)
     config = ModelConfig(
         model_family="bert" if facts.is_bert else "gpt", num_layers=facts.num_layers, hidden_size=facts.hidden_size,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
+from megatron_sp.checkpoint.strict_json import is_count, parse_object, read_small_file
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered
 from megatron_sp.convert.dist_file import DistFolder
 from megatron_sp.convert.families.settings import Settings
@@ -106,8 +106,8 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
     fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown())
     step, samples = common.get("iteration"), document.get("consumed_train_samples")
     return Model(
-        config, Gathered(fitted.correspondence, store), step=step if isinstance(step, int) and step >= 0 else 0,
-        consumed_samples=samples if isinstance(samples, int) and samples >= 0 else 0, fates=fitted.fates,
+        config, Gathered(fitted.correspondence, store), step=step if is_count(step) else 0,
+        consumed_samples=samples if is_count(samples) else 0, fates=fitted.fates,
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
     )  # fmt: skip
 

@@ -28,6 +28,8 @@ from megatron_sp.utils.errors import CheckpointError
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
 _MAX_BLOCKS = 1 << 12  # each gets names of its own before anything else is known of it
+_MAX_NAMES = 100_000  # of all blocks: a hundred layers have some 5,000 with the optimizer's
+_MAX_SHARES = 1 << 14  # of one tensor
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers\.)(?!\d+\.)(.+)")
 
 
@@ -60,6 +62,8 @@ class DistStore:
                 raise CheckpointError(
                     f"{folder.path}: {key[:200]} has {tensor.shape[0]:,} blocks, more than the {_MAX_BLOCKS:,} that are read"
                 )
+            if len(self.sources) + tensor.shape[0] > _MAX_NAMES:
+                raise CheckpointError(f"{folder.path} has more than {_MAX_NAMES:,} blocks of tensors: it is of no model")
             for i in range(tensor.shape[0]):
                 self._add(prefix + canonical(f"{stacked[1]}{i}.{stacked[2]}", stack), Source(key, i))
         self._tensors = {name: self._info(source) for name, source in self.sources.items()}
@@ -173,6 +177,10 @@ def _rows(view: View, count: int) -> tuple[int, int]:
 
 def is_flattened(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether a shape is that of shares in rows of a tensor of the other shape."""
-    if len(stored) != len(wanted) + 1 or not all(n and size % n == 0 for n, size in zip(stored, wanted, strict=False)):
+    if (
+        len(stored) != len(wanted) + 1
+        or math.prod(stored[:-1]) > _MAX_SHARES
+        or not all(n and size % n == 0 for n, size in zip(stored, wanted, strict=False))
+    ):
         return False
     return stored[-1] == math.prod(size // n for n, size in zip(stored, wanted, strict=False))

@@ -122,7 +122,7 @@ def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], 
 def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is_half: bool) -> None:
     inner, where = _inner(file), file.file.path
     groups, state = inner.get("param_groups"), inner["state"]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and _is_numbers(group.get("params")) for group in groups):
         raise CheckpointError(f"{where}: the optimizer has no groups of parameters: {_WAY_OUT}")
     numbers = [group["params"] for group in groups if group["params"]]
     masters = _masters(file, [len(part) for part in numbers]) if is_half else [[] for _ in numbers]
@@ -137,6 +137,11 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
                     raise CheckpointError(f"{where}: {kind} number {number} is not of the shape of {parameter.weight.shown}: {_WAY_OUT}")
                 tensors[kind] = Stored(file.file, record, f"{file.rank.path.name}:optimizer.{kind}.{number}")
             _add(store, parameter, tensors, is_half)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a list of whole numbers, which is how optimizers name parameters."""
+    return isinstance(value, list) and all(isinstance(number, int) for number in value)
 
 
 def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:

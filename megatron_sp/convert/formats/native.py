@@ -11,16 +11,18 @@ from torch import Tensor
 
 from megatron_sp import __version__
 from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.manifest import STATE_NAME
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
 from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.config import Config
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.fit import fit
+from megatron_sp.convert.folders import require_inside
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
 TOKENIZER_FOLDER = "tokenizer"
@@ -34,6 +36,7 @@ class Native:
 
     def read(self, path: Path, options: Options) -> Model:
         folder = _find(path, options.step)
+        require_inside(folder, path)
         reader = NativeReader(folder, verified=True)
         config, state = _config(reader), reader.state
         require_sound(config.model, len(reader.tensors()), str(folder))
@@ -99,8 +102,11 @@ class _Cast:
 
 
 def _config(reader: NativeReader) -> Config:
-    config, _ = Config.from_dict(reader.state.get("config"))
-    config.normalize()
+    try:
+        config, _ = Config.from_dict(reader.state.get("config"))
+        config.normalize()
+    except ConfigError as error:  # of a file, and not of a flag
+        raise CheckpointError(f"{reader.step_dir / STATE_NAME}: {error}") from None
     tensors = reader.tensors()
     if WORD_EMBEDDINGS not in tensors:
         raise CheckpointError(f"{reader.step_dir} has no tensor {WORD_EMBEDDINGS}: it holds no language model")
