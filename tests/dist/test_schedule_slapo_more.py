@@ -352,7 +352,7 @@ def functions_for_hooks() -> None:
     """Each function against what it means on the whole tensor, with the gradient of the input."""
     group = world_group()
     size, rank = group.size(), group.rank()
-    whole = data(4, 6)
+    whole = data(3, 8)
     mine = whole.chunk(size, 1)[rank]
 
     def gradient(x: Tensor, function: Callable[[Tensor], Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -364,7 +364,7 @@ def functions_for_hooks() -> None:
 
     ranks = torch.stack([(rank_ + 1) * whole for rank_ in range(size)]).sum(0)
     own = (rank + 1) * whole
-    w = data(6, 4).t() + 1
+    w = data(8, 3).t() + 1
     for differ, expected in ((True, size * w), (False, w)):
         y, grad = gradient(mine, lambda x, d=differ: sync_ops.all_gather_forward_output(x, 1, None, tensor_parallel_output_grad=d), w)
         assert torch.equal(y, whole)
