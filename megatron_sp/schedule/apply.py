@@ -164,8 +164,10 @@ class Applied:
 class _Compiler:
     """The state of one ``apply``."""
 
-    def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, also: Callable[[], None]) -> None:
-        self.also = also
+    def __init__(
+        self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, also: Callable[[], None], multiple: int | None = None
+    ) -> None:
+        self.also, self.multiple = also, multiple
         self.model, self.directives, self.mesh, self.seq_dim = model, directives, mesh, seq_dim
         self.group, self.size = mesh.tp, mesh.tp.size()
         self.splits: dict[str, Split] = {}
@@ -219,10 +221,10 @@ class _Compiler:
         if len(lines) > 1:
             raise ConfigError(f"ulysses was asked for twice, at {lines[0].where} and at {lines[1].where}: leave one out (E10)")
         group = self.mesh.group(lines[0].args["axis"]) if lines else None
-        if group is None or group.size() == 1:
+        if group is None or (group.size() == 1 and self.multiple is None):
             return None
-        over_tp = self.size if any(d.do == "sequence" for d in self.directives) else 1
-        return Ulysses(self.model, group, group.size() * over_tp, self.seq_dim, lines[0].args, lines[0].where)
+        multiple = self.multiple or length_multiple(self.directives, group.size(), self.size)
+        return Ulysses(self.model, group, multiple, self.seq_dim, lines[0].args, lines[0].where)
 
     # other modules, attributes
 
@@ -520,7 +522,7 @@ class _Compiler:
             if axis == "same":
                 around(module, streams.same)
             elif (group := self.mesh.group(axis)).size() > 1:
-                around(module, partial(streams.differ, group))
+                around(module, partial(streams.differ, group, axis == "tp"))
 
     def put_checkpoints(self) -> None:
         for directive, path, module in self.each("checkpoint"):
@@ -542,14 +544,22 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def length_multiple(directives: list[Directive], sp: int, tp: int) -> int:
+    """What the length of a sequence that is cut over sp is made a multiple of: in ``sequence()`` tp cuts it once more."""
+    return sp * (tp if any(d.do == "sequence" for d in directives) else 1)
+
+
 def apply(
-    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, also: Callable[[], None] = lambda: None
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, also: Callable[[], None] = lambda: None,
+    multiple: int | None = None,
 ) -> Applied:  # fmt: skip
     """Change a model as these lines say.
 
     Args:
         also: more to ask, when it is known what is split and before anything is.
+        multiple: do what ``ulysses()`` asks on one rank, too, and pad lengths to a multiple of this: what a run on several ranks is
+            compared with, step by step (default: one rank does nothing).
     Raises:
         ConfigError: a line that cannot be.
     """
-    return _Compiler(model, directives, mesh, seq_dim, also).run()
+    return _Compiler(model, directives, mesh, seq_dim, also, multiple).run()

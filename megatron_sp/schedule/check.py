@@ -6,16 +6,16 @@ What it says is about sums and shares, not numbers; whether the split model comp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_sp.schedule import local_rules
+from megatron_sp.schedule import local_rules, units, zero
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.dry_run import Flow, dry_run
+from megatron_sp.schedule.dry_run import Flow, dry_run, dry_run_over_sp
 from megatron_sp.schedule.layouts import Layout, LayoutError
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
@@ -27,29 +27,38 @@ class Report:
 
     Attributes:
         inputs, outputs: layouts over tp of what enters and leaves each module, by path, then by name or place of the tensor.
+        sp_inputs, sp_outputs: the same over sp.
         derived: the adjoint of each all_gather that did not say its own, by the place of its line: reduce_scatter or slice.
         forks: modules where random numbers must differ between ranks (tp), or be the same again inside of these (same), by path.
+        sp_forks: modules where they must differ between the ranks of sp.
         warnings: what is no mistake, and worth knowing.
         dry: whether there was a dry run.
     """
 
     inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    sp_inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    sp_outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
     derived: dict[int, str] = field(default_factory=dict)
     forks: dict[str, str] = field(default_factory=dict)
+    sp_forks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     dry: bool = True
 
     def __str__(self) -> str:
         """One line for each module between whose edges something is cut, or summed later."""
-        rows = []
-        for path, outputs in self.outputs.items():
-            sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (self.inputs.get(path, {}), outputs)]
-            if any(x.kind != "I" for edges in (self.inputs.get(path, {}), outputs) for x in edges.values()):
-                rows.append(f"{path or '(the model)'}: {sides[0]} -> {sides[1]}")
+        rows = [*_edges(self.inputs, self.outputs, ""), *_edges(self.sp_inputs, self.sp_outputs, "over sp: ")]
         if not self.dry and not self.warnings:
             rows.append("the lines fit together; no dry run: give check() a batch, the model's keyword arguments")
         return "\n".join([*rows, *(f"warning: {w}" for w in self.warnings)])
+
+
+def _edges(inputs: dict[str, dict[str, Layout]], outputs: dict[str, dict[str, Layout]], prefix: str) -> Iterator[str]:
+    for path, leaves in outputs.items():
+        enters = inputs.get(path, {})
+        sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (enters, leaves)]
+        if any(x.kind != "I" for edges in (enters, leaves) for x in edges.values()):
+            yield f"{prefix}{path or '(the model)'}: {sides[0]} -> {sides[1]}"
 
 
 def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
@@ -60,24 +69,44 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     Raises:
         LayoutError: what is wrong, where, because of which line.
     """
-    local_rules.require(model, directives, mesh)
+    local_rules.require(model, directives, mesh, uses_sp=True)
+    for line in directives:
+        if line.do == "zero":
+            zero.read(line.args, line.where)
+            units.find_blocks(model, line.args.get("blocks"))
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
         return Report(dry=False)
     if any(d.do == "hook" for d in directives):
         return Report(warnings=["no dry run: what functions at hooks do between ranks is not known; verify() sees it"], dry=False)
     flow = dry_run(model, directives, mesh, seq_dim, batch)
-    report = Report(flow.inputs, flow.outputs, _derived(flow, directives), {}, list(flow.notes))
+    over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
+    report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
+    report.derived = _derived(flow, directives) | _derived(over_sp, directives)
     _find_forks(report, flow, model, directives)
-    if any(d.do == "ulysses" for d in directives):
-        report.warnings.append("the exchanges of ulysses() were not followed: verify() compares them with the whole model")
+    _find_forks_over_sp(report, over_sp, model, directives)
+    report.warnings += [
+        f"{d.on or 'the model'}: what {d.do} does over dp was not followed ({d.where})"
+        for d in directives
+        if d.args.get("over") == "dp" and mesh.dp.size() > 1
+    ]
     return report
+
+
+def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
+    """Positions are cut all through the model, or in its blocks: dropout there draws for other positions on each rank (E14)."""
+    for path, name in flow.forks.items():
+        if _says(model, directives, path, "sp"):
+            continue
+        report.sp_forks.append(path)
+        words = f"{path or 'the model'}: {name} on shares of positions: the random numbers of sp's ranks are made to differ there"
+        report.warnings.append(f"{words} (E14)")
 
 
 def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
     """Where the schedule says nothing of random numbers, and must (E14)."""
     for path, name in flow.forks.items():
-        if _says(model, directives, path):
+        if _says(model, directives, path, "tp"):
             continue
         report.forks[path] = "tp"
         words = f"{path or 'the model'}: {name} on shares: the ranks' random numbers are made to differ there"
@@ -108,12 +137,15 @@ def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
 def with_derived(directives: list[Directive], report: Report) -> list[Directive]:
     """Lines that say the adjoints that were worked out, and where random numbers differ."""
     said = [replace(d, args={**d.args, "grad": report.derived[i]}) if i in report.derived else d for i, d in enumerate(directives)]
-    return said + [Directive(path, "rng", {"axis": axis}, "check()") for path, axis in report.forks.items()]
+    over_tp = [Directive(path, "rng", {"axis": axis}, "check()") for path, axis in report.forks.items()]
+    # around those of tp: what is the same for the ranks of tp still differs over sp
+    return said + over_tp + [Directive(path, "rng", {"axis": "sp"}, "check()") for path in report.sp_forks]
 
 
-def _says(model: nn.Module, directives: list[Directive], path: str) -> bool:
-    """Whether an rng line speaks of a module, or of one around it."""
-    paths = {p for d in directives if d.do == "rng" for p in expand(model, d.on)}
+def _says(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
+    """Whether an rng line about an axis speaks of a module, or of one around it."""
+    others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
+    paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
     return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
 
 

@@ -21,9 +21,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_sp.comm.groups import Group
 from megatron_sp.schedule import exchange_rules
-from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.apply import Applied, apply, length_multiple
 from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.early import projecting
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, Operand
@@ -33,7 +35,7 @@ from megatron_sp.schedule.splits import Split
 from megatron_sp.utils.errors import ConfigError
 
 Shapes = list[tuple[int, ...]]
-_LATER = ("ulysses", "zero", "rng", "checkpoint")  # change no layout over tp
+_LATER = ("zero", "rng", "checkpoint")  # change no layout
 _OPERATORS = {
     "imatmul": "matmul",
     "itruediv": "truediv",
@@ -69,6 +71,23 @@ class Flow:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Along which layouts are followed.
+
+    Attributes:
+        name: of the axis.
+        group: its ranks.
+        line: what cuts sequences over it, for messages.
+        same_program: the run that this one is held against has the same hooks and forwards.
+    """
+
+    name: str
+    group: Group
+    line: str = ""
+    same_program: bool = False
+
+
 def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
     """Follow layouts over tp through one forward pass.
 
@@ -79,17 +98,67 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         LayoutError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
-    model = without_weights(model)
+    model, mesh = without_weights(model), Mesh(tp=mesh.tp)
+    said = [d for d in directives if d.do not in (*_LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
-        apply(model, [d for d in directives if d.do not in _LATER], mesh, seq_dim)
+        apply(model, said, mesh, seq_dim)
         return Flow()
-    batch = {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    batch = _inputs(batch)
+    record = _run_whole(model, batch)
+    lines = _lines_by_path(model, directives)
+    applied = apply(model, said, mesh, seq_dim)
+    return _run_split(model, Axis("tp", mesh.tp), lines, record, layouts_of(applied, directives), batch)
+
+
+def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
+    """Follow layouts over sp through one forward pass: shares of positions, in attention of heads, and parts of the loss.
+
+    All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp. What the run is held
+    against is split over tp as well, and cut over one rank. Arguments and errors are those of ``dry_run``.
+    """
+    if mesh.sp.size() == 1:
+        return Flow()
+    said, batch = [_without_overlap(model, d) for d in directives if d.do not in _LATER], _inputs(batch)
+    multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
+    one = without_weights(model)
+    apply(one, said, Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+    record = _run_whole(one, batch)
+    model = without_weights(model)
+    lines = _lines_by_path(model, directives)
+    apply(model, said, Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+    summed = Layout("R", since="gradients of parameters are summed over sp")
+    parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
+    line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
+    return _run_split(model, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch)
+
+
+def _without_overlap(model: nn.Module, line: Directive) -> Directive:
+    """Exchanges one by one: what is sent is the same. Raises ConfigError: they could not start early."""
+    if line.do != "ulysses" or not line.args.get("overlap_qkv") or "core" in line.args:
+        return line
+    projecting(model, line.where)
+    return replace(line, args={**line.args, "overlap_qkv": False})
+
+
+def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[str, Shapes]]]:
+    """Shapes of all steps."""
     whole = _Follower(model)
     with whole.inside():
         model(**batch)
-    lines = _lines_by_path(model, directives)
-    applied = apply(model, [d for d in directives if d.do not in _LATER], mesh, seq_dim)
-    split = _Follower(model, mesh, lines, whole.record, layouts_of(applied, directives))
+    return whole.record
+
+
+def _run_split(
+    model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[tuple[str, Shapes]]],
+    parameters: Mapping[str, Layout], batch: dict[str, Any],
+) -> Flow:  # fmt: skip
+    split = _Follower(model, axis, lines, expected, parameters)
+    if axis.name == "sp":
+        split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
     with split.inside():
         result = model(**batch)
     split.finish(result)
@@ -144,20 +213,22 @@ def _lines_by_path(model: nn.Module, directives: list[Directive]) -> dict[str, l
         paths = expand(model, directive.on)
         if directive.do == "sequence":
             paths = [*paths, *expand(model, directive.args["leave"])]
+        elif directive.do == "ulysses":
+            paths = [path for key in ("enter", "leave", "core") if key in directive.args for path in expand(model, directive.args[key])]
         for path in paths:
             found[path].append((place, directive))
     return found
 
 
 class _Follower(TorchFunctionMode):
-    """Sees every call. Without a mesh it only keeps shapes; with one it follows layouts."""
+    """Sees every call. Without an axis it only keeps shapes; with one it follows layouts."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
+        self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
         expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.mesh, self.lines, self.expected = model, mesh, lines or {}, expected
+        self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
         self.modules: list[tuple[str, nn.Module]] = []
         self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
         self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
@@ -181,7 +252,7 @@ class _Follower(TorchFunctionMode):
         except ConfigError:
             raise
         except Exception as error:
-            which = "whole" if self.mesh is None else "split"
+            which = "whole" if self.axis is None else "split"
             raise ConfigError(
                 f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error}"
             ) from error
@@ -191,7 +262,7 @@ class _Follower(TorchFunctionMode):
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.mesh is not None:
+            if self.axis is not None:
                 self.flow.inputs[path] = self._layouts({**{str(i): a for i, a in enumerate(args)}, **kwargs})
             self.modules.append((path, module))
 
@@ -199,7 +270,7 @@ class _Follower(TorchFunctionMode):
 
     def _leave(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            if self.mesh is not None:
+            if self.axis is not None:
                 self.flow.outputs[path] = self._layouts(result)
             self.modules.pop()
 
@@ -225,7 +296,9 @@ class _Follower(TorchFunctionMode):
             if name not in _DESCRIPTORS:
                 return func(*args, **kwargs)
         name = _plain(name)
-        if self.mesh is None and name not in exchange_rules.RULES:
+        if self.axis is None:
+            if name in exchange_rules.RULES:
+                return exchange_rules.shaped(name, _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
             result = self._call(func, name, args, kwargs)
             if any(True for _ in tensors_in(result)):
                 self.record[self._path()].append((name, _shapes(result)))
@@ -247,8 +320,9 @@ class _Follower(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.mesh is not None
-        step = Step(name, args, kwargs, None, self.look, self.place(), self.mesh.tp.size(), lines=self._said())
+        assert self.axis is not None
+        size = self.axis.group.size()
+        step = Step(name, args, kwargs, None, self.look, self.place(), size, lines=self._said(), axis=self.axis.name)
         step.choose, step.hint = self._choose, lambda: self._hint(args)
         if name in exchange_rules.RULES:
             return self._exchange(step)
@@ -285,17 +359,17 @@ class _Follower(TorchFunctionMode):
         return rule(step)
 
     def _exchange(self, step: Step) -> Any:
-        """An exchange between ranks; over another axis than tp it leaves layouts over tp as they are."""
-        assert self.mesh is not None
+        """An exchange between ranks; over another axis it leaves layouts as they are."""
+        assert self.axis is not None
         args, layout = step.args, None
-        groups = [a for a in args if hasattr(a, "rank") and hasattr(a, "size") and not isinstance(a, Tensor)]
-        elsewhere = bool(groups) and groups[0] is not self.mesh.tp
+        elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
+        step.lines = step.lines or self.axis.line
         every = _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
         try:
             if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
                 layout = exchange_rules.RULES[step.name](step)
             step.result = exchange_rules.shaped(step.name, every)
-            layout = self.look(args[0]).layout if elsewhere else layout or exchange_rules.RULES[step.name](step)
+            layout = exchange_rules.elsewhere(step) if elsewhere else layout or exchange_rules.RULES[step.name](step)
         except (LayoutError, ValueError):
             raise
         except Exception as error:
@@ -326,7 +400,7 @@ class _Follower(TorchFunctionMode):
         hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
         hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
-        if hidden and self.mesh is not None:
+        if hidden and self.axis is not None:
             raise LayoutError(
                 f"{self.place()}: a tensor of {list(tensor.shape)} comes from {type(tensor.grad_fn).__name__}, in which the"
                 " dry run cannot look:"
@@ -342,7 +416,8 @@ class _Follower(TorchFunctionMode):
         if self.expected is None or path in self.strayed:
             return None
         at, steps = len(self.record[path]), self.expected.get(path, [])
-        if "forward" in module.__dict__ or at >= len(steps) or steps[at][0] != name:
+        assert self.axis is not None
+        if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at][0] != name:
             self.strayed.add(path)
             return None
         self.record[path].append((name, []))
@@ -365,7 +440,7 @@ class _Follower(TorchFunctionMode):
                     f"makes {list(tensor.shape)}, that is {shape} over all ranks, and {list(whole)} in the whole model"
                     f"{f' ({told})' if told else ''}: a size that is written down in the module is the whole model's, or is"
                     " taken from a share;"
-                    " divide it, .set('<attribute>', divide='tp')",
+                    f" divide it, .set('<attribute>', divide='{step.axis}')",
                     "E11",
                 )
 
@@ -378,18 +453,22 @@ class _Follower(TorchFunctionMode):
         told = "; ".join(f"{o.called} is {o.layout.told()}" for o in operands)
         step.fail(
             f"{words} ({told}). It works in the whole model: a size that is written down in the module is the whole model's; divide it,"
-            " .set('<attribute>', divide='tp')",
+            f" .set('<attribute>', divide='{step.axis}')",
             "E11",
         )
 
     # words
 
     def _said(self) -> str:
-        return ", ".join(f"{d.do} at {d.where}" for _, d in self.lines.get(self._path(), []))
+        lines = [d for _, d in self.lines.get(self._path(), [])]
+        if self.axis is not None and self.axis.name == "sp":
+            lines = [d for d in lines if d.do == "ulysses" or d.args.get("over") == "sp"]
+        return ", ".join(f"{d.do} at {d.where}" for d in lines)
 
     def _choose(self) -> Choice | None:
         for place, directive in self.lines.get(self._path(), []):
-            if directive.do == "sync" and directive.args["op"] == "all_gather" and "grad" not in directive.args:
+            over = self.axis is not None and directive.args.get("over", "tp") == self.axis.name
+            if directive.do == "sync" and over and directive.args["op"] == "all_gather" and "grad" not in directive.args:
                 key = (place, self._path())
                 return self.flow.choices.setdefault(key, Choice(self._path()))
         return None
@@ -417,12 +496,18 @@ class _Follower(TorchFunctionMode):
 
     def finish(self, result: Any) -> None:
         """What leaves the model must be complete. Raises LayoutError."""
-        assert self.mesh is not None
+        assert self.axis is not None
         for name, tensor in _named(result):
-            operand = self.look(tensor)
-            step = Step(f"result {name}", (tensor,), {}, None, self.look, "the model", self.mesh.tp.size())
+            operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
+            step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
             if operand.kind == "P":
-                step.fail(f"leaves the model as {operand.layout.told()}: complete it with .sync('fwd_post', 'all_reduce')", "E3")
+                step.fail(f"leaves the model as {operand.layout.told()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3")
+            if operand.kind == "R" and not operand.neutral and self.axis.name == "sp":
+                step.fail(
+                    f"all ranks of sp ({step.size}) compute it alike, and the gradients of parameters are summed over them,"
+                    f" {step.size} times too large: cut sequences with .ulysses(), or give these ranks to dp",
+                    "E5",
+                )
             if operand.kind == "R" and not operand.neutral:
                 step.fail(
                     f"is {operand.layout.told()}: from here on all ranks use it alike, and the sum of the gradient would make"
@@ -434,7 +519,7 @@ class _Follower(TorchFunctionMode):
                 operand.layout.choice.decide("I", "the model's result")
             if operand.layout.shuffled > 1:
                 conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
-            if operand.kind == "S":
+            if operand.kind == "S" and not self.axis.line:  # of ulysses it is known
                 self.flow.notes.append(f"result {name} is {operand.layout.told()}: whoever uses it must know")
 
 
@@ -453,6 +538,8 @@ def _on_meta(value: Any) -> Any:
         return value if value.is_meta else value.to("meta")
     if isinstance(value, (tuple, list)):
         items = [_on_meta(v) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
         return type(value)(items) if type(value) in (tuple, list) else tuple(items)
     return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
 

@@ -41,15 +41,8 @@ class EarlyExchanges:
     def __init__(self, model: nn.Module, group: Group, where: str) -> None:
         self.group = group
         self._away: WeakKeyDictionary[nn.Module, dict[str, tuple[Flight, Tensor]]] = WeakKeyDictionary()
-        for path, module in model.named_modules():
-            names = next((names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)), None)
-            if names is not None:
-                self._wrap(path, module, names, where)
-        if not self._away:
-            raise ConfigError(
-                f"overlap_qkv: {type(model).__name__} has no separate projections of q, k and v ({' / '.join(PROJECTIONS[0])}, or"
-                f" {' / '.join(PROJECTIONS[1])}), so there is nothing to exchange early: leave overlap_qkv out ({where})"
-            )
+        for path, names, size in projecting(model, where):
+            self._wrap(path, model.get_submodule(path), names, size)
 
     def handles(self, module: nn.Module) -> bool:
         """Whether what this module's attention is given are stand-ins."""
@@ -62,16 +55,7 @@ class EarlyExchanges:
             raise RuntimeError(f"{type(module).__name__} reached its attention with {', '.join(away) or 'nothing'} of q, k, v on its way")
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
-    def _wrap(self, path: str, module: nn.Module, names: tuple[str, ...], where: str) -> None:
-        changed = [n for n, _ in module.named_children() if "norm" in n.lower()]
-        if changed:
-            raise ConfigError(
-                f"overlap_qkv: {path} has {', '.join(changed)} between its projections and its attention, which has to come before"
-                f" an exchange: leave overlap_qkv out ({where})"
-            )
-        size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
-        if not isinstance(size, int):
-            raise ConfigError(f"overlap_qkv: {path} does not say how wide its heads are (head_dim): leave overlap_qkv out ({where})")
+    def _wrap(self, path: str, module: nn.Module, names: tuple[str, ...], size: int) -> None:
         self._away[module] = {}
         rotation: dict[str, Any] = {}
         heads = Heads(self.group, 1, 2, path)
@@ -96,6 +80,39 @@ class EarlyExchanges:
         module.register_forward_pre_hook(before, with_kwargs=True)
         for part, name in zip("qkv", names, strict=True):
             getattr(module, name).register_forward_hook(launch(part))
+
+
+def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...], int]]:
+    """(path, names of its projections, width of a head) of all attention modules whose exchanges can start early.
+
+    Raises:
+        ConfigError: there are none, or one does something to q or k that is not known here.
+    """
+    found: list[tuple[str, tuple[str, ...], int]] = []
+    for path, module in model.named_modules():
+        names = next((names for names in PROJECTIONS if all(isinstance(getattr(module, n, None), nn.Module) for n in names)), None)
+        if names is not None:
+            found.append((path, names, _width(path, module, where)))
+    if not found:
+        raise ConfigError(
+            f"overlap_qkv: {type(model).__name__} has no separate projections of q, k and v ({' / '.join(PROJECTIONS[0])}, or"
+            f" {' / '.join(PROJECTIONS[1])}), so there is nothing to exchange early: leave overlap_qkv out ({where})"
+        )
+    return found
+
+
+def _width(path: str, module: nn.Module, where: str) -> int:
+    """Of a head. Raises ConfigError: see ``projecting``."""
+    changed = [n for n, _ in module.named_children() if "norm" in n.lower()]
+    if changed:
+        raise ConfigError(
+            f"overlap_qkv: {path} has {', '.join(changed)} between its projections and its attention, which has to come before"
+            f" an exchange: leave overlap_qkv out ({where})"
+        )
+    size = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+    if not isinstance(size, int):
+        raise ConfigError(f"overlap_qkv: {path} does not say how wide its heads are (head_dim): leave overlap_qkv out ({where})")
+    return size
 
 
 def _rotated(module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:

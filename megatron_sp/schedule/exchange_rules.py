@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_sp.schedule.layout_steps import Step, conflict, contract, join, refuse_partial
-from megatron_sp.schedule.layouts import Layout, Operand
+from megatron_sp.schedule import layout_rules
+from megatron_sp.schedule.layout_steps import Step, conflict, contract, join, refuse_partial, require_parts
+from megatron_sp.schedule.layouts import WHOLE, Layout, Operand
+from megatron_sp.schedule.sequences import take_share as take
 from megatron_sp.schedule.syncs import Guess
 
 Rule = Callable[[Step], Layout]
@@ -51,6 +53,8 @@ def copy_to(step: Step) -> Layout:
 
 def reduce_from(step: Step) -> Layout:
     x = step.operands()[0]
+    if x.layout.mean:
+        refuse_partial(step, x)
     if x.kind != "P":
         _not_partial(step, x, "all_reduce")
     return Layout("I", since=step.label("all_reduce"))
@@ -100,9 +104,50 @@ def reduce_scatter_to(step: Step) -> Layout:
 
 def all_to_all(step: Step) -> Layout:
     x, split, joined = step.operands()[0], step.arg(2, "split"), step.arg(3, "join")
+    if x.kind == "P":
+        refuse_partial(step, x)
     if x.kind != "S" or x.layout.dim != joined % x.tensor.ndim or x.layout.outer > 1:
-        conflict(step, [x], f"all_to_all{_here(step)} joins along dim {joined}")
+        conflict(step, [x], f"all_to_all{_here(step)} joins along dim {joined}, which is to be cut over {step.axis}")
     return replace(x.layout.at(split % x.tensor.ndim), since=step.label("all_to_all"))
+
+
+def take_share(step: Step) -> Layout:
+    """A part of the gradient stays on each rank, and is summed with those of the parameters before."""
+    x, dim = step.operands()[0], step.arg(2, "dim") % step.operands()[0].tensor.ndim
+    made = Operand(x.tensor, Layout("S", dim, since=step.label(f"cut over {step.axis}")))
+    if x.kind == "P":
+        refuse_partial(step, x)
+    if x.kind == "S":
+        conflict(step, [x], f"cut over {step.axis}{_here(step)}, though it is cut already")
+    require_parts(step, [x], made)
+    return made.layout
+
+
+def repeated_heads(step: Step) -> Layout:
+    """In front of an exchange: ranks that follow each other will have the same."""
+    x = step.operands()[0]
+    return replace(x.layout, copies=step.arg(1, "times"))
+
+
+def share_of_gradient(step: Step) -> Layout:
+    x = step.operands()[0]
+    if x.kind in "SP":
+        conflict(step, [x], f"behind the region{_here(step)} all ranks of {step.axis} are to have all positions")
+    if x.kind == "?" and x.layout.choice is not None:
+        x.layout.choice.decide("R", step.place)
+    return Layout("I", since=step.label("the end of the model"))
+
+
+def share_of_labels(step: Step) -> Layout:
+    return Layout("P", since=step.label("its own labels"))
+
+
+def weighed(step: Step) -> Layout:
+    """loss * weight of its labels."""
+    x, weight = step.operands()[:2]
+    if not x.layout.mean:
+        conflict(step, [x, weight], "a mean over a rank's own labels is expected here: is it loss='next_token'?")
+    return Layout("P", since=step.label("weighed"))
 
 
 def split_column(step: Step) -> Layout:
@@ -174,11 +219,35 @@ RULES: dict[str, Rule] = {
         scatter_to,
         reduce_scatter_to,
         all_to_all,
+        take_share,
+        repeated_heads,
+        share_of_gradient,
+        share_of_labels,
+        weighed,
         split_column,
         split_row,
         split_embedding,
     )
 }
+
+
+_SPLIT_LAYERS = {"split_column": layout_rules.linear, "split_row": layout_rules.linear, "split_embedding": layout_rules.embedding}
+
+
+def elsewhere(step: Step) -> Layout:
+    """Over another axis than the one that is followed: a layer is what it was, everything else stays as it lies."""
+    if step.name in _SPLIT_LAYERS:
+        return _SPLIT_LAYERS[step.name](step)
+    operands = step.operands()
+    return operands[0].layout if operands else WHOLE
+
+
+def is_elsewhere(step: Step, group: object) -> bool:
+    """Whether it is an exchange over another axis than this group's."""
+    if step.name in _SPLIT_LAYERS and step.axis != "tp":
+        return True
+    groups = [a for a in step.args if hasattr(a, "rank") and callable(getattr(a, "size", None)) and not isinstance(a, Tensor)]
+    return bool(groups) and groups[0] is not group
 
 
 # shapes
@@ -187,8 +256,14 @@ RULES: dict[str, Rule] = {
 def shaped(name: str, args: tuple[Any, ...]) -> Tensor:
     """The result of an exchange with nobody: its shape is right, its values are not. Raises ValueError: a dim cannot be cut evenly."""
     x = args[0]
-    if name in ("copy_to", "reduce_from"):
+    if name in ("copy_to", "reduce_from", "share_of_gradient", "weighed"):
         return x.view_as(x)
+    if name == "take_share":
+        return take(*args)
+    if name == "repeated_heads":
+        return x.repeat_interleave(args[1], args[2])
+    if name == "share_of_labels":
+        return torch.ones((), dtype=torch.float64)
     if name == "split_column":
         return F.linear(x, args[1], args[2])
     if name == "split_row":

@@ -141,20 +141,20 @@ def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
 
     @_called_as(module)
     def forward(ids: Tensor) -> Tensor:
-        if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= rows:
-                raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")
         weight = module.weight
         assert isinstance(weight, Tensor)
-        return split_embedding(ids, weight, group, module.padding_idx)
+        return split_embedding(ids, weight, group, module.padding_idx, rows)
 
     return forward
 
 
 @overridable
-def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None) -> Tensor:
-    """The rows of ids, summed over the group; the row ``padding`` gets no gradient."""
+def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None, rows: int) -> Tensor:
+    """The rows of ids, summed over the group; the row ``padding`` gets no gradient. Raises IndexError: there are only ``rows`` of them."""
+    if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= rows:
+            raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")
     if padding is not None:
         weight = _without_gradient_of(weight, padding, group)
     return embedding(ids.contiguous(), weight, tp=TensorParallel(group))

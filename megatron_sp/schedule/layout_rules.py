@@ -82,6 +82,8 @@ def reshape(step: Step, x: Operand) -> Layout:
             if n == old[layout.dim] and math.prod(new[j + 1 :]) == math.prod(old[layout.dim + 1 :]):
                 return layout.at(j)
         step.fail(f"{x.called} is {layout.told()} in parts of {list(layout.blocks)}: split it into these parts first", "E8")
+    if old == new:
+        return layout
     run = old[layout.dim] // layout.outer
     top = run * math.prod(old[layout.dim + 1 :])  # elements of one share that lie in one piece
     whole = step.whole[0] if step.whole else None
@@ -232,8 +234,11 @@ def elementwise_whole(step: Step, operands: list[Operand]) -> Layout:
 
 
 def repeat_interleave(step: Step, x: Operand) -> Layout:
-    dim = step.arg(2, "dim")
-    return x.layout if isinstance(dim, int) and dim % x.tensor.ndim != x.layout.dim else ask(step)
+    dim, times = step.arg(2, "dim"), step.arg(1, "repeats")
+    if not isinstance(dim, int):
+        return ask(step)
+    along = dim % x.tensor.ndim == x.layout.dim  # every element so many times: a share of the whole's, too
+    return x.layout if not along or (isinstance(times, int) and not x.layout.blocks) else ask(step)
 
 
 def flip(step: Step, x: Operand) -> Layout:
@@ -250,7 +255,9 @@ def triangle(step: Step, x: Operand) -> Layout:
 
 
 def pad(step: Step, x: Operand) -> Layout:
-    return x.layout if x.layout.dim < x.tensor.ndim - len(step.arg(1, "pad")) // 2 else ask(step)
+    if x.layout.dim >= x.tensor.ndim - len(step.arg(1, "pad")) // 2:
+        conflict(step, [x], "padded along a cut dim, each share would get what belongs to the end of the whole: shift before it is cut")
+    return x.layout
 
 
 # sums, norms, products
@@ -398,13 +405,39 @@ def embedding(step: Step) -> Layout:
     return join(step, [ids, weight])
 
 
+def gather(step: Step) -> Layout:
+    """Of what an index names in something whole."""
+    x, index = step.operand(0, "input"), step.operand(2, "index")
+    if x is None or index is None or x.kind in "SP" or index.kind != "S":
+        return ask(step)
+    require_parts(step, [x], index)
+    return index.layout
+
+
+_REDUCTION = {"cross_entropy": 6, "nll_loss": 6, "binary_cross_entropy_with_logits": 5}  # its place; else it is the fifth
+
+
 def loss(step: Step) -> Layout:
+    """Each rank has the losses of its share: their sum is a part of the whole's, and their mean is not."""
+    x, target = step.operand(0, "input"), step.operand(1, "target")
     for o in step.operands():
         if o.kind == "P":
             refuse_partial(step, o)
-        if o.kind == "S":
-            step.fail(f"{o.called} is {o.layout.told()}: this loss needs the whole; gather it first", "E3")
-    return join(step, step.operands())
+    if not cut(step.operands()):
+        return join(step, step.operands())
+    assert x is not None and target is not None
+    classes = (1 if x.tensor.ndim > 1 else 0) if step.name in ("cross_entropy", "nll_loss") else None
+    if x.kind == "S" and x.layout.dim == classes:
+        step.fail(f"{x.called} is {x.layout.told()}: this loss needs all classes; gather it first", "E3")
+    indices = classes is not None and target.tensor.ndim < x.tensor.ndim
+    rows = x.layout.at(x.layout.dim - (indices and classes is not None and x.layout.dim > classes))
+    if x.kind != "S" or target.kind != "S" or rows != target.layout:
+        conflict(step, [x, target], "results and labels are cut in different ways")
+    require_parts(step, step.operands(), x)
+    reduction = step.arg(_REDUCTION.get(step.name, 4), "reduction", "mean")
+    if reduction == "none":
+        return rows
+    return Layout("P", mean=reduction != "sum", since=f"{step.place} {step.name} ({x.layout.since})")
 
 
 def ask(step: Step) -> Layout:
@@ -434,7 +467,8 @@ RULES: dict[str, Rule] = {
     "sum": over(1, sums=True), "permute": moved(permute), "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
     "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave),
     "flip": moved(flip), "roll": moved(roll),
-    "pad": moved(pad), "linear": linear, "einsum": einsum, "scaled_dot_product_attention": attention, "embedding": embedding,
+    "pad": moved(pad), "linear": linear, "gather": gather,
+    "einsum": einsum, "scaled_dot_product_attention": attention, "embedding": embedding,
 }  # fmt: skip
 
 

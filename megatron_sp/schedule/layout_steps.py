@@ -21,6 +21,7 @@ class Step:
         look: a tensor's layout.
         place: path and class of the module that calls.
         size: number of ranks.
+        axis: of the mesh, along which layouts are followed.
         whole: shapes of the results of the same call in the whole model, where it is known which that is.
         lines: of the schedule that speak of this module.
         choose: makes the open choice of an all_gather here, or None where its adjoint was said.
@@ -36,6 +37,7 @@ class Step:
     size: int
     whole: list[tuple[int, ...]] | None = None
     lines: str = ""
+    axis: str = "tp"
     choose: Callable[[], Choice | None] = lambda: None
     hint: Callable[[], str] = lambda: ""
 
@@ -55,6 +57,11 @@ class Step:
 
     def operands(self) -> list[Operand]:
         return [self.look(t) for t in tensors_in((self.args, self.kwargs))]
+
+    @property
+    def over(self) -> str:
+        """What a sync has to say to be about this axis."""
+        return "" if self.axis == "tp" else f", over='{self.axis}'"
 
     def label(self, op: str) -> str:
         """What a layout that begins here says of its origin."""
@@ -131,17 +138,23 @@ def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
     step.fail(
         f"{complete.called} is whole and used alike by all ranks{since}, and meets {other.called}, which is"
         f" {other.layout.told()}: its gradient"
-        " would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy') on the module around (all_gather where it is"
-        " cut), or .column(input='copy'); or where the other is made whole",
+        f" would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy'{step.over}) on the module around (all_gather"
+        " where it is cut), or .column(input='copy'); or where the other is made whole",
         "E6",
     )
 
 
 def refuse_partial(step: Step, operand: Operand) -> NoReturn:
     """Raises LayoutError: a partial sum is used as if it were the sum (E3)."""
+    if operand.layout.mean:
+        step.fail(
+            f"{operand.called} is {operand.layout.told()}: ranks have different numbers of labels, so it counts by their number before it"
+            " is summed (ulysses(loss='per_token')), or the sum over the share is divided by the number of all",
+            "E3",
+        )
     step.fail(
         f"{operand.called} is {operand.layout.told()}, and the whole is expected here, or a share: complete it first, with"
-        " .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce') behind it",
+        f" .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce'{step.over}) behind it",
         "E3",
     )
 

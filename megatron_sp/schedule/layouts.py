@@ -69,6 +69,7 @@ class Layout:
         copies: of S: so many ranks that follow each other have the same share (fewer heads than ranks).
         shuffled: rows are in the order (ranks, this many, share), for a flattened batch was gathered; whoever scatters them again has the
             share that there was.
+        mean: of P: the summands are means, each over a rank's own share, and are to be weighed before they are summed.
         since: what made it so.
         choice: of the result of an all_gather: decides between R and I.
     """
@@ -79,6 +80,7 @@ class Layout:
     blocks: tuple[int, ...] = ()
     copies: int = field(default=1, compare=False)
     shuffled: int = 1
+    mean: bool = False
     since: str = field(default="", compare=False)
     choice: Choice | None = field(default=None, compare=False)
 
@@ -108,6 +110,7 @@ class Layout:
             "P": "a partial sum on each rank",
             "S": f"cut along dim {self.dim}",
         }
+        words["P"] = "a mean over its own share on each rank" if self.mean else words["P"]
         return words[self.kind] + (f" since {self.since}" if self.since else "")
 
 

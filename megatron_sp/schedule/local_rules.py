@@ -319,21 +319,55 @@ def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
     return False
 
 
+def once(lines: Lines) -> Problem:
+    """E5: what can be asked for only once."""
+    for do in ("ulysses", "zero"):
+        found = [d for d in lines.directives if d.do == do]
+        if len(found) > 1:
+            yield f"{_called(lines)}: {do} was asked for twice, at {' and at '.join(d.where for d in found)}: leave one out (E5)"
+
+
+def cut_over(lines: Lines) -> Problem:
+    """E10: sequences that are cut over ranks of which each has a batch, or parameters, of its own."""
+    for d in (d for d in lines.directives if d.do == "ulysses" and d.args.get("axis", "sp") != "sp"):
+        axis = lines.mesh.group(d.args["axis"]) and d.args["axis"]
+        why = "have batches of their own" if axis == "dp" else "have different parameters, whose gradients nobody sums over them"
+        yield f"{_called(lines)}: ulysses cuts sequences over {axis}, whose ranks {why}: leave axis out, it is sp ({d.where}, E10)"
+
+
+def spoken_of(lines: Lines) -> Problem:
+    """E5: ranks that do the same, and whose gradients are summed."""
+    size = lines.mesh.sp.size()
+    if size > 1 and not any(d.do in ("ulysses", "hook") or (d.do == "sync" and d.args.get("over") == "sp") for d in lines.directives):
+        yield (
+            f"{_called(lines)}: no line cuts anything over sp ({size}), so its ranks compute the same, and the gradients of parameters are"
+            f" summed over them, {size} times too large: cut sequences with .ulysses(), or give these ranks to dp (E5)"
+        )
+
+
+def _called(lines: Lines) -> str:
+    return f"the model ({type(lines.model).__name__})"
+
+
 RULES: tuple[Callable[[Lines], Problem], ...] = (
-    compiled, parameters, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
+    compiled, parameters, once, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
 )  # fmt: skip
 
 
-def problems(model: nn.Module, directives: list[Directive], mesh: Mesh) -> list[str]:
-    """All mistakes that the lines alone show; none where there is one rank, which does nothing otherwise than the whole model."""
+def problems(model: nn.Module, directives: list[Directive], mesh: Mesh, *, uses_sp: bool = False) -> list[str]:
+    """All mistakes that the lines alone show; few where there is one rank of tp, which does nothing otherwise than the whole model.
+
+    Args:
+        uses_sp: also ask whether anything is done over sp, which a training loop may see to.
+    """
     lines = Lines(model, directives, mesh)
-    rules = RULES if lines.size > 1 else (compiled, parameters, packed)
-    return [problem for rule in rules for problem in rule(lines)]
+    rules = RULES if lines.size > 1 else (compiled, parameters, once, cut_over, packed)
+    return [problem for rule in (*rules, *([spoken_of] if uses_sp else [])) for problem in rule(lines)]
 
 
-def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
+def require(model: nn.Module, directives: list[Directive], mesh: Mesh, *, uses_sp: bool = False) -> None:
     """Raises LayoutError: with all of them."""
-    found = list(dict.fromkeys(problems(model, directives, mesh)))
+    found = list(dict.fromkeys(problems(model, directives, mesh, uses_sp=uses_sp)))
     if found:
         shown = found[:6] + ([f"... and {len(found) - 6} more"] if len(found) > 6 else [])
         raise LayoutError("\n".join(shown))

@@ -21,7 +21,7 @@ _LIMIT = 2**63 - 1
 
 
 class Streams:
-    """Of one model: the seeds that its ranks share at the moment, the innermost last. Backward may recompute in a thread of its own."""
+    """Of one model: the seeds that its tp ranks share at the moment, the innermost last. Backward may recompute in a thread of its own."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -35,9 +35,17 @@ class Streams:
         return found
 
     @contextmanager
-    def differ(self, group: Group) -> Iterator[None]:
-        """Inside, each rank of the group draws numbers of its own; outside, nothing but one draw has happened."""
+    def differ(self, group: Group, over_tp: bool = True) -> Iterator[None]:
+        """Inside, each rank of the group draws numbers of its own; outside, nothing but one draw has happened.
+
+        Args:
+            over_tp: these are tp's ranks, which ``same`` is about; those of other axes never have anything in common.
+        """
         seed = int(torch.randint(_LIMIT, (), dtype=torch.int64))
+        if not over_tp:
+            with _seeded((seed + 1 + group.rank()) % _LIMIT):
+                yield
+            return
         self.shared.append(torch.Generator().manual_seed(seed))
         try:
             with _seeded((seed + 1 + group.rank()) % _LIMIT):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import all_to_all, gather_from
+from megatron_sp.parallel.regions import all_to_all, gather_from, overridable
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.numbers import round_up
 
@@ -32,13 +32,14 @@ class Cut(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str) -> Cut:
+    def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str = "") -> Cut:
         """Of a length.
 
         Args:
             multiple: of which the padded length must be one.
             pads: whether it may be padded; else an uneven length is refused.
             what: is cut, for the message.
+            where: who asked, for the message.
         Raises:
             ConfigError: it would have to be padded, and may not be (E12).
         """
@@ -46,7 +47,7 @@ class Cut(NamedTuple):
         if padded != length and not pads:
             raise ConfigError(
                 f"{what} has {length} positions, which must be a multiple of {multiple} (the ranks that share them): pad the batch, or"
-                " leave out pad=False, and it is done here (E12)"
+                f" leave out pad=False, and it is done here ({where + ', ' if where else ''}E12)"
             )
         return cls(length, padded, group.size(), group.rank())
 
@@ -57,18 +58,30 @@ class Cut(NamedTuple):
 
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
         """This rank's positions of a whole tensor; ``fill`` stands in the padding, None: the last position again."""
-        missing = self.padded - self.length
-        if missing and fill is None:
-            last = x.narrow(dim, self.length - 1, 1)
-            x = F.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim).clone()
-            x.narrow(dim, self.length, missing).copy_(last.expand_as(x.narrow(dim, self.length, missing)))
-        elif missing:
-            x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
-        return x.narrow(dim, self.rank * self.local, self.local).contiguous()  # models have views of what they are given
+        return take_share(x, self, dim, fill)
 
     def whole(self, x: Tensor, dim: int, group: Group) -> Tensor:
         """All ranks' positions of something that all of them go on to use alike. Collective."""
         return gather_from(x, group, dim, "slice").narrow(dim, 0, self.length)
+
+
+@overridable
+def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
+    """``Cut.take``. Backward: each rank has its positions' gradient, zeros elsewhere, and they are summed as parameters' are."""
+    missing = cut.padded - cut.length
+    if missing and fill is None:
+        last = x.narrow(dim, cut.length - 1, 1)
+        x = F.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim).clone()
+        x.narrow(dim, cut.length, missing).copy_(last.expand_as(x.narrow(dim, cut.length, missing)))
+    elif missing:
+        x = F.pad(x.movedim(dim, -1), (0, missing), value=fill or 0).movedim(-1, dim)
+    return x.narrow(dim, cut.rank * cut.local, cut.local).contiguous()  # models have views of what they are given
+
+
+@overridable
+def repeated_heads(x: Tensor, times: int, dim: int) -> Tensor:
+    """Each head so many times, one behind the other."""
+    return x.repeat_interleave(times, dim)
 
 
 class Heads(NamedTuple):
@@ -93,14 +106,15 @@ class Heads(NamedTuple):
         """
         ranks, have = self.group.size(), x.shape[self.head]
         if queries % ranks:
+            works = ", ".join(str(n) for n in range(2, queries + 1) if queries % n == 0) or "1 only"
             raise ConfigError(
                 f"{self.where} has {queries} query heads on this rank, which must be a multiple of sp ({ranks}): the model's heads must be"
-                " one of tp * sp; choose another sp or tp"
+                f" one of tp * sp; sp {works} would work, or another tp (E2)"
             )
         if have % ranks == 0 or have == 0:
             return x
         times = ranks // have if ranks % have == 0 else queries // have
-        return x.repeat_interleave(times, self.head)
+        return repeated_heads(x, times, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
         """Some positions of all heads -> all real positions of some heads."""
@@ -115,7 +129,8 @@ class Heads(NamedTuple):
         if x.shape[self.seq] != cut.padded:
             raise ConfigError(
                 f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.padded}: with recomputation a"
-                " batch's backward pass must come before a forward pass of another length; pad batches to one length"
+                " batch's backward pass must come before a forward pass of another length; pad batches to one length; where nothing is"
+                " recomputed, layout= or core= is about other tensors (E10)"
             )
         return x.narrow(self.seq, 0, cut.length)
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.regions import gather_from, reduce_from
+from megatron_sp.parallel.regions import gather_from, overridable, reduce_from
 from megatron_sp.schedule import early, hf_attention
 from megatron_sp.schedule.hooks import change_input, change_output, parameter_names
 from megatron_sp.schedule.paths import expand
@@ -64,6 +64,7 @@ class Ulysses:
         self.cut: Cut | None = None  # of the pass that runs, or has run last
         self._attentions = 0  # in this pass
         self._packed: Tensor | None = None
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._hugging_face = hf_attention.is_hugging_face(model)
         self.inputs = tuple(args.get("inputs") or ())
         self._take_attention(args)
@@ -102,13 +103,13 @@ class Ulysses:
         def enter(x: Tensor, is_query: bool) -> Tensor:
             self._attentions += is_query
             seen["queries"] = x.shape[head] if is_query else seen["queries"]
-            return heads.enter(heads.spread(x, seen["queries"]), self._current())
+            return heads.enter(heads.spread(x, seen["queries"]), self._current(path))
 
         def leave(y: Tensor) -> Tensor:
             if y.ndim == 4:
-                return heads.leave(y, self._current(), seq, head)
+                return heads.leave(y, self._current(path), seq, head)
             last = y.unflatten(-1, (seen["queries"] // self.group.size(), -1))
-            return heads.leave(last, self._current(), 1 if layout != "sbhd" else 0, 2).flatten(-2)
+            return heads.leave(last, self._current(path), 1 if layout != "sbhd" else 0, 2).flatten(-2)
 
         for name in "qkv":  # hooks run in this order: the first says how many query heads there are
             change_input(module, path, args.get(name, name), partial(enter, is_query=name == "q"), self.where)
@@ -116,7 +117,8 @@ class Ulysses:
 
     def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
         """A transformers attention function on [b, n, s, d] with exchanges around it; see ``hf_attention.Exchanges``."""
-        cut, name = self._current(), type(module).__name__
+        name = f"{self._paths.get(id(module), '')} ({type(module).__name__})".lstrip()
+        cut = self._current(name)
         self._attentions += 1
         for of_heads in _PER_HEAD:
             if more.get(of_heads) is not None:
@@ -126,6 +128,7 @@ class Ulysses:
         if isinstance(mask, Tensor) and mask.shape[-1] != cut.length:
             raise ConfigError(
                 f"{name} was given a mask {list(mask.shape)} for {cut.length} positions: give the model a mask of whole sequences"
+                f" ({self.where})"
             )
         heads = Heads(self.group, 2, 1, name)
         if self._early is not None and self._early.handles(module):
@@ -149,16 +152,24 @@ class Ulysses:
             more["allow_is_causal_skip"] = more["allow_is_bidirectional_skip"] = False
         return function(**more)
 
-    def _current(self) -> Cut:
+    def _current(self, name: str = "attention") -> Cut:
+        if self.cut is None and self._is_region:
+            raise ConfigError(
+                f"{name} runs in front of the module where sequences are cut: enter= must be the first block ({self.where}, E10)"
+            )
         if self.cut is None:
-            raise RuntimeError("attention ran outside of the model's forward pass: call the model itself")
+            raise RuntimeError(f"{name} ran outside of the model's forward pass: call the model itself")
         return self.cut
 
     # region
 
     def _cut_region(self, args: Mapping[str, Any]) -> None:
         if "enter" not in args or "leave" not in args:
-            raise ConfigError(f"enter= and leave= belong together: the first block, and the norm behind the last ({self.where})")
+            said = next(f"{name}={args[name]!r}" for name in ("enter", "leave") if name in args)
+            raise ConfigError(
+                f"enter= and leave= belong together: the first block, and the norm behind the last; there is only {said}"
+                f" ({self.where}, E13)"
+            )
         dim = self.seq_dim
 
         def enter(x: Tensor) -> Tensor:
@@ -166,7 +177,13 @@ class Ulysses:
             return self._current().take(x, dim)  # backward: each rank has its positions' gradient, and they are summed as parameters' are
 
         def leave(x: Tensor) -> Tensor:
-            return gather_from(x, self.group, dim, "reduce_scatter").narrow(dim, 0, self._current().length)
+            cut = self._current(last)
+            if x.shape[dim] != cut.local:
+                raise ConfigError(
+                    f"{last} leaves {x.shape[dim]} positions of a rank's {cut.local}: leave= must be where enter='{first}' and what was cut"
+                    f" inside of it end, sequence() for instance ({self.where}, E10)"
+                )
+            return gather_from(x, self.group, dim, "reduce_scatter").narrow(dim, 0, cut.length)
 
         first, last = (expand(self.model, args[name])[0] for name in ("enter", "leave"))
         blocks = expand(self.model, f"{first.rpartition('.')[0]}.*" if "." in first else first)
@@ -175,10 +192,12 @@ class Ulysses:
         # behind the other hook: this one says how long the sequence is, and so has to run first
         change_input(self.model.get_submodule(first), first, args.get("arg"), enter, self.where, first=True)
         change_output(self.model.get_submodule(last), last, None, leave, self.where)
+        if self._hugging_face:
+            self.model.register_forward_pre_hook(_without_cache, with_kwargs=True)
         self.model.register_forward_hook(self._end_region, always_call=True)
 
     def _cut_inputs_of_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        cut = self._current()
+        cut = self._current(f"{self._paths.get(id(module), '')} ({type(module).__name__})")
 
         def taken(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -194,7 +213,7 @@ class Ulysses:
         if result is None:
             return None
         self._require_attention()
-        return map_tensors(result, lambda t: _ShareOfGradient.apply(t, self.group.size()) if t.requires_grad else t)
+        return map_tensors(result, lambda t: share_of_gradient(t, self.group) if t.requires_grad else t)
 
     # root
 
@@ -209,7 +228,8 @@ class Ulysses:
             self.model.register_forward_pre_hook(self._begin_inputs, with_kwargs=True)
         else:
             raise ConfigError(
-                f"say where the sequence is cut: inputs=, names of the model's inputs that have positions (and positions=, where it takes"
+                f"say where the sequence of {type(self.model).__name__} is cut: inputs=, names of the model's inputs that have positions"
+                " (and positions=, where it takes"
                 f" their numbers), or enter= and leave=, the modules between which hidden states are cut ({self.where})"
             )
         self.model.register_forward_hook(self._end_root, with_kwargs=True, always_call=True)
@@ -256,8 +276,7 @@ class Ulysses:
             given.setdefault("shift_labels", F.pad(labels, (0, 1), value=_IGNORED)[..., 1:])
             given.setdefault("num_items_in_batch", (given["shift_labels"] != _IGNORED).sum())
         elif self._loss_kind == "per_token":
-            mine = (self._current().take(labels, 1, _IGNORED) != _IGNORED).sum()
-            self._weight = mine.double() / (labels != _IGNORED).sum()
+            self._weight = share_of_labels(labels, self._current())
         else:
             raise ConfigError(
                 f"it is not known how {type(self.model).__name__} makes a loss of labels: say loss='next_token' or loss='per_token' (a mean"
@@ -289,8 +308,7 @@ class Ulysses:
             return result
         loss = result["loss"]
         if self._weight is not None:  # the mean of no label is no number
-            logits = cast("Tensor", result["logits"])
-            loss = loss * self._weight.to(loss.dtype) if int(self._weight > 0) else (logits * 0.0).sum().to(loss.dtype)
+            loss = weighed(loss, self._weight, cast("Tensor", result["logits"]))
         result["loss"] = reduce_from(loss, self.group)
         return result
 
@@ -298,14 +316,14 @@ class Ulysses:
 
     def _begin(self, length: int, what: str) -> Cut:
         self._attentions = 0
-        self.cut = Cut.of(length, self.group, self.multiple, pads=self.pads, what=what)
+        self.cut = Cut.of(length, self.group, self.multiple, pads=self.pads, what=what, where=self.where)
         return self.cut
 
     def _require_attention(self) -> None:
         if self._attentions == 0:
             raise ConfigError(
                 f"no attention of {type(self.model).__name__} went through an exchange, so ranks would see their own positions only: name"
-                f" the modules that compute it with core= ({self.where})"
+                f" the modules that compute it with core= ({self.where}, E10)"
             )
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -340,6 +358,26 @@ class _grouped:
             self.module.num_key_value_groups = self.before
 
 
+@overridable
+def share_of_labels(labels: Tensor, cut: Cut) -> Tensor:
+    """How much of all labels [b, s] a rank's positions have, at most 1."""
+    mine = (cut.take(labels, 1, _IGNORED) != _IGNORED).sum()
+    return mine.double() / (labels != _IGNORED).sum()
+
+
+@overridable
+def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    """What a mean over a rank's labels adds to the mean over all; the mean of no label is no number."""
+    return loss * weight.to(loss.dtype) if int(weight > 0) else (logits * 0.0).sum().to(loss.dtype)
+
+
+@overridable
+def share_of_gradient(x: Tensor, group: Group) -> Tensor:
+    """Nothing forward; each rank goes back with its share of the gradient of what all ranks of a group compute alike."""
+    made: Tensor = _ShareOfGradient.apply(x, group.size())
+    return made
+
+
 class _ShareOfGradient(torch.autograd.Function):
     """Nothing forward; one rank's share of the gradient of what all ranks compute alike."""
 
@@ -351,6 +389,16 @@ class _ShareOfGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad / ctx.ranks, None
+
+
+def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model of transformers that keeps no keys and values of its blocks, which have a rank's positions only."""
+    place = next((i for i, name in enumerate(parameter_names(model)) if name == "use_cache"), None)
+    if place is not None and place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    return args, {**kwargs, "use_cache": False} if place is not None or (caches and takes_any) else kwargs
 
 
 def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind | None:

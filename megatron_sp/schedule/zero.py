@@ -46,10 +46,7 @@ class ZeroTraining:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], args: Mapping[str, Any], where: str) -> None:
-        stage = args.get("stage")
-        if stage not in _STAGES:
-            raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
-        self.config = _config(args.get("optimizer"), where)
+        stage, self.config = read(args, where)
         self.micro_batches = int(args.get("micro_batches", 1))
         blocks = find_blocks(model, args.get("blocks"))
         names = {id(p): name for name, p in model.named_parameters()}
@@ -132,6 +129,14 @@ class ZeroTraining:
             whole = unit.gathered(flats[unit.name])
             found |= {slot.name: slot.view(whole) for slot in unit.slots}
         return found
+
+
+def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
+    """(stage, optimizer) of a line. Raises ConfigError: they cannot be."""
+    stage = args.get("stage")
+    if stage not in _STAGES:
+        raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
+    return stage, _config(args.get("optimizer"), where)
 
 
 def _config(given: Any, where: str) -> OptimizerConfig:

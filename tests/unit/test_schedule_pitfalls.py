@@ -153,10 +153,12 @@ def test_p8_errors_say_what_is_meant() -> None:
 
 def test_p9_several_axes_and_no_gpu() -> None:
     """An exchange over another axis leaves what lies over tp as it is."""
-    s = schedule(Toy(), Mesh.sizes(tp=2, sp=2, dp=2))
+    s = schedule(Toy(), Mesh.sizes(tp=2, dp=2))
     write(s)
-    s["norm"].sync("fwd_pre", "copy", over="sp")
-    assert str(s.check(batch()).outputs["norm"]["0"]) == "I"
+    s["norm"].sync("fwd_pre", "copy", over="dp")
+    report = s.check(batch())
+    assert str(report.outputs["norm"]["0"]) == "I"
+    assert report.warnings == [f"norm: what sync does over dp was not followed ({s.directives[-1].where})"]
 
 
 def test_p9_where_the_sums_are_is_said() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_sp.schedule.mesh import AXES, Mesh
-from megatron_sp.schedule.presets.common import Blocks, write_vocabulary
+from megatron_sp.schedule.presets.common import Blocks, drops, write_vocabulary
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
 
@@ -69,10 +69,22 @@ def auto(
 def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
     """With a layer over the vocabulary, inputs and labels are cut; anything else behind the blocks may look at the whole sequence."""
     model: Any = s.model
-    if model.get_output_embeddings() is not None:
+    cuts_inputs = model.get_output_embeddings() is not None
+    if cuts_inputs:
         s.ulysses()
     else:
         s.ulysses(enter=blocks.first, leave=blocks.last)
+    if drops(model.config):
+        _differ_over_sp(s, blocks, everywhere=cuts_inputs)
+
+
+def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
+    """Dropout of other positions on each rank. Not around the whole model: which blocks layerdrop leaves out must be the same for all."""
+    inside = tuple(f"{path}." for path in s[blocks.glob])
+    s[blocks.glob].rng("sp")  # behind the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
+    for path, module in s.model.named_modules() if everywhere else ():
+        if isinstance(module, nn.Dropout) and not path.startswith(inside):
+            s[path].rng("sp")
 
 
 def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:
