@@ -1,0 +1,124 @@
+"""Every preset in every layout: results, loss and all gradients are those of the untouched model, in fp64, on batches with padding.
+
+Layouts of 2 and of 4 ranks, times ZeRO, times recomputation. A sample runs always, all of it with ``-m long``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from preset_models import MODELS, batch_of, make
+from ranks import run_ranks
+
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.schedule import Mesh
+from megatron_sp.schedule.presets import auto
+
+
+class Layout(NamedTuple):
+    """Ranks along tp and sp, the rest is dp; and whether tp cuts sequences, too."""
+
+    tp: int = 1
+    sp: int = 1
+    seq: bool = False
+
+
+class Case(NamedTuple):
+    name: str
+    layout: Layout
+    zero: int = 0
+    recompute: bool | str = False
+
+
+TP, TP_SEQ, SP = Layout(tp=2), Layout(tp=2, seq=True), Layout(sp=2)
+BOTH, ALL = Layout(tp=2, sp=2), Layout(tp=2, sp=2, seq=True)
+LAYOUTS = {2: [TP, TP_SEQ, SP], 4: [BOTH, ALL, Layout(sp=4), Layout(tp=4), TP, TP_SEQ, SP]}  # on 4 ranks the last have a dp of 2
+OPTIONS: dict[int, list[tuple[int, bool | str]]] = {
+    2: [(0, False), (0, True), (1, False), (1, True), (3, False), (3, True)],
+    4: [(0, False), (1, False), (3, True)],
+}
+
+
+def cases_of(name: str, ranks: int) -> list[Case]:
+    """All that its preset covers: T5's attention has a bias for each head, which is refused where sp is more than 1."""
+    layouts = [layout for layout in LAYOUTS[ranks] if layout.sp == 1 or not name.startswith("t5")]
+    gathered = [Case(name, layout, 0, "keep_gathered") for layout in layouts if layout.seq]
+    return [Case(name, layout, *options) for layout in layouts for options in OPTIONS[ranks]] + gathered
+
+
+def equal(cases: list[Case]) -> None:
+    """On every rank. Raises AssertionError: with all cases that are not."""
+    meshes: dict[tuple[int, int], Mesh] = {}
+    wrong = []
+    for case in cases:
+        tp, sp, seq = case.layout
+        if (tp, sp) not in meshes:
+            meshes[tp, sp] = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
+        s = auto(make(case.name), meshes[tp, sp], seq=seq, recompute=case.recompute)
+        if case.zero:
+            s.zero(case.zero)
+        try:
+            s.verify(batch_of(case.name))
+        except Exception as error:  # the same on every rank
+            wrong.append(f"{case}: {type(error).__name__}: {error}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} on {dist.get_world_size()} ranks:\n" + "\n".join(wrong)
+
+
+def run_cases(tmp_path: Path, ranks: int, cases: list[Case]) -> None:
+    for name in {case.name for case in cases}:
+        make(name)  # its module is imported once, before the fork
+    run_ranks(equal, ranks, tmp_path, cases)
+
+
+def test_a_sample_on_two_ranks(tmp_path: Path) -> None:
+    """What no other test of the default run has: sequences cut over sp, with ZeRO and recomputation by turns."""
+    classifier = Case("roberta-classifier", SP, 0, True)
+    sample = [classifier, Case("gpt2", SP, 3, True), Case("mistral", SP, 1), Case("t5", TP_SEQ, 1, True)]
+    run_cases(tmp_path, 2, sample)
+
+
+def test_a_sample_on_four_ranks(tmp_path: Path) -> None:
+    run_cases(tmp_path, 4, [Case("bert", ALL, 3, True), Case("opt", ALL, 1)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout(tmp_path: Path, name: str, ranks: int) -> None:
+    run_cases(tmp_path, ranks, cases_of(name, ranks))
+
+
+def with_dropout(names: list[str]) -> None:
+    """Dropout that is drawn again in recomputation, and otherwise on each rank of sp, gives the same gradients with and without it."""
+    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=1, sp_size=2))
+    for name in names:
+        found = []
+        for recompute in (False, True):
+            config = make(name).config.to_dict()
+            rates: dict[str, Any] = {key: 0.3 for key, value in config.items() if "drop" in key and value == 0.0 and key != "layerdrop"}
+            s = auto(make(name, **rates), mesh, recompute=recompute)
+            model: Any = s.apply().double()
+            assert any(d.do == "rng" and d.args["axis"] == "sp" for d in s.directives), name
+            torch.manual_seed(5)
+            loss = model(**batch_of(name)).loss
+            alike = loss.detach().clone().repeat(2, 1)
+            dist.broadcast(alike[0], 0)
+            assert alike[0] == loss
+            loss.backward()
+            assert s.applied is not None
+            s.applied.finish_backward()
+            found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+        for key, grad in found[0].items():
+            torch.testing.assert_close(found[1][key], grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {key}")
+
+
+@pytest.mark.long
+def test_dropout_over_sp(tmp_path: Path) -> None:
+    names = ["bert", "gpt2", "opt", "bert-classifier"]
+    for name in names:
+        make(name)
+    run_ranks(with_dropout, 2, tmp_path, names)
