@@ -42,7 +42,10 @@ def in_child(source: Path, target: str, output: Path) -> int:
     return pid
 
 
-@pytest.mark.parametrize("target", ["hf", pytest.param("megatron_sp", marks=pytest.mark.long)])
+OTHERS = ("megatron_sp", "megatron", "megatron-dist", "megatron-deepspeed")
+
+
+@pytest.mark.parametrize("target", ["hf", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_killed_at_random_moments(tmp_path: Path, target: str) -> None:
     source = write_run(model(), tmp_path / "run")
     began = time.monotonic()
