@@ -29,20 +29,29 @@ def expand(model: nn.Module, glob: str) -> list[str]:
     return found
 
 
+def _tokens(glob: str) -> list[str]:
+    """What stands between the dots of a glob; a brace is one token, whatever is in it."""
+    return re.split(r"\.(?![^{}]*\})", glob)
+
+
 def _regex(glob: str) -> str:
-    tokens = []
-    for token in glob.split("."):
-        if token == "**":
-            tokens.append(r"[^.]+(?:\.[^.]+)*")
-            continue
-        escaped = re.escape(token).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-        tokens.append(re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{'|'.join(m[1].split(','))})", escaped))
-    return r"\.".join(tokens) if glob else ""
+    return r"\.".join(map(_token_regex, _tokens(glob)))
+
+
+def _token_regex(token: str) -> str:
+    if token == "**":
+        return r"[^.]+(?:\.[^.]+)*"
+    parts = re.split(r"\{([^}]*)\}", token)  # outside and inside of braces, in turn
+    return "".join(f"(?:{'|'.join(map(_regex, part.split(',')))})" if i % 2 else _names(part) for i, part in enumerate(parts))
+
+
+def _names(text: str) -> str:
+    return re.escape(text).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
 
 
 def _explain(paths: Iterable[str], glob: str) -> str:
     known = list(paths)
-    tokens = glob.split(".")
+    tokens = _tokens(glob)
     for length in range(len(tokens) - 1, -1, -1):
         prefix = ".".join(tokens[:length])
         pattern = re.compile(_regex(prefix))
