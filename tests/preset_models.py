@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt-after": ("OPT", "ForCausalLM", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 10}),
     "opt-model": ("OPT", "Model", OPT),
     "t5-relu": ("T5", "EncoderModel", T5),
+    "t5-decoder": ("T5", "ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
     "vit-model": ("ViT", "Model", {**VIT, "image_size": (12, 20)}),
 }  # fmt: skip
 FAMILIES = [name for name in MODELS if "-" not in name]

@@ -281,8 +281,10 @@ def regions(lines: Lines) -> Problem:
                     f"all_gather at the input of {path} ({d.where}), and no line cuts anything in front of it: add"
                     " .sequence(), or use copy (E10)"
                 )
-    if len(sequence) > 1:
-        yield f"sequence() stands there {len(sequence)} times, at {' and at '.join(d.where for d in sequence)}: leave one out (E5)"
+    for ends, what in (([d.on for d in sequence], "enters"), ([d.args["leave"] for d in sequence], "leaves")):
+        for end in {end for end in ends if ends.count(end) > 1}:  # an encoder and a decoder have a region each
+            places = " and at ".join(d.where for d, e in zip(sequence, ends, strict=True) if e == end)
+            yield f"sequence() {what} at {end} {ends.count(end)} times, at {places}: leave one out (E5)"
 
 
 def _any_column_outside(lines: Lines, path: str) -> bool:

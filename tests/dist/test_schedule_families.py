@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from preset_models import FAMILIES, MODELS, T5, batch_of, make, transformers
+from preset_models import FAMILIES, MODELS, batch_of, make
 from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -63,6 +63,7 @@ def run_cases(tmp_path: Path, ranks: int, cases: list[tuple[str, Mode]]) -> None
 
 def test_presets_change_nothing(tmp_path: Path) -> None:
     cases = [(name, MODES[mode]) for name in FAMILIES for mode in ("tp", "recompute")]
+    cases += [("t5-decoder", MODES["recompute"])]
     run_cases(tmp_path, 2, [*cases, ("qwen3", FEW), ("qwen3", SP["zero"]), ("vit", SP["sp"])])
 
 
@@ -119,9 +120,6 @@ def test_save_pretrained_and_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_models_that_presets_refuse() -> None:
-    full = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
-    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration has a decoder, and the preset of t5 covers the encoder alone"):
-        auto(full, tp=2)
     with pytest.raises(ConfigError, match=r"a bias of positions for each head, which Ulysses \(sp 2\) does not trade"):
         auto(make("t5"), sp=2)
     odd = make("vit", image_size=12)
