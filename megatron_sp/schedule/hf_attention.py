@@ -40,6 +40,12 @@ def is_hugging_face(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
+def looks_up_attention(model: nn.Module) -> bool:
+    """Whether anything in the model asks that table; else it computes its attention itself, where nobody can stand around it."""
+    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
 def take_over(model: nn.Module, exchanges: Exchanges) -> None:
     """From now on all attention inside this model goes through ``exchanges``."""
     attention, masks = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]

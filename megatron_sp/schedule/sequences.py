@@ -130,7 +130,7 @@ class Heads(NamedTuple):
             raise ConfigError(
                 f"{self.where} computes {x.shape[self.seq]} positions, but the last forward pass had {cut.padded}: with recomputation a"
                 " batch's backward pass must come before a forward pass of another length; pad batches to one length; where nothing is"
-                " recomputed, layout= or core= is about other tensors (E10)"
+                " recomputed, layout= or core= is about other tensors, or the model has a second sequence, which cannot be cut (E10)"
             )
         return x.narrow(self.seq, 0, cut.length)
 

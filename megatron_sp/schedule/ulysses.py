@@ -26,6 +26,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.regions import gather_from, overridable, reduce_from
@@ -84,6 +85,7 @@ class Ulysses:
             if args.get("overlap_qkv"):
                 raise ConfigError(f"overlap_qkv works with transformers' models, not with core= ({self.where})")
         elif self._hugging_face:
+            self._require_one_sequence()
             hf_attention.take_over(self.model, self)
             if args.get("overlap_qkv"):
                 self._early = early.EarlyExchanges(self.model, self.group, self.where)
@@ -92,6 +94,28 @@ class Ulysses:
                 f"{type(self.model).__name__} is no model of transformers, so say where its attention is: core=, the modules that"
                 f' get q, k and v, with q=, k=, v= (names of their inputs) and layout= "bshd", "bhsd" or "sbhd" ({self.where})'
             )
+
+    def _require_one_sequence(self) -> None:
+        """Raises ConfigError: it has two, or computes its attention where no exchange can stand around it."""
+        name, instead = type(self.model).__name__, f"give these {self.group.size()} ranks to tp or dp ({self.where})"
+        config: Any = self.model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(f"{name} has an encoder and a decoder, two sequences of which each has its own length: {instead}")
+        if not hf_attention.looks_up_attention(self.model):
+            raise ConfigError(
+                f"{name} does not look its attention up in transformers' table but computes it itself, so no exchange can stand around it:"
+                f" {instead}; or put modules that get q, k and v there with .replace() and name them with core="
+            )
+
+    def _refuse_neighbours(self, paths: list[str]) -> None:
+        """Raises ConfigError: something beside attention looks at several positions: a convolution, or a recurrent layer."""
+        for path, module in ((p, m) for top in paths for p, m in self.model.get_submodule(top).named_modules(prefix=top)):
+            wide = isinstance(module, _ConvNd) and any(n > 1 for n in module.kernel_size)
+            if self._hugging_face and (wide or isinstance(module, nn.RNNBase)):
+                raise ConfigError(
+                    f"{path} ({type(module).__name__}) of {type(self.model).__name__} goes from position to position outside of attention,"
+                    f" and each rank has its own positions only: give these {self.group.size()} ranks to tp or dp ({self.where})"
+                )
 
     def _wrap_core(self, path: str, args: Mapping[str, Any]) -> None:
         module, layout = self.model.get_submodule(path), args.get("layout", "bshd")
@@ -187,6 +211,7 @@ class Ulysses:
 
         first, last = (expand(self.model, args[name])[0] for name in ("enter", "leave"))
         blocks = expand(self.model, f"{first.rpartition('.')[0]}.*" if "." in first else first)
+        self._refuse_neighbours(blocks)
         for block in blocks:
             self.model.get_submodule(block).register_forward_pre_hook(self._cut_inputs_of_block, with_kwargs=True)
         # behind the other hook: this one says how long the sequence is, and so has to run first
@@ -221,6 +246,7 @@ class Ulysses:
         self._loss_kind: LossKind | None = None
         if self._hugging_face and not self.inputs:
             self._refuse_whole_sequences()
+            self._refuse_neighbours([""])
             self._loss_kind = _loss_kind(self.model, args.get("loss"), self.where)
             self.model.register_forward_pre_hook(self._begin_hugging_face, with_kwargs=True)
         elif self.inputs:
@@ -252,6 +278,17 @@ class Ulysses:
         first = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(first, Tensor):
             raise ConfigError("the model was called without input_ids and without inputs_embeds: there is nothing to cut over sp")
+        generating = [name for name in ("past_key_values", "logits_to_keep") if name in given and not _is_zero(given[name])]
+        if generating:
+            raise ConfigError(
+                f"{type(model).__name__} was given {', '.join(generating)}, as generate() does: it continues whole sequences, and each rank"
+                f" has its own positions only; generate with the whole model (applied.save_pretrained), or one split over tp ({self.where})"
+            )
+        if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
+            raise ConfigError(
+                f"{type(model).__name__} balances its experts by a loss over the whole sequence (output_router_logits), and each rank would"
+                f" make one of its own positions: set output_router_logits to False ({self.where})"
+            )
         cut = self._begin(first.shape[1], "input_ids" if "input_ids" in given else "inputs_embeds")
         self._packed = _documents(given.get("position_ids")) if _looks_for_documents(model, given) else None
         said = "position_ids" in given
@@ -425,6 +462,10 @@ def _documents(positions: Tensor | None) -> Tensor | None:
         return None
     starts = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     return starts.cumsum(-1) if bool(starts.any()) else None
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
 
 
 def map_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:

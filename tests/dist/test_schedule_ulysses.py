@@ -129,6 +129,9 @@ def check_rest() -> None:
     check_order()
 
 
+REFUSED = ("Lfm2ForCausalLM", "BloomForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM")
+
+
 def refuse(part: str, s: Schedule, batch: dict[str, Tensor] | None = None) -> None:
     with pytest.raises((ConfigError, NumericsError)) as caught:
         s.verify(hf_batch(8) if batch is None else batch)
@@ -150,6 +153,21 @@ def check_refused() -> None:
     odd = transformers.BertConfig(**{**SIZES, "num_attention_heads": 3}, vocab_size=V)
     refuse("has 3 query heads on this rank", schedule(transformers.BertForMaskedLM(odd), on).ulysses())
     refuse("pooler of BertModel works on whole", schedule(transformers.BertModel(odd), on).ulysses())
+    tiny = {"vocab_size": V, "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    convolved = transformers.Lfm2Config(**tiny, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": V}
+    both = transformers.BartConfig(**sizes, d_model=8, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=8)
+    balanced = transformers.MixtralConfig(**tiny, num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
+    bloom = transformers.BloomConfig(vocab_size=V, hidden_size=8, n_layer=1, n_head=2)
+    for model, part in (
+        (transformers.Lfm2ForCausalLM(convolved), "layers.0.conv.conv (Conv1d) of Lfm2ForCausalLM goes from position to position"),
+        (transformers.BloomForCausalLM(bloom), "BloomForCausalLM does not look its attention up in transformers' table"),
+        (transformers.BartForConditionalGeneration(both), "has an encoder and a decoder, two sequences"),
+        (transformers.MixtralForCausalLM(balanced), "balances its experts by a loss over the whole sequence"),
+    ):
+        refuse(part, schedule(model, on).ulysses())
+    ids = hf_batch(8)["input_ids"]
+    refuse("was given logits_to_keep, as generate() does", schedule(MODELS["llama"][0](), on).ulysses(), {"input_ids": ids, "logits_to_keep": 1})
     refuse("stage must be 0, 1, 2 or 3", schedule(MODELS["bert"][0](), on).zero(4))
     refuse("the optimizer has no rate", schedule(MODELS["bert"][0](), on).zero(1, {"rate": 1.0}))
     qwen = transformers.Qwen3Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6)
@@ -186,6 +204,6 @@ def check_order() -> None:
 
 
 def test_other_models_regions_and_what_is_refused(tmp_path: Path) -> None:
-    for name in ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification"):
+    for name in ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification", *REFUSED):
         getattr(transformers, name)  # imported before ranks are forked
     run_ranks(check_rest, 2, tmp_path)
