@@ -6,10 +6,10 @@ Forward results alone prove little (Slapo's verifier looks at nothing else): a s
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from megatron_sp.schedule.apply import Applied, apply
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.doubles import Doubles
 from megatron_sp.schedule.mesh import Mesh
-from megatron_sp.utils.errors import ConfigError, NumericsError
+from megatron_sp.schedule.rehearsal import drops, rehearsing
+from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
 LossOf = Callable[[Any], Tensor]
 
 
@@ -34,6 +35,10 @@ class Row:
     name: str
     kind: str  # output, loss, input gradient, gradient
     error: float
+    shapes: str = ""  # where they differ
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.shapes or f'{self.error:.1e}'}"
 
 
 @dataclass
@@ -44,11 +49,13 @@ class Verdict:
         rows: all comparisons, the worst first.
         tolerance: of each.
         first: the first module whose result differs, or None.
+        without_dropout: whether the model has some, which was off in both passes: shares of it draw other numbers.
     """
 
     rows: list[Row] = field(default_factory=list)
     tolerance: float = 1e-10
     first: str | None = None
+    without_dropout: bool = False
 
     @property
     def ok(self) -> bool:
@@ -57,8 +64,9 @@ class Verdict:
     def __str__(self) -> str:
         bad = [row for row in self.rows if not row.error <= self.tolerance]
         if not bad:
-            return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}"
-        lines = [f"  {row.kind} {row.name}: {row.error:.1e}" for row in bad[:12]]
+            off = ", dropout off" if self.without_dropout else ""
+            return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
+        lines = [f"  {row}" for row in bad[:12]]
         first = f"; the first module that differs is {self.first}" if self.first else ""
         return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
 
@@ -81,15 +89,18 @@ def verify(
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss = loss or default_loss
     unchanged = whole is None
-    whole, split = (copy.deepcopy(each).to(dtype) for each in (model if whole is None else whole, model))
+    whole, split = (rehearsing(each, dtype) for each in (model if whole is None else whole, model))
     applied = apply(split, directives, mesh, seq_dim)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
-        found = {"whole": _run(whole, batch, loss), "split": _run(split, batch, loss, applied.complete, mesh.dp.size())}
+        found = {"whole": _run(whole, batch, loss)}
+        with _told(split):
+            found["split"] = _run(split, batch, loss, applied.complete, mesh.dp.size())
     applied.finish_backward()
-    verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2))
+    verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2), without_dropout=drops(model))
     for name, expected in found["whole"].outputs.items():
-        verdict.rows.append(Row(name, "output", _worst(found["split"].outputs.get(name), expected, 0.0, mesh)))
+        made = found["split"].outputs.get(name)
+        verdict.rows.append(Row(name, "output", _worst(made, expected, 0.0, mesh), _shapes(made, expected)))
     verdict.rows.append(Row("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
     verdict.rows += _input_gradients(found["whole"].inputs, found["split"].inputs, mesh)
     verdict.rows += _gradients(whole, applied, mesh, unchanged)
@@ -170,6 +181,24 @@ def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: M
     return [Row(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()]
 
 
+@contextmanager
+def _told(split: nn.Module) -> Iterator[None]:
+    """Around a pass of the split model. Raises ConfigError: it fails, and the whole one did not; names the module."""
+    try:
+        yield
+    except (ReportedError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        names = {id(module): f"{path or 'the model'} ({type(module).__name__})" for path, module in split.named_modules()}
+        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+        inside = [names[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in names]
+        raise ConfigError(
+            f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one: {type(error).__name__}:"
+            f" {error}. If this is about sizes, one that the module has written down is the whole model's: divide it,"
+            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)"
+        ) from error
+
+
 def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Row]:
     shapes = {name: p.shape for name, p in whole.named_parameters()}
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
@@ -184,6 +213,13 @@ def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) 
         found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
         rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
     return rows
+
+
+def _shapes(found: Tensor | None, expected: Tensor) -> str:
+    if found is None:
+        return "missing"
+    same = found.shape == expected.shape
+    return "" if same else f"{list(found.shape)} on this rank, {list(expected.shape)} in the whole model"
 
 
 def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:

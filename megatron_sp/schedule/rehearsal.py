@@ -1,0 +1,54 @@
+"""Copies of a model that can be compared: what is drawn by chance, and what the comparison's numbers do not know, is out of them.
+
+Dropout in the whole model and in shares of it are other numbers, so both have none. transformers' grouped multiplication of experts does
+not exist in float64; their loop over experts, one by one, does.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def rehearsing(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of these numbers, without dropout."""
+    made = copy.deepcopy(model).to(dtype)
+    without_dropout(made)
+    if dtype is torch.float64:
+        one_expert_at_a_time(made)
+    return made
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether there is any dropout in it that is on."""
+    return any(m.training for m in model.modules()) and any(_rates(holder) for holder in _holders(model))
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn all of it off, in modules and in what they read of their configuration; nothing else of training mode changes."""
+    for holder in _holders(model):
+        for name in _rates(holder):
+            setattr(holder, name, 0.0)
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    modules: list[Any] = list(model.modules())
+    configs = {id(c): c for m in modules if (c := m.__dict__.get("config")) is not None}
+    return modules + list(configs.values())
+
+
+def _rates(holder: Any) -> list[str]:
+    is_dropout = "drop" in type(holder).__name__.lower()
+    values = vars(holder).items() if hasattr(holder, "__dict__") else ()
+    return [name for name, v in values if isinstance(v, float) and v > 0 and ("drop" in name or (is_dropout and name == "p"))]
+
+
+def one_expert_at_a_time(model: nn.Module) -> None:
+    """Have experts of transformers' models computed in a loop."""
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+            config._experts_implementation = "eager"
