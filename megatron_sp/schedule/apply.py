@@ -24,6 +24,7 @@ from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.parallel.regions import gather_from
 from megatron_sp.schedule import forwards
 from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.guards import guard_shares, mark, original, require_whole
 from megatron_sp.schedule.hooks import change_input, change_output
 from megatron_sp.schedule.kinds import Kind, find_kind, kind_of
 from megatron_sp.schedule.mesh import Mesh
@@ -149,7 +150,7 @@ class Applied:
         Raises:
             ConfigError: the model has none.
         """
-        save = getattr(self.model, "save_pretrained", None)
+        save = original(self.model, "save_pretrained")
         if save is None:
             raise ConfigError(
                 f"{type(self.model).__name__} has no save_pretrained: it is no model of transformers; save full_state_dict() as you like"
@@ -186,6 +187,7 @@ class _Compiler:
                 yield from ((directive, path, module) for path, module in found.items() if once[id(module)] == path)
 
     def run(self) -> Applied:
+        require_whole(self.model)
         self.replace()
         self.set_attributes()
         asked = list(self.asked())
@@ -197,6 +199,7 @@ class _Compiler:
         self.check_biases()
         self.check_layers()
         self.also()
+        mark(self.model)
         self.split()
         self.exchange_forwards(whole_shapes)
         self.put_syncs()
@@ -208,7 +211,10 @@ class _Compiler:
         without_fast_paths(self.model, {path for _, path, _ in self.each("shard", "column", "row", "vocab_parallel")})
         ulysses = self.cut_sequences()
         specs = self.specs(whole_shapes)
-        return Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs))
+        made = Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs))
+        if (self.splits and self.size > 1) or (made.zero is not None and made.zero.comes_and_goes):
+            guard_shares(self.model)
+        return made
 
     def shard(self, specs: dict[str, ShardSpec]) -> ZeroTraining | None:
         lines = [d for d in self.directives if d.do == "zero"]
@@ -324,6 +330,8 @@ class _Compiler:
         heads = {id(module) for _, _, module in self.each("vocab_parallel")}
         for path, module in self.model.named_modules():
             kind = find_kind(module)
+            if isinstance(module, nn.Embedding):
+                continue  # it keeps a forward of its own, around the lookup
             if kind is not None and self.size > 1 and (self.has_own_sum(path, module) or id(module) in heads):
                 require_plain(path, module, kind, self.splits[_joined(path, kind.main)].where)
         for directive, path, module in self.each("sync"):

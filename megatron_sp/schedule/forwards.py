@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.embedding import embedding
@@ -137,15 +139,48 @@ def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_a
 
 
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
-    """Rows of the table are split: each rank looks up what it has, and the results are summed."""
+    """Rows of the table are split: each rank looks up what it has, and the results are summed.
+
+    A class with a forward of its own (Gemma's scales what it has looked up) runs that, around the lookup that is split.
+    """
+    own = None if computes_as_known(module) else module.forward
 
     @_called_as(module)
-    def forward(ids: Tensor) -> Tensor:
+    def lookup(ids: Tensor) -> Tensor:
         weight = module.weight
         assert isinstance(weight, Tensor)
         return split_embedding(ids, weight, group, module.padding_idx, rows)
 
+    if own is None:
+        return lookup
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with _Lookups(module, lookup) as lookups:
+            result: Tensor = own(*args, **kwargs)
+        if not lookups.made:
+            raise ConfigError(
+                f"{type(module).__name__} does not look its words up with F.embedding, so they cannot be split: leave it whole"
+            )
+        return result
+
     return forward
+
+
+class _Lookups(TorchFunctionMode):
+    """Inside, a lookup in one module's table is made by somebody else."""
+
+    def __init__(self, module: nn.Embedding, lookup: Forward) -> None:
+        super().__init__()
+        self.module, self.lookup, self.made = module, lookup, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self.module.weight:
+            self.made = True
+            return self.lookup(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @overridable

@@ -163,4 +163,7 @@ def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
     """A parameter with other contents that is otherwise like the old one: attributes and hooks included."""
     new = nn.Parameter(part, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
+    new._backward_hooks = old._backward_hooks  # the same dicts, so that who has put a hook there can take it away
+    if (after := getattr(old, "_post_accumulate_grad_hooks", None)) is not None:
+        new._post_accumulate_grad_hooks = after
     return new

@@ -41,6 +41,10 @@ class ZeroTraining:
         specs: of its parameters.
         args: of the directive: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks (glob).
         where: who asked.
+
+    Attributes:
+        comes_and_goes: whether parameters are here only while they are used.
+
     Raises:
         ConfigError: a stage or an optimizer that is not known.
     """
@@ -57,7 +61,8 @@ class ZeroTraining:
         self.gradients = FlatGradients(self.units, mesh.dp_sp, tp=mesh.tp)
         self.optimizer = FlatOptimizer(self.units, self.config, tp=mesh.tp, everybody=mesh.world)
         self._hooks = UnitHooks(model, blocks)
-        self._hooks.sharded = self.units if stage == 3 and mesh.dp_sp.size() > 1 else []
+        self.comes_and_goes = stage == 3 and mesh.dp_sp.size() > 1
+        self._hooks.sharded = self.units if self.comes_and_goes else []
         self._hooks.events = UnitWork(self.weights, self.gradients)
         self._seen = 0
         self._start()
