@@ -75,7 +75,7 @@ def all_of_them() -> None:
     shapes_are_told()
 
 
-# several families by hand, once a day
+# several families by hand
 
 
 def llama_like(s: Any) -> None:
