@@ -173,6 +173,7 @@ class _Compiler:
         self.group, self.size = mesh.tp, mesh.tp.size()
         self.splits: dict[str, Split] = {}
         self.summed: set[str] = set()
+        self.streams = Streams()
 
     def first_names(self) -> dict[int, str]:
         """Of each parameter, which may have several."""
@@ -524,17 +525,16 @@ class _Compiler:
             setattr(parameter, key, directive.args.get("value"))
 
     def put_random(self) -> None:
-        streams = Streams()
         for directive, _, module in self.each("rng"):
             axis = directive.args["axis"]
             if axis == "same":
-                around(module, streams.same)
+                around(module, self.streams.same)
             elif (group := self.mesh.group(axis)).size() > 1:
-                around(module, partial(streams.differ, group, axis == "tp"))
+                around(module, partial(self.streams.differ, group, axis == "tp"))
 
     def put_checkpoints(self) -> None:
         for directive, path, module in self.each("checkpoint"):
-            recompute(module, path, directive.args.get("policy", "full"), directive.where)
+            recompute(module, path, directive.args.get("policy", "full"), directive.where, self.streams)
 
     def specs(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ShardSpec]:
         found, rank = {}, self.group.rank()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Report:
         sp_forks: modules where they must differ between the ranks of sp.
         warnings: what is no mistake, and worth knowing.
         dry: whether there was a dry run.
+        why_not: what stood in its way, else "".
     """
 
     inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Report:
     sp_forks: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     dry: bool = True
+    why_not: str = ""
 
     def __str__(self) -> str:
         """One line for each module between whose edges something is cut, or summed later."""
@@ -76,9 +78,10 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
             units.find_blocks(model, line.args.get("blocks"))
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
-        return Report(dry=False)
+        return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
     if any(d.do == "hook" for d in directives):
-        return Report(warnings=["no dry run: what functions at hooks do between ranks is not known; verify() sees it"], dry=False)
+        why = "what functions at hooks do between ranks is not known"
+        return Report(warnings=[f"no dry run: {why}; verify() sees it"], dry=False, why_not=why)
     flow = dry_run(model, directives, mesh, seq_dim, batch)
     over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
     report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
@@ -96,7 +99,7 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
 def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
     """Positions are cut all through the model, or in its blocks: dropout there draws for other positions on each rank (E14)."""
     for path, name in flow.forks.items():
-        if _says(model, directives, path, "sp"):
+        if says_random(model, directives, path, "sp"):
             continue
         report.sp_forks.append(path)
         words = f"{path or 'the model'}: {name} on shares of positions: the random numbers of sp's ranks are made to differ there"
@@ -106,7 +109,7 @@ def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives
 def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
     """Where the schedule says nothing of random numbers, and must (E14)."""
     for path, name in flow.forks.items():
-        if _says(model, directives, path, "tp"):
+        if says_random(model, directives, path, "tp"):
             continue
         report.forks[path] = "tp"
         words = f"{path or 'the model'}: {name} on shares: the ranks' random numbers are made to differ there"
@@ -134,25 +137,19 @@ def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
     return {place: grad for place, (grad, _, _) in found.items()}
 
 
-def with_derived(directives: list[Directive], report: Report) -> list[Directive]:
-    """Lines that say the adjoints that were worked out, and where random numbers differ."""
-    said = [replace(d, args={**d.args, "grad": report.derived[i]}) if i in report.derived else d for i, d in enumerate(directives)]
-    over_tp = [Directive(path, "rng", {"axis": axis}, "check()") for path, axis in report.forks.items()]
-    # around those of tp: what is the same for the ranks of tp still differs over sp
-    return said + over_tp + [Directive(path, "rng", {"axis": "sp"}, "check()") for path in report.sp_forks]
-
-
-def _says(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
-    """Whether an rng line about an axis speaks of a module, or of one around it."""
+def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
+    """Whether an rng line about an axis (tp or sp) speaks of a module, or of one around it."""
     others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
     paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
     return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
 
 
 def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
-    """Token ids, as long as ranks can share them, with labels where the model takes some; None: it is not known what it takes."""
+    """Token ids, as long as ranks can share them, with labels where the model takes some, or images; None: nothing is known of it."""
     names = inspect.signature(model.forward).parameters
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if (image := _image(model)) is not None:
+        return image
     if "input_ids" not in names or not isinstance(vocabulary, int):
         return None
     ids = (torch.arange(3 * 4 * mesh.tp.size() * mesh.sp.size()) % vocabulary).reshape(3, -1)
@@ -161,3 +158,13 @@ def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
     if "labels" in names and ("LMHead" in head or "CausalLM" in head or "MaskedLM" in head):
         made["labels"] = ids
     return made
+
+
+def _image(model: nn.Module) -> dict[str, Any] | None:
+    """An input of a model that wants pixels alone, of the size in its configuration."""
+    parameters = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if "pixel_values" not in parameters or "input_ids" in parameters or not (isinstance(size, int) and isinstance(channels, int)):
+        return None
+    return {"pixel_values": torch.zeros(3, channels, size, size)}

@@ -21,12 +21,14 @@ class Directive:
             ulysses, zero.
         args: how; JSON values, but for what only code can give (functions, modules).
         where: file and line of whoever asked, for messages.
+        derived: names of arguments that nobody said, and a dry run worked out.
     """
 
     on: str
     do: str
     args: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+    derived: tuple[str, ...] = ()
 
     @property
     def needs_code(self) -> bool:

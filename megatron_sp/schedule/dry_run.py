@@ -28,7 +28,7 @@ from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.early import projecting
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
-from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, Operand
+from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.splits import Split
@@ -98,8 +98,8 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         LayoutError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
-    model, mesh = without_weights(model), Mesh(tp=mesh.tp)
-    said = [d for d in directives if d.do not in (*_LATER, "ulysses")]
+    mesh, directives = Mesh(tp=mesh.tp), [_without_weights_in(d) for d in directives]
+    model, said = _stand_in(model), [d for d in directives if d.do not in (*_LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
         apply(model, said, mesh, seq_dim)
         return Flow()
@@ -120,12 +120,12 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
         return Flow()
     said, batch = [_without_overlap(model, d) for d in directives if d.do not in _LATER], _inputs(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
-    one = without_weights(model)
-    apply(one, said, Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+    one = _stand_in(model)
+    apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
     record = _run_whole(one, batch)
-    model = without_weights(model)
+    model = _stand_in(model)
     lines = _lines_by_path(model, directives)
-    apply(model, said, Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+    apply(model, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
     summed = Layout("R", since="gradients of parameters are summed over sp")
     parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
     line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
@@ -176,6 +176,27 @@ def without_weights(model: nn.Module) -> nn.Module:
         memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         new.__dict__.update(p.__dict__)
     return copy.deepcopy(model, memo)
+
+
+def _stand_in(model: nn.Module) -> nn.Module:
+    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts."""
+    made = without_weights(model).train()
+    _compute_attention_here(made)
+    return made
+
+
+def _compute_attention_here(model: nn.Module) -> None:
+    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to layouts."""
+    configs: list[Any] = [getattr(m, "config", None) for m in model.modules()]
+    for config in {id(c): c for c in configs}.values():
+        if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
+            config._attn_implementation = "sdpa"
+
+
+def _without_weights_in(directive: Directive) -> Directive:
+    """A line whose module, if it brings one, is a copy: splitting that one must not split the real one."""
+    new = directive.args.get("new")
+    return replace(directive, args={**directive.args, "new": without_weights(new)}) if isinstance(new, nn.Module) else directive
 
 
 def layouts_of(applied: Applied, directives: list[Directive]) -> dict[str, Layout]:
@@ -253,7 +274,7 @@ class _Follower(TorchFunctionMode):
             raise
         except Exception as error:
             which = "whole" if self.axis is None else "split"
-            raise ConfigError(
+            raise NotFollowed(
                 f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error}"
             ) from error
         finally:
@@ -315,7 +336,7 @@ class _Follower(TorchFunctionMode):
             return _converted(args, kwargs)
         if any(t.is_meta for t in tensors_in((args, kwargs))):
             if (func.__name__.endswith("_") or name == "setitem") and not args[0].is_meta and not func.__name__.startswith("__get"):
-                raise LayoutError(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
+                raise NotFollowed(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
             args, kwargs = _on_meta(args), _on_meta(kwargs)
         return func(*args, **kwargs)
 
@@ -401,7 +422,7 @@ class _Follower(TorchFunctionMode):
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
         hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
         if hidden and self.axis is not None:
-            raise LayoutError(
+            raise NotFollowed(
                 f"{self.place()}: a tensor of {list(tensor.shape)} comes from {type(tensor.grad_fn).__name__}, in which the"
                 " dry run cannot look:"
                 " make it overridable (megatron_sp.parallel.regions.overridable) and teach it, or rely on verify() (unknown)"

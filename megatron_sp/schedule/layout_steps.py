@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, Operand
+from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 
 
 @dataclass
@@ -68,9 +68,10 @@ class Step:
         return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
 
     def fail(self, text: str, code: str) -> NoReturn:
-        """Raises LayoutError."""
+        """Raises LayoutError; NotFollowed with the code "unknown"."""
         more = self.hint() if code == "E11" else ""
-        raise LayoutError(f"{self.place}: {self.name}: {text}{more} ({code})")
+        kind = NotFollowed if code == "unknown" else LayoutError
+        raise kind(f"{self.place}: {self.name}: {text}{more} ({code})")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -27,6 +27,10 @@ class LayoutError(ConfigError):
     """Lines of a schedule that do not fit together."""
 
 
+class NotFollowed(LayoutError):
+    """The dry run came to something that it does not know, so it says nothing of the lines."""
+
+
 class Choice:
     """Whether the result of an all_gather is R or I; open until something that uses it decides.
 

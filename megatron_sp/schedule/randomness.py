@@ -8,16 +8,17 @@ restores everything. Inside of such a module another can be told to be the same 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
 
 _LIMIT = 2**63 - 1
+_DRAWS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "bernoulli", "bernoulli_"}
 
 
 class Streams:
@@ -62,6 +63,31 @@ class Streams:
         with _seeded(int(torch.randint(_LIMIT, (), dtype=torch.int64, generator=self.shared[-1]))):
             yield
 
+    def again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A function for one recomputation: when it is called for the second time, in backward, ranks share what they shared at the first.
+
+        Torch's checkpoint brings its own generators back, and knows nothing of these.
+        """
+        kept: list[Tensor] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not kept:
+                kept.extend(generator.get_state() for generator in self.shared)
+                return inner(*args, **kwargs)
+            with self._sharing(kept):
+                return inner(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _sharing(self, states: Sequence[Tensor]) -> Iterator[None]:
+        before = self.shared
+        self._local.shared = [torch.Generator().set_state(state) for state in states]
+        try:
+            yield
+        finally:
+            self._local.shared = before
+
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
@@ -83,3 +109,27 @@ def around(module: nn.Module, enter: Callable[[], Any]) -> None:
 
     forward.__wrapped__ = inner  # type: ignore[attr-defined]  # signatures are looked up through this
     module.forward = forward  # type: ignore[method-assign]
+
+
+def dropping(model: nn.Module) -> Iterator[str]:
+    """Modules that draw: a rate of dropout above 0 is among their attributes, or their forward names a function that draws."""
+    for path, module in model.named_modules():
+        if any(rate > 0 for rate in _rates(module)):
+            yield path
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether some module may draw random numbers."""
+    return any(True for _ in dropping(model))
+
+
+def _rates(module: nn.Module) -> list[float]:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return [module.p]
+    floats = {name: value for name, value in vars(module).items() if isinstance(value, float)}
+    named = [value for name, value in floats.items() if "drop" in name]
+    code = getattr(type(module).forward, "__code__", None)
+    # a submodule of that name tells its rate itself
+    if named or code is None or not any(not hasattr(module, name) for name in _DRAWS.intersection(code.co_names)):
+        return named
+    return list(floats.values()) or [1.0]  # whatever it is called, or a number that is written down

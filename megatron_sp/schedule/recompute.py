@@ -14,15 +14,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_sp.parallel.regions import KeptResults
+from megatron_sp.schedule.randomness import Streams
 from megatron_sp.utils.errors import ConfigError
 
 POLICIES = ("full", "keep_gathered")
 
 
-def recompute(module: nn.Module, path: str, policy: str, where: str) -> None:
+def recompute(module: nn.Module, path: str, policy: str, where: str, streams: Streams) -> None:
     """From now on the module's inside is recomputed.
 
     Args:
+        streams: of the model: what its ranks share in random numbers is the same again.
         policy: full: everything; keep_gathered: but for what all-gathers bring, which is kept: more memory, less to send.
     Raises:
         ConfigError: a policy that is not known.
@@ -36,7 +38,7 @@ def recompute(module: nn.Module, path: str, policy: str, where: str) -> None:
             return inner(*args, **kwargs)
         args, kwargs = tuple(_no_cache(a) for a in args), {name: _no_cache(a) for name, a in kwargs.items()}
         contexts = _keeping if policy == "keep_gathered" else _nothing
-        return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(streams.again(inner), *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     forward.__wrapped__ = inner  # type: ignore[attr-defined]  # signatures are looked up through this
     module.forward = forward  # type: ignore[method-assign]

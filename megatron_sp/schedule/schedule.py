@@ -13,6 +13,7 @@ model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from torch import nn
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule import show as text
 from megatron_sp.schedule.apply import Applied, apply
-from megatron_sp.schedule.check import Report, check, with_derived
+from megatron_sp.schedule.check import Report, check
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
+from megatron_sp.schedule.derive import as_said, complete, open_gathers, with_derived
 from megatron_sp.schedule.directives import Directive, caller
 from megatron_sp.schedule.local_rules import require as require_local
 from megatron_sp.schedule.mesh import Mesh
@@ -51,6 +53,8 @@ class Schedule:
         self.model, self.mesh, self.seq_dim = model, mesh, seq_dim
         self.directives: list[Directive] = []
         self.applied: Applied | None = None
+        self._checked: list[Directive] | None = None  # what a dry run has completed
+        self._batch: Mapping[str, Any] | None = None  # the last that somebody gave, for dry runs to come
 
     def __getitem__(self, glob: str) -> Selection:
         """The modules that a glob names. Raises PathError: none."""
@@ -183,8 +187,11 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
-        report = check(self.model, self.directives, self.mesh, self.seq_dim, batch)
-        self.directives = with_derived(self.directives, report)
+        said = as_said(self.directives)
+        self._batch = batch if batch is not None else self._batch
+        report = check(self.model, said, self.mesh, self.seq_dim, self._batch)
+        self.directives = with_derived(said, report)
+        self._checked = list(self.directives) if report.dry else None
         return report
 
     def verify(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
@@ -199,23 +206,37 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
+        if any(open_gathers(self.directives)):
+            with suppress(ConfigError):  # whatever is wrong is measured here
+                self._complete(batch, guess=True)
         verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
         require(verdict)
         return verdict
 
-    def apply(self) -> nn.Module:
-        """Change the model as the lines say.
+    def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:
+        """Change the model as the lines say. What they leave open (adjoints, where dropout differs) is worked out as ``check()`` does.
 
+        Args:
+            batch: as of ``check`` (default: that of the last ``check`` or ``verify``).
+            guess: take what is open and cannot be worked out to be usual: an all_gather at an input has reduce_scatter, one at an output
+                has slice, and dropout is the same on all ranks.
         Returns:
             The model.
         Raises:
-            ConfigError: a line that cannot be, or a second call (E15).
+            ConfigError: a line that cannot be, something that is open and cannot be worked out, or a second call (E15).
         """
         if self.applied is not None:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
+        if self.directives != self._checked:
+            self._complete(self._batch if batch is None else batch, guess=guess)
         rules = partial(require_local, self.model, self.directives, self.mesh)
         self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim, also=rules)
+        self._batch = None
         return self.model
+
+    def _complete(self, batch: Mapping[str, Any] | None, *, guess: bool) -> None:
+        self._batch = batch
+        self.directives = complete(self.model, self.directives, self.mesh, self.seq_dim, batch, guess=guess)
 
 
 class Selection:

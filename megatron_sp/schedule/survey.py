@@ -354,7 +354,8 @@ def _edge_of_sync(directive: Directive, module: nn.Module, path: str, seq_dim: i
     dim = None if op in ("copy", "all_reduce") else args.get("axis", seq_dim)
     if op != "all_gather":
         return _edge(directive, side, op, dim, _WHY[op], tensor=tensor)
-    place = next(i for i, d in enumerate(schedule.directives) if d is directive)
+    said = (d for d in schedule.directives if d.do != "rng" or not d.derived)  # as check() counts them
+    place = next(i for i, d in enumerate(said) if d is directive)
     derived = getattr(report, "derived", {}).get(place)
     grad = args.get("grad") or derived or ("reduce_scatter" if side == "in" else "slice")
     return _edge(directive, side, op, dim, _WHY[f"all_gather_{grad}"], tensor=tensor, backward=grad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from traceback import walk_tb
 from typing import Any
 
@@ -90,7 +90,14 @@ def verify(
     loss = loss or default_loss
     unchanged = whole is None
     whole, split = (rehearsing(each, dtype) for each in (model if whole is None else whole, model))
-    applied = apply(split, directives, mesh, seq_dim)
+    # modules that lines bring would be split here, and then again by whoever applies the schedule
+    own = [
+        replace(d, args={**d.args, "new": rehearsing(d.args["new"], dtype)})
+        if d.do == "replace" and isinstance(d.args["new"], nn.Module)
+        else d
+        for d in directives
+    ]
+    applied = apply(split, own, mesh, seq_dim)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
         found = {"whole": _run(whole, batch, loss)}

@@ -53,6 +53,7 @@ def foreign_task(name: str, build: BuildModel, write: WriteSchedule, *, causal: 
         name=name, build_tokenizer=_tokenizer, build_datasets=_datasets if causal else _masked_datasets, build_model=build_model,
         loss=Loss(names=("lm loss",), counts=_counts if causal else _counts_and_hits, sums=_sums if causal else _sums_and_hits,
                   causal=causal, metrics=metrics),
+        torch_dropout=True,
     )  # fmt: skip
 
 
@@ -90,12 +91,6 @@ def problems(config: Config) -> Iterator[str]:
                         (data.bert_pack_sequences, "--bert-pack-sequences")):  # fmt: skip
         if given:
             yield f"{flag}: a model from outside is trained on whole rows: leave it out"
-    if parallel.tensor_model_parallel_size > 1 and max(model.attention_dropout, model.hidden_dropout) > 0:
-        yield (
-            f"attention_dropout ({model.attention_dropout}) and hidden_dropout ({model.hidden_dropout}) must be 0 with tp"
-            f" ({parallel.tensor_model_parallel_size}): a model from outside draws masks from torch's generator, which ranks do not"
-            " share: --attention-dropout 0 --hidden-dropout 0"
-        )
     if model.has_order_head:
         yield "a model from outside is trained on masked tokens alone: add --bert-no-binary-head"
 

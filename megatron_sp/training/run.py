@@ -56,6 +56,7 @@ class Task:
         loss: its loss terms.
         new_parameters: beginnings of names that --finetune need not find in the checkpoint: these start fresh.
         finish: called with the run when it is through, on every rank.
+        torch_dropout: its dropout draws from torch's generator, which is to be the same on all ranks of a data-parallel replica.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Task:
     loss: Loss
     new_parameters: tuple[str, ...] = ()
     finish: Callable[[Run], None] | None = None
+    torch_dropout: bool = False
 
 
 class Run:
@@ -301,7 +303,7 @@ class Run:
         self.train_step = TrainStep(
             self.model, self.task.loss, self.weights, self.gradients, self.optimizer, self.scaler, self.groups,
             seed=self.config.batch.seed, drops=max(model.attention_dropout, model.hidden_dropout) > 0, kernel=self.kernel.name,
-            faults=self.faults, recorder=None if self.overlap is None else self.overlap.recorder,
+            faults=self.faults, recorder=None if self.overlap is None else self.overlap.recorder, torch_dropout=self.task.torch_dropout,
         )  # fmt: skip
 
     def _announce(self) -> None:

@@ -120,17 +120,18 @@ class TrainStep:
         kernel: attention kernel.
         faults: faults on purpose.
         recorder: of collectives and computation; told where a step and its passes begin.
+        torch_dropout: see ``run.Task``.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss, weights: WholeWeights, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
         groups: ParallelGroups, *, seed: int, drops: bool, kernel: KernelName, faults: FaultPlan,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, torch_dropout: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.weights, self.gradients = model, loss, weights, gradients
         self.optimizer, self.scaler, self.events = optimizer, scaler, UnitWork(weights, gradients)
         self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
-        self.recorder = recorder
+        self.recorder, self.torch_dropout = recorder, torch_dropout
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
         """Perform step number ``step`` (from 1).
@@ -141,9 +142,10 @@ class TrainStep:
             lr, weight_decay: of this step.
             stop: this rank wants to stop after the step.
         """
-        if self.drops and self.kernel != "reference":
-            # attention dropout inside a kernel draws from torch's generator: key it, so that a resumed run draws the same
-            torch.manual_seed(_step_seed(self.seed, step, self.groups.rank))
+        if self.drops and (self.torch_dropout or self.kernel != "reference"):
+            # what draws from torch's generator (dropout in kernels, in models from outside) is keyed, so that a resumed run draws the same
+            rank = self.groups.dp_rank if self.torch_dropout else self.groups.rank
+            torch.manual_seed(_step_seed(self.seed, step, rank))
         if self.recorder is not None:
             self.recorder.start_step()
         totals = self._start_totals(micro_batches, stop)

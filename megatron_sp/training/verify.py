@@ -3,7 +3,8 @@
 Loss, gradient norm and every parameter's gradient are compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all
 gradients). The one-process model lives on rank 0, which reads all data-parallel ranks' samples; its gradients are sent round one by
 one, and each rank compares its own part. Initial weights, with noise on biases and norms so that no gradient is zero by symmetry; hidden
-dropout stays on, for its masks do not depend on the layout; attention dropout is off, for inside a fused kernel they would.
+dropout stays on, for its masks do not depend on the layout; attention dropout is off, for inside a fused kernel they would. Of a model
+from outside both are off.
 
 With --sp-overlap-mode auto every mode it may choose is verified.
 """
@@ -70,6 +71,9 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     if config.model.attention_dropout > 0:
         say(f"verify: attention dropout ({config.model.attention_dropout}) is off: inside a fused kernel its mask depends on the layout")
         config.model.attention_dropout = 0.0
+    if task.torch_dropout and config.model.hidden_dropout > 0:
+        say(f"verify: hidden dropout ({config.model.hidden_dropout}) is off: a model from outside draws other masks in another layout")
+        config.model.hidden_dropout = 0.0
     _fit_layers(config, launch, groups, dtype, say)
     plan = BatchPlan.from_config(config.batch, groups.dp_size)
     each = min(_MICRO_BATCHES, plan.num_microbatches(0))

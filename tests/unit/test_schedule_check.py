@@ -311,10 +311,18 @@ def test_e14_dropout_on_shares() -> None:
     assert report.forks == {"blocks.0.attention": "tp"}
     assert report.warnings[0].startswith("blocks.0.attention: dropout on shares") and "(E14)" in report.warnings[0]
     assert [str(d) for d in s.directives if d.do == "rng"] == ["blocks.0.attention: rng(axis='tp')"]
-    assert s.check(batch()).warnings == []  # now the schedule says it
+    lines = list(s.directives)
+    assert s.check(batch()).warnings == report.warnings and s.directives == lines  # worked out again, and not said twice
+    s = toy(seq=False, dropout=0.1)
+    s["blocks.0.attention"].rng("tp")
+    assert s.check(batch()).warnings == []  # the schedule says it
+
+
+def test_e14_a_model_that_evaluates_may_train_later() -> None:
     s = toy(seq=False, dropout=0.1)
     s.model.eval()
-    assert s.check(batch()).warnings == []
+    assert s.check(batch()).forks == {"blocks.0.attention": "tp"}
+    assert not s.model.training
 
 
 def test_e14_dropout_behind_the_sum_stays_the_same_on_all_ranks() -> None:

@@ -134,7 +134,7 @@ def test_p7_names_stay() -> None:
     s["embed"].vocab_parallel()
     s["head"].vocab_parallel()
     names = list(s.model.state_dict())
-    assert list(s.apply().state_dict()) == names
+    assert list(s.apply(batch()).state_dict()) == names
     assert s.model.head.weight is s.model.embed.weight
 
 

@@ -54,7 +54,7 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
     lines = [(path, d.args) for d in sch.schedule.directives if d.do == "shard" for path in expand(sch.mod, d.on)]
     split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
     _follow(split, "preproc", sch.world_size)
-    model = sch.schedule.apply()
+    model = sch.schedule.apply(guess=True)  # the defaults are Slapo's, and written down (docs/schedule.md)
     assert sch.schedule.applied is not None
     _follow(split, "postproc", 1)
     _note_shapes(sch.schedule.applied)

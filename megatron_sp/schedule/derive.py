@@ -1,0 +1,99 @@
+"""What the lines of a schedule leave open, and the dry run decides: which adjoint an all_gather has, where random numbers must differ.
+
+``check()`` keeps what it has worked out as lines that are marked (``Directive.derived``), so they go away and come again when it is asked
+again. ``apply()`` does the same for lines that were never checked; where a dry run cannot be made and something is open, it refuses: a
+guess would train with other gradients and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.schedule.check import Report, check, says_random
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.layouts import LayoutError, NotFollowed
+from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.randomness import draws, dropping
+from megatron_sp.utils.errors import ConfigError
+
+_SHOWN = 6
+
+
+def as_said(directives: list[Directive]) -> list[Directive]:
+    """The lines as they were written: without what was worked out."""
+    said = [d for d in directives if d.do != "rng" or not d.derived]
+    return [replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d for d in said]
+
+
+def with_derived(directives: list[Directive], report: Report) -> list[Directive]:
+    """Lines that say the adjoints that were worked out, and where random numbers differ."""
+    said = [
+        replace(d, args={**d.args, "grad": report.derived[i]}, derived=("grad",)) if i in report.derived else d
+        for i, d in enumerate(directives)
+    ]
+    over_tp = [Directive(path, "rng", {"axis": axis}, "check()", ("axis",)) for path, axis in report.forks.items()]
+    # around those of tp: what is the same for the ranks of tp still differs over sp
+    return said + over_tp + [Directive(path, "rng", {"axis": "sp"}, "check()", ("axis",)) for path in report.sp_forks]
+
+
+def complete(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None, *, guess: bool = False
+) -> list[Directive]:  # fmt: skip
+    """The lines with all that ``check()`` would add to them.
+
+    Args:
+        batch: keyword arguments of the model (default: token ids, where its configuration tells of them).
+        guess: leave open what cannot be worked out.
+    Raises:
+        LayoutError: what the dry run found to be wrong.
+        ConfigError: something is open, and there can be no dry run; names the lines and modules.
+    """
+    said = as_said(directives)
+    if mesh.tp.size() == mesh.sp.size() == 1 or not (any(open_gathers(said, mesh)) or draws(model)):
+        return said
+    try:
+        report = check(model, said, mesh, seq_dim, batch)
+    except NotFollowed as error:
+        reason = str(error)
+    except LayoutError:
+        raise
+    except ConfigError as error:
+        if not any(d.do == "ulysses" for d in said):  # which pads what the dry run cannot share
+            raise
+        reason = str(error)
+    else:
+        if report.dry:
+            return with_derived(said, report)
+        reason = report.why_not
+    found = [] if guess else [*open_gathers(said, mesh), *open_dropout(model, said, mesh)]
+    if found:
+        shown = [*found[:_SHOWN], *([f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
+        listed = "\n  ".join(shown)
+        raise ConfigError(f"the schedule leaves open what a dry run would decide, and there was none ({reason}):\n  {listed}")
+    return said
+
+
+def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
+    """Of each all_gather that does not say its adjoint, what to say."""
+    for d in directives:
+        if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args or d.args.get("over") == "dp":
+            continue
+        if mesh.group(d.args.get("over", "tp")).size() > 1:
+            yield (
+                f"all_gather at {d.on or 'the model'} ({d.where}): say grad='reduce_scatter' if the ranks use the result differently (a"
+                " split layer), or grad='slice' if alike"
+            )
+
+
+def open_dropout(model: nn.Module, directives: list[Directive], mesh: Mesh) -> Iterator[str]:
+    """Of each module that drops out and of which no rng line speaks, what to say."""
+    cut = any(d.do == "ulysses" or d.args.get("over") == "sp" for d in directives)
+    for path in dropping(model):
+        if mesh.tp.size() > 1 and not says_random(model, directives, path, "tp"):
+            yield f"dropout at {path or 'the model'}: say .rng('tp') if it works on what is split there, else .rng('same')"
+        if cut and mesh.sp.size() > 1 and not says_random(model, directives, path, "sp"):
+            yield f"dropout at {path or 'the model'}: say .rng('sp'), for each rank has other positions there"
