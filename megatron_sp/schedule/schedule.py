@@ -206,7 +206,7 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
-        if any(open_gathers(self.directives)):
+        if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # whatever is wrong is measured here
                 self._complete(batch, guess=True)
         verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)

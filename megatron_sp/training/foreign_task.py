@@ -31,7 +31,9 @@ ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eage
 """--attention-backend -> what transformers calls it."""
 
 
-def foreign_task(name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True) -> Task:
+def foreign_task(
+    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[], None] = lambda: None,
+) -> Task:  # fmt: skip
     """A task for ``training.loop.pretrain``.
 
     Args:
@@ -39,7 +41,13 @@ def foreign_task(name: str, build: BuildModel, write: WriteSchedule, *, causal: 
         build: from the configuration to the whole model, with random weights or loaded ones.
         write: puts the lines for tensor parallelism into a schedule; told whether activations are cut along the sequence over tp too.
         causal: it predicts the next token; else masked ones (BERT's data).
+        prepare: called before anything is built; a ConfigError on one rank is one on all.
     """
+
+    def tokenizer_of(config: Config) -> Tokenizer:
+        raise_all(list(problems(config)))
+        prepare()
+        return build_tokenizer(config.data, config.model.vocab_size)
 
     def build_model(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
         model = _scheduled(config, layout, build, write)
@@ -50,7 +58,7 @@ def foreign_task(name: str, build: BuildModel, write: WriteSchedule, *, causal: 
 
     metrics = () if causal else ("lm accuracy",)
     return Task(
-        name=name, build_tokenizer=_tokenizer, build_datasets=_datasets if causal else _masked_datasets, build_model=build_model,
+        name=name, build_tokenizer=tokenizer_of, build_datasets=_datasets if causal else _masked_datasets, build_model=build_model,
         loss=Loss(names=("lm loss",), counts=_counts if causal else _counts_and_hits, sums=_sums if causal else _sums_and_hits,
                   causal=causal, metrics=metrics),
         torch_dropout=True,
@@ -60,7 +68,7 @@ def foreign_task(name: str, build: BuildModel, write: WriteSchedule, *, causal: 
 def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSchedule) -> ForeignModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
-        model = build(config).to(dtype_of(config))
+        model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it evaluating, without dropout
     if config.kernels.recompute_granularity == "full":
         enable: Any = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
@@ -93,11 +101,6 @@ def problems(config: Config) -> Iterator[str]:
             yield f"{flag}: a model from outside is trained on whole rows: leave it out"
     if model.has_order_head:
         yield "a model from outside is trained on masked tokens alone: add --bert-no-binary-head"
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    raise_all(list(problems(config)))
-    return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
