@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,8 +34,12 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
 from megatron_sp.schedule.survey import survey
+from megatron_sp.schedule.ulysses_options import Options, require_known
 from megatron_sp.schedule.verify import LossOf, Verdict, require, verify
 from megatron_sp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class Schedule:
@@ -85,34 +89,19 @@ class Schedule:
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
 
-    def ulysses(
-        self, axis: str = "sp", *, overlap_qkv: bool = False, pad: bool = True, loss: str | None = None, enter: str | None = None,
-        leave: str | None = None, arg: str | int | None = None, inputs: list[str] | None = None, positions: str | None = None,
-        core: str | None = None, q: str | int | None = None, k: str | int | None = None, v: str | int | None = None,
-        out: int | str | None = None, layout: str | None = None,
-    ) -> Schedule:  # fmt: skip
+    def ulysses(self, axis: str = "sp", **options: Unpack[Options]) -> Schedule:
         """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
 
         A model of transformers needs nothing else. See ``ulysses.py`` for what is cut and what becomes of the loss.
 
         Args:
             axis: of the mesh.
-            overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections only).
-            pad: lengths that the ranks cannot share evenly are padded; else refused.
-            loss: how a transformers model makes its loss, where its class does not say so: next_token or per_token.
-            enter, leave: cut hidden states between these two modules instead of the model's inputs.
-            arg: of ``enter``: the input that is cut (default: the first).
-            inputs: of a model that is not transformers': names of its inputs that have positions, along ``seq_dim``.
-            positions: its input that takes the positions' numbers.
-            core: of such a model: glob of the modules that compute attention.
-            q, k, v: their inputs (default: by these names).
-            out: their output, where they have several.
-            layout: of these tensors: bshd (default), bhsd or sbhd.
+            options: how, and where in a model that is not transformers'; ``ulysses_options.py`` has them idea by idea.
+        Raises:
+            ConfigError: an option that there is not.
         """
-        self.add(
-            "", "ulysses", axis=axis, overlap_qkv=overlap_qkv, pad=pad, loss=loss, enter=enter, leave=leave, arg=arg,
-            inputs=inputs, positions=positions, core=core, q=q, k=k, v=v, out=out, layout=layout,
-        )  # fmt: skip
+        require_known(options)
+        self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
         return self
 
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:

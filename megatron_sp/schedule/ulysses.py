@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,9 @@ from megatron_sp.schedule.hooks import change_input, change_output, parameter_na
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.positions import global_positions
 from megatron_sp.schedule.sequences import Cut, Heads
+from megatron_sp.schedule.ulysses_options import LossKind
 from megatron_sp.utils.errors import ConfigError
 
-LossKind = Literal["next_token", "per_token"]
 LAYOUTS = {"bshd": (1, 2), "bhsd": (2, 1), "sbhd": (0, 2)}  # (seq, head)
 _IGNORED = -100
 _INPUTS = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": None, "labels": _IGNORED, "shift_labels": _IGNORED}
@@ -53,7 +53,7 @@ class Ulysses:
         group: the sp ranks; more than one.
         multiple: of which a whole length must be one: sp, and tp where activations are cut over that too.
         seq_dim: of activations.
-        args: of the directive, see ``Schedule.ulysses``.
+        args: of the directive, see ``ulysses_options.py``.
         where: who asked.
     Raises:
         ConfigError: the model cannot be cut so; says what can be done.

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from schedule_toys import H, batch, toy, write
 from torch import Tensor, nn
 
-from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.schedule import Mesh, Schedule, plan_file, schedule
 from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.ulysses_options import Options
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -125,3 +126,9 @@ def test_a_module_that_a_line_brings_is_split_once() -> None:
     assert new.weight.shape == (20, H) and not new.weight.is_meta
     s.apply()
     assert new.weight.shape == (10, H)
+
+
+def test_ulysses_knows_its_keywords_and_a_plan_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"ulysses\(\) knows no overlap=, only axis, .*; did you mean overlap_qkv\?"):
+        toy().ulysses(overlap=True)  # type: ignore[call-arg]
+    assert {"axis", *Options.__annotations__} == set(plan_file._KEYS["ulysses"])
