@@ -31,6 +31,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
+from megatron_sp.schedule.records import HEADS, HIDDEN, RegionLength, change_records
 from megatron_sp.schedule.soundness import no_parameter, require_axis, require_plain, require_sound, without_fast_paths
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
@@ -50,6 +51,8 @@ class Applied:
         splits: by name, of all names of split parameters.
         ulysses: how sequences are cut over sp; None: they are not.
         zero: who has the parameters, gradients and the optimizer's state; None: the modules have.
+        seq_dim: of activations, over positions.
+        region: how long the sequence was that was cut over tp.
     """
 
     model: nn.Module
@@ -58,12 +61,23 @@ class Applied:
     splits: dict[str, Split] = field(default_factory=dict)
     ulysses: Ulysses | None = None
     zero: ZeroTraining | None = None
+    seq_dim: int = 1
+    region: RegionLength = field(default_factory=RegionLength)
 
     def complete(self, result: Any) -> Any:
-        """The model's result with all positions, where this rank has computed its own only. Collective over sp.
+        """The model's result with all positions, where this rank has computed its own only. Collective over sp and tp.
 
-        A loss made of it, the same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
+        Of a transformers result ``hidden_states`` and ``attentions`` are made whole too, if it was asked for them. A loss made of it, the
+        same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
         """
+        if self.ulysses is not None:
+            self.ulysses.complete_heads(result)
+        tp = self.mesh.tp
+        if tp.size() > 1:
+            heads = getattr(getattr(self.model, "config", None), "num_attention_heads", None)
+            change_records(result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t)
+            dim, length = self.seq_dim, self.region.positions
+            change_records(result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t)
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def finish_backward(self) -> None:
@@ -174,6 +188,7 @@ class _Compiler:
         self.splits: dict[str, Split] = {}
         self.summed: set[str] = set()
         self.streams = Streams()
+        self.length = RegionLength()
 
     def first_names(self) -> dict[int, str]:
         """Of each parameter, which may have several."""
@@ -212,7 +227,7 @@ class _Compiler:
         without_fast_paths(self.model, {path for _, path, _ in self.each("shard", "column", "row", "vocab_parallel")})
         ulysses = self.cut_sequences()
         specs = self.specs(whole_shapes)
-        made = Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs))
+        made = Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs), self.seq_dim, self.length)
         if (self.splits and self.size > 1) or (made.zero is not None and made.zero.comes_and_goes):
             guard_shares(self.model)
         return made
@@ -494,14 +509,18 @@ class _Compiler:
             args, where = directive.args, directive.where
             if self.size == 1:
                 continue
-            enter = make_change({"mode": "fwd_pre", "op": "scatter"}, self.group, self.seq_dim, path, where)
-            change_input(module, path, args.get("arg"), enter, where)
+            scatter = make_change({"mode": "fwd_pre", "op": "scatter"}, self.group, self.seq_dim, path, where)
+            change_input(module, path, args.get("arg"), partial(self.enter_region, scatter), where)
             leave = self.model.get_submodule(expand(self.model, args["leave"])[0])
             change_output(leave, args["leave"], None, lambda x: gather_from(x, self.group, self.seq_dim, "slice"), where)
             for inside in self.region(directive, path):
                 for name, parameter in self.model.get_submodule(inside).named_parameters(prefix=inside):
                     if name not in self.splits:
                         self.summed.add(first.get(id(parameter), name))
+
+    def enter_region(self, scatter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self.length.positions = x.shape[self.seq_dim]
+        return scatter(x)
 
     def region(self, directive: Directive, enter: str) -> list[str]:
         """The modules in a region: those that are said, or all that stand in one list with the first, and the last."""

@@ -31,6 +31,7 @@ from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.records import HEADS, HIDDEN
 from megatron_sp.schedule.splits import Split
 from megatron_sp.utils.errors import ConfigError
 
@@ -540,8 +541,10 @@ class _Follower(TorchFunctionMode):
                 operand.layout.choice.decide("I", "the model's result")
             if operand.layout.shuffled > 1:
                 conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
-            if operand.kind == "S" and not self.axis.line:  # of ulysses it is known
-                self.flow.notes.append(f"result {name} is {operand.layout.told()}: whoever uses it must know")
+            whole = name.partition(".")[0] in (*HIDDEN, *HEADS)
+            if operand.kind == "S" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
+                words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
+                self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
 
 
 def _plain(name: str) -> str:

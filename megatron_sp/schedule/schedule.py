@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,12 +34,9 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
 from megatron_sp.schedule.survey import survey
-from megatron_sp.schedule.ulysses_options import Options, require_known
+from megatron_sp.schedule.ulysses_options import require_known
 from megatron_sp.schedule.verify import LossOf, Verdict, require, verify
 from megatron_sp.utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class Schedule:
@@ -89,14 +86,14 @@ class Schedule:
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
 
-    def ulysses(self, axis: str = "sp", **options: Unpack[Options]) -> Schedule:
+    def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
         """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
 
         A model of transformers needs nothing else. See ``ulysses.py`` for what is cut and what becomes of the loss.
 
         Args:
             axis: of the mesh.
-            options: how, and where in a model that is not transformers'; ``ulysses_options.py`` has them idea by idea.
+            options: how, and where in a model that is not transformers': ``ulysses_options.Options`` has them, idea by idea.
         Raises:
             ConfigError: an option that there is not.
         """

@@ -34,6 +34,7 @@ from megatron_sp.schedule import early, hf_attention
 from megatron_sp.schedule.hooks import change_input, change_output, parameter_names
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.positions import global_positions
+from megatron_sp.schedule.records import HEADS, HIDDEN, change_records, names_in
 from megatron_sp.schedule.sequences import Cut, Heads
 from megatron_sp.schedule.ulysses_options import LossKind
 from megatron_sp.utils.errors import ConfigError
@@ -374,7 +375,23 @@ class Ulysses:
         def whole(t: Tensor) -> Tensor:
             return cut.whole(t, dim, self.group) if t.ndim > dim and t.shape[dim] == cut.local else t
 
-        return result if self._is_region else map_tensors(result, whole)
+        if self._is_region:  # only what was recorded inside is not whole; its gradients are divided where the model ends
+            change_records(result, HIDDEN, lambda t: self._gathered(t, dim).narrow(dim, 0, cut.length) if t.shape[dim] == cut.local else t)
+            return result
+        heads = {name: result[name] for name in names_in(result, HEADS)}
+        for name in heads:
+            result[name] = None  # whole already, and as long as it may happen to be
+        made = map_tensors(result, whole)
+        for name, value in heads.items():
+            made[name] = value
+        return made
+
+    def complete_heads(self, result: Any) -> None:
+        """Put all heads of this tp rank into recorded attentions. Collective."""
+        change_records(result, HEADS, lambda t: self._gathered(t, 1))
+
+    def _gathered(self, x: Tensor, dim: int) -> Tensor:
+        return gather_from(x, self.group, dim, "reduce_scatter" if self._is_region else "slice")
 
 
 class _grouped:

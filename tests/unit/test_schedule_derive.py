@@ -130,5 +130,5 @@ def test_a_module_that_a_line_brings_is_split_once() -> None:
 
 def test_ulysses_knows_its_keywords_and_a_plan_the_same() -> None:
     with pytest.raises(ConfigError, match=r"ulysses\(\) knows no overlap=, only axis, .*; did you mean overlap_qkv\?"):
-        toy().ulysses(overlap=True)  # type: ignore[call-arg]
+        toy().ulysses(overlap=True)
     assert {"axis", *Options.__annotations__} == set(plan_file._KEYS["ulysses"])

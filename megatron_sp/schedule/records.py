@@ -1,0 +1,34 @@
+"""What a transformers model returns of its inside when it is asked: hidden_states, shares of positions where the sequence is cut, and
+attentions, shares of heads. A rank's own result has its shares; ``Applied.complete`` makes them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+HIDDEN = ("hidden_states", "encoder_hidden_states")
+HEADS = ("attentions", "encoder_attentions")
+
+
+@dataclass
+class RegionLength:
+    """Positions of this sp rank that entered the region in which activations are cut over tp, in the last pass; 0: there is none."""
+
+    positions: int = 0
+
+
+def change_records(result: Any, names: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:
+    """Put other tensors in the places of those under these names of a transformers result; a plain tuple has no names and stays."""
+    for name in names_in(result, names):
+        value = result[name]
+        result[name] = change(value) if isinstance(value, Tensor) else tuple(change(t) if isinstance(t, Tensor) else t for t in value)
+
+
+def names_in(result: Any, names: tuple[str, ...]) -> Iterator[str]:
+    """Which of them it has."""
+    if isinstance(result, dict):
+        yield from (name for name in names if isinstance(result.get(name), (Tensor, tuple, list)))
