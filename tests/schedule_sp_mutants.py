@@ -29,7 +29,8 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.check import check, with_derived
+from megatron_sp.schedule.check import check
+from megatron_sp.schedule.derive import with_derived
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.presets import auto
 from megatron_sp.schedule.verify import verify

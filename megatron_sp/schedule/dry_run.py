@@ -26,6 +26,7 @@ from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.early import projecting
+from megatron_sp.schedule.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
@@ -148,7 +149,7 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[str, Shapes]]]:
     """Shapes of all steps."""
     whole = _Follower(model)
-    with whole.inside():
+    with whole.inside(), one_sequence_a_row():
         model(**batch)
     return whole.record
 
@@ -160,7 +161,7 @@ def _run_split(
     split = _Follower(model, axis, lines, expected, parameters)
     if axis.name == "sp":
         split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
-    with split.inside():
+    with split.inside(), one_sequence_a_row():
         result = model(**batch)
     split.finish(result)
     return split.flow

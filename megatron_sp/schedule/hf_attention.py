@@ -9,7 +9,8 @@ such a model has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -91,3 +92,21 @@ def _wrap_masks(table: Any) -> None:
 def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     exchanges = _RUNNING.get()
     return function(*args, **kwargs) if exchanges is None or args else exchanges.mask(function, **kwargs)
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Inside, models of transformers do not look whether positions start anew in a row, which they do where no mask is given.
+
+    For the dry run: it has rows of one sequence, and a share of positions tells nothing of the others.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "find_packed_sequence_indices", None)
+    if looks is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = looks  # type: ignore[union-attr]

@@ -140,6 +140,17 @@ def test_e13_an_input_that_is_not_there() -> None:
     refused(split({**ROOT, "q": "queries"}), "blocks.0.core has no input 'queries': Core.forward takes query, k, v", HERE, "E13")
 
 
+def test_transformers_without_a_mask() -> None:
+    """Its models then look whether positions start anew, in which a share of them cannot tell."""
+    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=40, attention_dropout=0.1))
+    s = schedule(model, Mesh.sizes(sp=2))
+    s.ulysses()
+    report = s.check({"input_ids": torch.arange(24).reshape(3, 8)})
+    assert report.dry and report.sp_forks == ["model.layers.0.self_attn"]
+
+
 def test_e14_dropout_on_shares_of_positions() -> None:
     model = Toy()
     model.idle = nn.Dropout(0.1)  # type: ignore[assignment]
@@ -148,7 +159,10 @@ def test_e14_dropout_on_shares_of_positions() -> None:
     report = s.check(ids())
     assert report.sp_forks == ["blocks.1.0"] and "blocks.1.0: dropout on shares of positions" in report.warnings[0]
     assert str(s.directives[-1]) == "blocks.1.0: rng(axis='sp')"
-    assert s.check(ids()).warnings == []
+    assert s.check(ids()).sp_forks == ["blocks.1.0"], "worked out again, and there once"
+    assert sum(d.do == "rng" for d in s.directives) == 1
+    s["blocks.1.0"].rng("sp")
+    assert s.check(ids()).warnings == [] and sum(d.do == "rng" for d in s.directives) == 1
 
 
 class Counted(nn.Module):
