@@ -55,9 +55,10 @@ def what_fails_is_told() -> None:
 
 
 def shapes_are_told() -> None:
-    s = auto(make("llama", attn_implementation="eager"), mesh())
-    with pytest.raises(NumericsError, match=r"output attentions.0: \[3, 2, 8, 8\] on this rank, \[3, 4, 8, 8\] in the whole model"):
-        s.verify({**batch_of("llama"), "output_attentions": True})
+    s = schedule(make("llama"), mesh())
+    s["lm_head"].sync("fwd_post", "scatter", axis=1)
+    with pytest.raises(NumericsError, match=r"output logits: \[3, 4, \d+\] on this rank, \[3, 8, \d+\] in the whole model"):
+        s.verify({"input_ids": batch_of("llama")["input_ids"]})
 
 
 def test_models_without_a_preset(tmp_path: Path) -> None:
