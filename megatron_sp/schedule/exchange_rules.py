@@ -131,6 +131,8 @@ def repeated_heads(step: Step) -> Layout:
 
 def share_of_gradient(step: Step) -> Layout:
     x = step.operands()[0]
+    if x.kind == "S" and step.arg(2, "may_be_cut", False):
+        return x.layout
     if x.kind in "SP":
         conflict(step, [x], f"behind the region{_here(step)} all ranks of {step.axis} are to have all positions")
     if x.kind == "?" and x.layout.choice is not None:

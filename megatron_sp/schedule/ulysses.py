@@ -239,7 +239,8 @@ class Ulysses:
         if result is None:
             return None
         self._require_attention()
-        return map_tensors(result, lambda t: share_of_gradient(t, self.group) if t.requires_grad else t)
+        of_inside = {id(t) for name in names_in(result, (*HIDDEN, *HEADS)) for t in result[name]}
+        return map_tensors(result, lambda t: share_of_gradient(t, self.group, id(t) in of_inside) if t.requires_grad else t)
 
     # root
 
@@ -426,8 +427,11 @@ def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
 
 
 @overridable
-def share_of_gradient(x: Tensor, group: Group) -> Tensor:
-    """Nothing forward; each rank goes back with its share of the gradient of what all ranks of a group compute alike."""
+def share_of_gradient(x: Tensor, group: Group, may_be_cut: bool = False) -> Tensor:
+    """Nothing forward; each rank goes back with its share of the gradient of what all ranks of a group compute alike.
+
+    ``may_be_cut``, for ``check()``: it comes from inside of a region, where ranks have other positions.
+    """
     made: Tensor = _ShareOfGradient.apply(x, group.size())
     return made
 
