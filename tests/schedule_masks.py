@@ -63,7 +63,11 @@ def joined(parts: list[Tensor], shape: torch.Size, tp: int, sp: int) -> Tensor:
 
 
 def of_all_ranks(masks: list[Tensor]) -> list[list[Tensor]]:
-    """The masks of every rank. Collective."""
+    """The masks of every rank, which have the same shapes on all of them. Collective."""
     found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, masks)
+    for mask in masks:
+        parts = [torch.empty_like(mask, memory_format=torch.contiguous_format) for _ in found]
+        dist.all_gather(parts, mask.contiguous())
+        for own, part in zip(found, parts, strict=True):
+            own.append(part)
     return found

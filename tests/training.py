@@ -243,12 +243,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
 
 
 def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The records of one kind in metrics.jsonl; NaN and infinity in the file are errors."""
+    """The records of one kind in metrics.jsonl; NaN and infinity in the file are errors. A line that is being written is not there yet."""
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
 
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]
     return [r for r in (json.loads(line, parse_constant=refuse) for line in lines) if r["kind"] == kind]
 
 

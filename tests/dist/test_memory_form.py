@@ -118,7 +118,8 @@ def compare(cases: list[Layout]) -> None:
             most = torch.tensor(measured[name])
             dist.all_reduce(most, dist.ReduceOp.MAX)
             # bf16 kernels on the CPU widen block by block; gloo's thread may hold what has been reduced for a moment longer
-            tolerance = 0.1 if case.bf16 else 0.05 if case.zero or "model_family" in case.model else 0.02
+            held = case.tp_seq and "model_family" in case.model
+            tolerance = 0.1 if case.bf16 or held else 0.05 if case.zero or "model_family" in case.model else 0.02
             assert abs(int(most) / expected - 1) < tolerance, f"{case}: {name} is {int(most)}, the closed form {expected}\n{plan.text()}"
 
 

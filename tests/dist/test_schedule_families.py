@@ -62,9 +62,14 @@ def run_cases(tmp_path: Path, ranks: int, cases: list[tuple[str, Mode]]) -> None
 
 
 def test_presets_change_nothing(tmp_path: Path) -> None:
-    cases = [(name, MODES[mode]) for name in FAMILIES for mode in ("tp", "recompute")]
+    cases = [(name, MODES["recompute"]) for name in FAMILIES] + [(name, MODES["tp"]) for name in list(FAMILIES)[::3]]
     cases += [("t5-decoder", MODES["recompute"])]
     run_cases(tmp_path, 2, [*cases, ("qwen3", FEW), ("qwen3", SP["zero"]), ("vit", SP["sp"])])
+
+
+@pytest.mark.long
+def test_tp_alone_changes_nothing(tmp_path: Path) -> None:
+    run_cases(tmp_path, 2, [(name, MODES["tp"]) for name in FAMILIES])
 
 
 @pytest.mark.long
@@ -191,6 +196,7 @@ def with_dropout(names: list[str]) -> None:
                     torch.testing.assert_close(other[key], grad, rtol=1e-10, atol=1e-12, msg=f"{name}, {seq}: {key}")
 
 
+@pytest.mark.long  # tests/dist/test_schedule_dropout.py is about the masks themselves
 def test_dropout_is_alike_where_ranks_agree_and_in_recomputation(tmp_path: Path) -> None:
     run_ranks(with_dropout, 2, tmp_path, ["gpt2", "t5"])
 

@@ -103,6 +103,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(check, 2, tmp_path, TWO, 2)
 
 
+@pytest.mark.long
 def test_on_four_ranks(tmp_path: Path) -> None:
     run_ranks(check, 4, tmp_path, FOUR, 1)
 

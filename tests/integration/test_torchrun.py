@@ -129,6 +129,7 @@ def test_usage(tmp_path: Path) -> None:
     assert done.returncode == 2 and "usage" in done.stderr
 
 
+@pytest.mark.long
 def test_the_run_folder_may_stand_in_a_file(tmp_path: Path) -> None:
     """--save in --config: the program's exit code comes back as it does with --save on the command line."""
     (tmp_path / "flags.yaml").write_text(f"save: {tmp_path / 'a run'}\n")

@@ -267,6 +267,7 @@ def test_the_zero_step_leaves_out_who_does_not_run(monkeypatch: pytest.MonkeyPat
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_the_zero_fetch_runs_and_draws(tmp_path: Path) -> None:
     arguments = ["--smoke", "--rounds", "1", "--warmup", "0", "--ranks", "2", "--json", str(tmp_path / "f.json")]
     if importlib.util.find_spec("matplotlib"):
