@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.checkpoint.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
+from megatron_sp.ops.memory import empty
 from megatron_sp.utils.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -241,7 +242,8 @@ def read_rows(file: Any, piece: StoredPiece, first: int, count: int) -> Tensor:
         CheckpointError: the file ends before them.
     """
     row = math.prod(piece.rect.sizes[1:])
-    tensor = torch.empty((count, *piece.rect.sizes[1:]) if piece.rect.sizes else (), dtype=DTYPES[piece.dtype])
+    shape = torch.Size((count, *piece.rect.sizes[1:]) if piece.rect.sizes else ())
+    tensor = empty(shape, dtype=DTYPES[piece.dtype], device=torch.device("cpu"))  # memory that is used again: a new page costs a fault
     read_into(file, tensor, piece.begin + first * row * tensor.element_size())
     return tensor
 

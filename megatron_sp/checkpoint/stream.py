@@ -24,6 +24,7 @@ from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, 
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.checkpoint.plan import describe, make_plan
 from megatron_sp.checkpoint.safetensors_file import NamedPiece, cut_into_files, write_file
+from megatron_sp.ops.memory import empty
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.files import fsync_dir
 
@@ -184,7 +185,8 @@ class TensorReader:
             CheckpointError: a file ends early.
             KeyError: there is no tensor of this name.
         """
-        tensor = torch.empty(self._tensors[name].shape, dtype=dtype or self._tensors[name].dtype)
+        shape = torch.Size(self._tensors[name].shape)
+        tensor = empty(shape, dtype=dtype or self._tensors[name].dtype, device=torch.device("cpu"))
         load.fill(self.step_dir, self._index, {name: GlobalTensor.whole(tensor)})
         return tensor
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.stream import TensorInfo
+from megatron_sp.ops.memory import empty
 from megatron_sp.utils.errors import CheckpointError
 
 Index = tuple[slice | int, ...]
@@ -182,7 +183,7 @@ def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[V
     if len(parts) == 1 and parts[0][0].is_whole and parts[0][1].is_whole:
         found = read(parts[0][1].name)
         return found if found.dtype == dtype else found.to(dtype)
-    made = torch.zeros(shape, dtype=dtype)
+    made = empty(torch.Size(shape), dtype=dtype, device=torch.device("cpu")).zero_()
     by_source: dict[str, list[tuple[View, View]]] = defaultdict(list)
     for to, source in parts:
         by_source[source.name].append((to, source))
