@@ -107,7 +107,10 @@ def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tenso
     for rows in blocks(x2.shape[0], scale.element_size() * width, x.device):
         wide = _widen(x2[rows])
         rstd[rows] = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
-        y2[rows] = (wide * rstd[rows]).mul_(scale)
+        if wide.dtype == y.dtype:
+            torch.mul(wide, rstd[rows], out=y2[rows]).mul_(scale)
+        else:
+            y2[rows] = (wide * rstd[rows]).mul_(scale)
     return y, (rstd,)
 
 
