@@ -1,4 +1,4 @@
-"""BERT in every layout: masked tokens and sentence order as on one process, which tests/integration/test_hugging_face.py holds against others."""
+"""BERT in every layout: masked tokens and sentence order as on one process (tests/integration/test_hugging_face.py: against others)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,20 @@ CASES = [
     Case(bert=True, tp=2, model={**POST, "vocab_size": 33, "make_vocab_size_divisible_by": 1}, kernels={"lm_head_chunk_tokens": 3}),
     Case(bert=True, tp=2, model={"vocab_size": 16, "make_vocab_size_divisible_by": 16, **ALONE}),  # one rank has padding rows only
     *(Case(bert=True, sp=2, mode=mode, seq=9, batch=3, model=model) for mode in ("none", "split-qkv", "chunked") for model in (DROP, POST)),
-    *(Case(bert=True, sp=4, mode=mode, seq=10, model={**GROUPED, **POST, "qk_layernorm": True}) for mode in ("none", "split-qkv", "chunked")),
+    *(
+        Case(bert=True, sp=4, mode=mode, seq=10, model={**GROUPED, **POST, "qk_layernorm": True})
+        for mode in ("none", "split-qkv", "chunked")
+    ),
     Case(bert=True, sp=3, mode="chunked", seq=7, model={"position_embedding_type": "rope"}, ragged=True, steps=2),
     Case(bert=True, sp=4, seq=3, mode="chunked", model=POST),  # one rank has nothing but padding
-    Case(bert=True, sp=2, mode="split-qkv", model={**POST, "hidden_dropout": 0.2, "attention_dropout": 0.1}, kernels=SELECTIVE, micro_batches=2),
+    Case(
+        bert=True,
+        sp=2,
+        mode="split-qkv",
+        model={**POST, "hidden_dropout": 0.2, "attention_dropout": 0.1},
+        kernels=SELECTIVE,
+        micro_batches=2,
+    ),
     *(Case(bert=True, sp=2, mode=mode, packed=True, seq=11, batch=3, model={**ALONE, **POST}) for mode in ("none", "split-qkv", "chunked")),
     Case(bert=True, tp=2, tp_seq=True, packed=True, model=ALONE, kernels=FULL),
     Case(bert=True, sp=2, dp=2, micro_batches=2, steps=3, seq=9, model=POST),

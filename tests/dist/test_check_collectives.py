@@ -135,7 +135,8 @@ def test_groups_made_again(tmp_path: Path) -> None:
 _ON_ONE_RANK = {
     "operation": (
         lambda group: all_reduce(torch.ones(4, 3), group), lambda group: all_gather_async(torch.ones(4, 3), group).wait(),
-        r"all_reduce sum \(4, 3\) float32 at \S*test_check_collectives.py:\d+", r"all_gather \(4, 3\) float32 at \S*test_check_collectives.py:\d+",
+        r"all_reduce sum \(4, 3\) float32 at \S*test_check_collectives.py:\d+",
+        r"all_gather \(4, 3\) float32 at \S*test_check_collectives.py:\d+",
     ),
     "reduction": (
         lambda group: all_reduce(torch.ones(4), group), lambda group: all_reduce(torch.ones(4), group, "max"),
@@ -146,7 +147,8 @@ _ON_ONE_RANK = {
         r"all_reduce sum \(4, 3\) float32", r"all_reduce sum \(3, 4\) float32",
     ),
     "nothing to reduce": (
-        lambda group: all_reduce(torch.ones(4), group), lambda group: all_reduce(torch.ones(0), group), r"all_reduce sum \(4,\)", r"all_reduce sum \(0,\)",
+        lambda group: all_reduce(torch.ones(4), group), lambda group: all_reduce(torch.ones(0), group),
+        r"all_reduce sum \(4,\)", r"all_reduce sum \(0,\)",
     ),
     "type": (
         lambda group: all_reduce(torch.ones(4), group), lambda group: all_reduce(torch.ones(4, dtype=torch.float64), group),
@@ -157,7 +159,8 @@ _ON_ONE_RANK = {
         lambda group: exchange(group, [1] * group.size(), [1] * group.size(), torch.float64), "all_to_all float32", "all_to_all float64",
     ),
     "source": (
-        lambda group: broadcast(torch.ones(2), group), lambda group: broadcast(torch.ones(2), group, 1), "broadcast from 0", "broadcast from 1",
+        lambda group: broadcast(torch.ones(2), group),
+        lambda group: broadcast(torch.ones(2), group, 1), "broadcast from 0", "broadcast from 1",
     ),
     "asynchronous": (
         lambda group: [h.wait() for h in [all_reduce_async(torch.ones(n), group) for n in (1, 2)]],
@@ -251,7 +254,9 @@ def _never_comes() -> None:
         all_reduce(torch.ones(3), groups.world)
     done.with_name(f"done{rank}").touch()
     text = str(caught.value)
-    assert re.match(r"collective 2 of group \S+: ranks 0, 1 call all_reduce sum \(3,\) float32 at \S*test_check_collectives.py:\d+", text), text
+    assert re.match(
+        r"collective 2 of group \S+: ranks 0, 1 call all_reduce sum \(3,\) float32 at \S*test_check_collectives.py:\d+", text
+    ), text
     last = r"rank 2 has not come within 1.5 s, its last collective of this group was 1: all_reduce sum \(2,\) float32 at \S*:\d+"
     assert re.search(last, text), text
     assert time.monotonic() - began < 8 and caught.value.exit_code == 7
@@ -314,7 +319,9 @@ def test_a_bug_in_training_is_named(tmp_path: Path) -> None:
 
     outcome = train(tmp_path, "--check-collectives", "--save", run, ranks=2, setup=forget).expect(1, "differs between its ranks")
     assert outcome.text.count("error: ") == 1 and "Traceback" not in outcome.text, "rank 0 says it, once"
-    assert re.search(r"rank 0 calls .* from optim/gradients.py:\d+\n  rank 1 calls .* at training/step.py:\d+ from ", outcome.texts[0]), outcome.text
+    assert re.search(r"rank 0 calls .* from optim/gradients.py:\d+\n  rank 1 calls .* at training/step.py:\d+ from ", outcome.texts[0]), (
+        outcome.text
+    )
     assert status(run)["exit_code"] == 1 and "differs between its ranks" in status(run)["message"]
 
 

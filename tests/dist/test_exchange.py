@@ -1,4 +1,4 @@
-"""Every exchange and its adjoint: <A x, y> = <x, A^T y>, tags that come back to where they were, and no use of a result before its wait()."""
+"""Every exchange and its adjoint: <A x, y> = <x, A^T y>, tags that come back to their places, and no use of a result before its wait()."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _exchange_pairs() -> None:
 
 
 class LinearCore:
-    """An "attention" that is linear in q, k and v: a running sum over positions, with another weight for each head; ``scale`` is a parameter."""
+    """An "attention" that is linear in q, k and v: a running sum over positions, another weight for each head; ``scale`` is a parameter."""
 
     def __init__(self, r: int, d: int, *, fused: bool) -> None:
         self.r, self.d, self.fused = r, d, fused
@@ -288,14 +288,23 @@ def test_every_element_arrives_where_the_plan_says_and_comes_back(sp: int, tmp_p
 
 ROPE = {"position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
-LLAMA = {**ROPE, **GROUPED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
+LLAMA = {
+    **ROPE,
+    **GROUPED,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
 MULTI_QUERY = {"group_query_attention": True, "num_query_groups": 1}
 LATE = [
     Case(tp=2, tp_seq=True, seq=7, model={"hidden_dropout": 0.2}, kernels={"lm_head_chunk_tokens": 5}, micro_batches=2),
     Case(tp=2, dp=2, model={**MULTI_QUERY, "qk_layernorm": True}, micro_batches=2),
-    *(Case(sp=4, mode=mode, seq=7, model={"num_attention_heads": 6, "kv_channels": 4, **GROUPED, **ROPE}) for mode in ("none", "split-qkv", "chunked")),
+    *(Case(sp=4, mode=mode, seq=7, model={"num_attention_heads": 6, "kv_channels": 4, **GROUPED, **ROPE})
+      for mode in ("none", "split-qkv", "chunked")),
     Case(sp=3, mode="chunked", chunks=3, model={"num_attention_heads": 6, "kv_channels": 4, **MULTI_QUERY, "qk_layernorm": True}),
-    Case(tp=2, sp=2, tp_seq=True, seq=9, mode="chunked", model={**LLAMA, "num_attention_heads": 8}, kernels={"recompute_granularity": "full"}),
+    Case(tp=2, sp=2, tp_seq=True, seq=9, mode="chunked", model={**LLAMA, "num_attention_heads": 8},
+         kernels={"recompute_granularity": "full"}),
     Case(tp=2, sp=2, tp_seq=False, seq=8, mode="split-qkv", model={"hidden_dropout": 0.2}, kernels={"recompute_granularity": "selective"}),
     Case(tp=2, sp=1, tp_seq=False, mode="none"),
 ]  # fmt: skip
@@ -324,7 +333,7 @@ def _mistakes() -> None:
                 assert handle._result.isnan().all()
             if start is not all_reduce_async:
                 x.fill_(3.0)
-                with pytest.raises(AssertionError, match="the operand of .* was written to"):
+                with pytest.raises(AssertionError, match=r"the operand of .* was written to"):
                     handle.wait()
             else:
                 x[0] = 1.0

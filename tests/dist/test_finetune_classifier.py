@@ -1,4 +1,4 @@
-"""tools/finetune_classifier.py from a checkpoint to predictions: the same in every layout, after an interruption, with and without a pooler."""
+"""tools/finetune_classifier.py from a checkpoint to predictions: alike in all layouts, after interruption, with and without a pooler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sp.training.arguments import config_from_args
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import finetune_classifier
+import finetune_classifier  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(40)]
 STD = ("--init-method-std", 0.3)  # weights that make a difference, so that few steps do not end in one answer to everything
@@ -44,7 +44,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pretrained(files: Path) -> Path:
-    train(files, "--save", files / "bert", "--train-iters", 2, *STD, data=("--mock-data", "--vocab-file", files / "vocab.txt"), program=bert).expect(0)
+    train(
+        files, "--save", files / "bert", "--train-iters", 2, *STD, data=("--mock-data", "--vocab-file", files / "vocab.txt"), program=bert
+    ).expect(0)
     return files / "bert"
 
 
@@ -101,7 +103,9 @@ def test_a_layout_changes_nothing(name: str, alone: Path, files: Path, pretraine
     ranks, layout = LAYOUTS[name]
     run = tmp_path / "run"
     finetune(tmp_path, files, *FLAGS, *layout, "--pretrained-checkpoint", pretrained, "--save", run, ranks=ranks)
-    assert [float.fromhex(e[0]) for e in trace(run).values()] == pytest.approx([float.fromhex(e[0]) for e in trace(alone).values()], rel=1e-9)
+    assert [float.fromhex(e[0]) for e in trace(run).values()] == pytest.approx(
+        [float.fromhex(e[0]) for e in trace(alone).values()], rel=1e-9
+    )
     assert (run / "predictions.tsv").read_text() == (alone / "predictions.tsv").read_text()
     assert result(run) == pytest.approx(result(alone))
 
@@ -125,7 +129,9 @@ def test_what_comes_from_the_checkpoint_and_what_is_new(pooler: bool, files: Pat
     finetune(tmp_path, files, *still).expect(0)  # type: ignore[attr-defined]
     before, after = tensors(source), tensors(tmp_path / "run")
     new = {name for name in after if not name.startswith("optimizer.") and name not in before}
-    assert new == {"classification_head.weight", "classification_head.bias"} | (set() if pooler else {"pooler.dense.weight", "pooler.dense.bias"})
+    assert new == {"classification_head.weight", "classification_head.bias"} | (
+        set() if pooler else {"pooler.dense.weight", "pooler.dense.bias"}
+    )
     assert after["classification_head.weight"].shape == (3, 32)
     kept = [name for name in after if name in before and not name.startswith("optimizer.")]
     assert len(kept) > 20 and all(torch.equal(after[name], before[name]) for name in kept)
@@ -154,7 +160,9 @@ def test_mistakes_are_one_message(files: Path, pretrained: Path, tmp_path: Path,
 
 
 def test_the_command_line_of_the_run(files: Path, pretrained: Path) -> None:
-    options, rest = finetune_classifier.parse([str(w) for w in tool(files, "--pretrained-checkpoint", pretrained, "--epochs", 2.5, "--lr", 1)])
+    options, rest = finetune_classifier.parse(
+        [str(w) for w in tool(files, "--pretrained-checkpoint", pretrained, "--epochs", 2.5, "--lr", 1)]
+    )
     flags = finetune_classifier.pretraining_flags(options, rest, 36)
     assert flags[flags.index("--train-samples") + 1] == "90" and flags[-2:] == ["--lr", "1"]
     assert flags[flags.index("--vocab-file") + 1] == str(files / "vocab.txt"), "the checkpoint's tokenizer"

@@ -1,6 +1,6 @@
 """What went wrong in public implementations of Ulysses and of chunked losses, one test for each, in the situation in which it did.
 
-The names carry the number of the report or repair (DeepSpeed's unless said otherwise); the sentence in each docstring is what happened there,
+The names carry the number of the report or repair (DeepSpeed's unless said otherwise); each docstring's sentence is what happened there,
 the test is that ours does not do it.
 """
 
@@ -105,7 +105,7 @@ def _weights_of_q_k_v(mode: Any, chunks: int) -> None:
 
 @pytest.mark.parametrize(("heads", "sp"), [(4, 4), (6, 3), (12, 4), (6, 4), (7, 4), (5, 2)])
 def test_6797_local_heads_need_not_divide_again(heads: int, sp: int, tmp_path: Path) -> None:
-    """The way for uneven heads was chosen for the second exchange by the local number of heads, which need not be a multiple of the ranks."""
+    """The way for uneven heads was chosen for the second exchange by the local number of heads, which may be no multiple of the ranks."""
     run_ranks(_second_exchange, sp, tmp_path, heads)
 
 
@@ -189,7 +189,7 @@ def _sequence_first(mode: Any, chunks: int) -> None:
 
 
 def test_8316_two_models_of_other_heads_in_one_process(tmp_path: Path) -> None:
-    """The number of key heads was a global of the process, so a second model, or a tensor-parallel one, changed how the first was dealt out."""
+    """The number of key heads was global to the process, so a second model, or a tensor-parallel one, changed how the first dealt them."""
     run_ranks(_two_models, 4, tmp_path)
 
 
@@ -285,7 +285,7 @@ def _scaled_later() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tiled_fused_logits_loss_honours_any_later_scaling(tp: int, tmp_path: Path) -> None:
-    """The head's weight gradient, found in the forward pass, ignored what the loss was multiplied with afterwards: off by exactly 1/scale."""
+    """The head's weight gradient, found in the forward pass, ignored what the loss was multiplied with later: off by exactly 1/scale."""
     run_ranks(_scaled_later, tp, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The grid of layouts: pairwise in every run (eight ranks, dear on two cores, with ``make test-all``), the full product with ``make test-full``."""
+"""The grid of layouts: pairwise in every run (eight ranks with ``make test-all``), the full product with ``make test-full``."""
 
 from __future__ import annotations
 

@@ -11,8 +11,21 @@ from layouts import Case, by_axes, run_cases
 ROPE = {"position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 MULTI_QUERY = {"group_query_attention": True, "num_query_groups": 1}
-LLAMA = {**ROPE, **GROUPED, "swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
-NEOX = {**ROPE, "use_parallel_residual": True, "rotary_percent": 0.34, "gelu_approximate": "none", "untie_embeddings_and_output_weights": True}
+LLAMA = {
+    **ROPE,
+    **GROUPED,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+NEOX = {
+    **ROPE,
+    "use_parallel_residual": True,
+    "rotary_percent": 0.34,
+    "gelu_approximate": "none",
+    "untie_embeddings_and_output_weights": True,
+}
 MISTRAL = {**LLAMA, "window_size": 3}
 PIECES = {"mlp_chunks": 3}
 OFFLOAD = {"offload_activations": True}
@@ -71,7 +84,11 @@ CASES = [
     # together
     Case(sp=2, dp=2, micro_batches=2, steps=3),
     Case(tp=2, dp=2, tp_seq=True, steps=2),
-    *(Case(tp=2, sp=2, tp_seq=tp_seq, mode=mode, model=DROP, steps=1) for tp_seq in (False, True) for mode in ("none", "split-qkv", "chunked")),
+    *(
+        Case(tp=2, sp=2, tp_seq=tp_seq, mode=mode, model=DROP, steps=1)
+        for tp_seq in (False, True)
+        for mode in ("none", "split-qkv", "chunked")
+    ),
     Case(tp=2, sp=2, tp_seq=True, seq=7, mode="chunked", model=LLAMA, kernels=FULL),
     Case(tp=2, sp=2, tp_seq=True, seq=9, mode="split-qkv", model={**MULTI_QUERY, "num_attention_heads": 8}),
     Case(tp=2, sp=2, dp=2, tp_seq=True, mode="chunked", model={**LLAMA, "num_attention_heads": 8}, micro_batches=2, steps=2),
@@ -91,7 +108,12 @@ LONG = [
     Case(sp=3, mode="chunked", seq=11, model={**MISTRAL, "num_query_groups": 4}, kernels=SELECTIVE),
     Case(tp=2, sp=2, tp_seq=True, seq=9, packed=True, model=MISTRAL, kernels=FULL),
     Case(tp=2, zero=1, dp=2, model={**MISTRAL, "add_qkv_bias": True, "add_proj_bias": True}, kernels=OFFLOAD, steps=2),
-    Case(sp=2, mode="chunked", model={**ROPE, "geglu": True, "use_rope_scaling": True, "rope_scaling_original_length": 9}, dtype=torch.float32),
+    Case(
+        sp=2,
+        mode="chunked",
+        model={**ROPE, "geglu": True, "use_rope_scaling": True, "rope_scaling_original_length": 9},
+        dtype=torch.float32,
+    ),
     Case(sp=2, bert=True, model={"relu": True, "bert_head_activation": "relu", "norm_placement": "post"}),
 ]
 

@@ -22,9 +22,9 @@ from megatron_sp.training.memory_sizes import lm_head_chunk_tokens
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import memory  # noqa: E402
-import storages  # noqa: E402
-from memory import BERT, DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
+import memory
+import storages
+from memory import BERT, DROPOUT, FULL, LLAMA, SELECTIVE, Layout, zero
 
 SHAPE = {
     "num_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 200, "seq_length": 202, "vocab_size": 300,
@@ -43,10 +43,15 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 POST = BERT | {"norm_placement": "post"}
 CASES = [
     [Layout(), Layout(model=WORDS), Layout(model=WIDE), Layout(kernels={**FULL, "recompute_num_layers": 2})],
-    [Layout(kernels=SELECTIVE), Layout(model=DROPOUT), Layout(model=LLAMA | {"num_query_groups": 2}), Layout(model={"attention_dropout": 0.1})],
+    [Layout(kernels=SELECTIVE), Layout(model=DROPOUT), Layout(model=LLAMA | {"num_query_groups": 2}),
+     Layout(model={"attention_dropout": 0.1})],
     [Layout(kernels={"lm_head_chunk_tokens": 64}, model=WORDS), Layout(micro_batches=2, model=WORDS), Layout(bf16=True, model=WORDS)],
     [Layout(sp=2), Layout(sp=2, mode="chunked"), Layout(sp=2, mode="split-qkv"), Layout(sp=2, micro_batches=2)],
-    pytest.param([Layout(sp=2, kernels=FULL), Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})], marks=pytest.mark.long),
+    pytest.param(
+        [Layout(sp=2, kernels=FULL),
+         Layout(sp=2, kernels=SELECTIVE), Layout(sp=2, model=LLAMA | {"num_query_groups": 2, "seq_length": 201})],
+        marks=pytest.mark.long,
+    ),
     [Layout(kernels=OFFLOAD | more, model=DEEP | WIDE) for more in ({}, FULL, PIECES)],
     pytest.param(
         [Layout(sp=2, kernels=OFFLOAD, mode="chunked", model=DEEP), Layout(sp=2, zero=zero(3), kernels=OFFLOAD | FULL, model=DEEP)],
@@ -57,32 +62,39 @@ CASES = [
         marks=pytest.mark.long,
     ),
     [Layout(tp=2), Layout(tp=2, tp_seq=True, model=WORDS), Layout(tp=2, tp_seq=True, model=DROPOUT)],
-    [Layout(kernels=PIECES, model=BROAD), Layout(kernels=PIECES | FULL), Layout(kernels=PIECES, model=LLAMA | BROAD | {"num_query_groups": 2})],
+    [Layout(kernels=PIECES, model=BROAD), Layout(kernels=PIECES | FULL),
+     Layout(kernels=PIECES, model=LLAMA | BROAD | {"num_query_groups": 2})],
     [Layout(tp=2, kernels=PIECES, model=BROAD), Layout(tp=2, tp_seq=True, kernels=PIECES, model=BROAD | DROPOUT)],
     pytest.param([Layout(kernels=PIECES, bf16=True), Layout(kernels=PIECES, model=DROPOUT | BROAD)], marks=pytest.mark.long),
     pytest.param([Layout(kernels=PIECES, model={"squared_relu": True} | BROAD)], marks=pytest.mark.long),
     [Layout(model=PARALLEL), Layout(model=PARALLEL | BROAD, kernels=PIECES), Layout(model=WINDOW | {"ffn_hidden_size": 40})],
     pytest.param(
-        [Layout(model=PARALLEL | more, kernels=kernels) for more in (WORDS, WIDE, DROPOUT, BROAD) for kernels in ({}, FULL, SELECTIVE, PIECES)],
+        [Layout(model=PARALLEL | more, kernels=kernels) for more in (WORDS, WIDE, DROPOUT, BROAD)
+         for kernels in ({}, FULL, SELECTIVE, PIECES)],
         marks=pytest.mark.long,
     ),
-    pytest.param([Layout(kernels=OFFLOAD, model=PARALLEL | DEEP), Layout(model=PARALLEL | UNTIED, micro_batches=2)], marks=pytest.mark.long),
+    pytest.param([Layout(kernels=OFFLOAD, model=PARALLEL | DEEP), Layout(model=PARALLEL | UNTIED, micro_batches=2)],
+                 marks=pytest.mark.long),
     pytest.param(
         [Layout(model=LLAMA | {"num_query_groups": 2, "window_size": size, "ffn_hidden_size": ffn}, kernels=kernels) for size in (20, 100)
          for ffn in (40, 500) for kernels in ({}, FULL)],
         marks=pytest.mark.long,
     ),
-    pytest.param([Layout(model={"window_size": size, "seq_length": 800, "ffn_hidden_size": 40}) for size in (64, 300)], marks=pytest.mark.long),
+    pytest.param([Layout(model={"window_size": size, "seq_length": 800, "ffn_hidden_size": 40}) for size in (64, 300)],
+                 marks=pytest.mark.long),
     pytest.param([Layout(model={"geglu": True} | WIDE, kernels=kernels) for kernels in ({}, PIECES)], marks=pytest.mark.long),
     pytest.param([Layout(tp=2, tp_seq=True, model=PARALLEL | more) for more in ({}, DROPOUT, UNTIED)], marks=pytest.mark.long),
-    pytest.param([Layout(sp=2, mode=mode, model=model) for mode in ("none", "chunked", "split-qkv") for model in (PARALLEL, WINDOW)], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode=mode, model=model) for mode in ("none", "chunked", "split-qkv")
+                  for model in (PARALLEL, WINDOW)], marks=pytest.mark.long),
     pytest.param([Layout(dp=2, zero=zero(stage), model=PARALLEL | DEEP) for stage in (1, 3)], marks=pytest.mark.long),
     pytest.param([Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)], marks=pytest.mark.long),
     *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 3)),
     pytest.param([Layout(dp=2, zero=zero(2), micro_batches=count, model=DEEP) for count in (1, 3)], marks=pytest.mark.long),
-    pytest.param([Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP) for stage in (1, 2)], marks=pytest.mark.long),
+    pytest.param([Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP) for stage in (1, 2)],
+                 marks=pytest.mark.long),
     [Layout(dp=2, zero=zero(stage), micro_batches=count, model=UNTIED | DEEP) for stage in (2, 3) for count in (1, 2)],
-    [Layout(sp=2, zero=zero(3), kernels=FULL, model=DEEP), Layout(sp=2, zero=zero(2), model=DEEP), Layout(dp=2, zero=zero(1), kernels=FULL)],
+    [Layout(sp=2, zero=zero(3), kernels=FULL, model=DEEP), Layout(sp=2, zero=zero(2), model=DEEP),
+     Layout(dp=2, zero=zero(1), kernels=FULL)],
     [Layout(dp=2, zero=zero(3, zero3_keep_units=1), model=DEEP), Layout(dp=2, zero=zero(3, zero3_gather_once=True), micro_batches=2)],
     pytest.param([Layout(dp=2, zero=zero(stage, grad_reduce_in_bf16=True), model=DEEP) for stage in (0, 1, 3)], marks=pytest.mark.long),
     pytest.param([Layout(dp=2, zero=zero(stage), bf16=True, model=DEEP) for stage in (1, 3)], marks=pytest.mark.long),

@@ -82,14 +82,13 @@ def check_trace(found: dict[str, Any]) -> None:
     computed = [e for e in events if e["cat"] == "compute" and e["dur"] > 0]
     exchanges = [e for e in events if e["cat"] == "exchange"]
     assert all(e["dur"] >= 0 for e in events) and {e["args"]["direction"] for e in exchanges} >= {"forward", "backward"}
-    under = [
-        (c["name"], e["name"]) for c in computed for e in exchanges if c["ts"] < e["ts"] + e["dur"] and e["ts"] < c["ts"] + c["dur"]
-    ]
+    under = [(c["name"], e["name"]) for c in computed for e in exchanges if c["ts"] < e["ts"] + e["dur"] and e["ts"] < c["ts"] + c["dur"]]
     assert under, "no exchange lies under a computation"
 
 
 @pytest.mark.parametrize("case, numbers", [
-    pytest.param(case, numbers, marks=pytest.mark.long if i in (1, 3) else ()) for i, (case, numbers) in enumerate(zip(CASES, NUMBERS, strict=True))
+    pytest.param(case, numbers, marks=pytest.mark.long if i in (1, 3) else ())
+    for i, (case, numbers) in enumerate(zip(CASES, NUMBERS, strict=True))
 ], ids=str)  # fmt: skip
 def test_recording_changes_nothing_and_is_sane(case: Case, numbers: dict[str, tuple[int, int]], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -123,7 +122,9 @@ def test_a_run_with_the_report_is_the_same_run(tmp_path: Path) -> None:
     """Bit for bit; fewer steps than asked for are reported at the end; a single process is told that there is nothing to report."""
     flags = ("--sp-size", 2, "--sp-head-chunks", 2, "--train-iters", 4)
     train(tmp_path, "--save", tmp_path / "plain", *flags, ranks=2).expect(0)
-    outcome = train(tmp_path, "--save", tmp_path / "told", *flags, "--report-overlap", ranks=2).expect(0, "overlap on rank 0", "(median of 3 steps")
+    outcome = train(tmp_path, "--save", tmp_path / "told", *flags, "--report-overlap", ranks=2).expect(
+        0, "overlap on rank 0", "(median of 3 steps"
+    )
     a, b = ([(r["loss_hex"], r["grad_norm_hex"]) for r in records(tmp_path / name)] for name in ("plain", "told"))
     assert a == b and len(a) == 4
     assert "overlap on rank 0" not in outcome.texts[1]

@@ -17,8 +17,8 @@ from megatron_sp.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import memory  # noqa: E402
-import plan_check  # noqa: E402
+import memory
+import plan_check
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 128 --attention-dropout 0 --hidden-dropout 0"
 

@@ -22,7 +22,9 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
     killed = read_run(run)
     assert figures(killed).step == 5 and killed.config["model"]["num_layers"] == 2
     assert state_of(killed, 0.0).word == "failed" and "rank 1 (pid" in state_of(killed, 0.0).why
-    train(tmp_path, *flags, "--eval-iters", 1, "--auto-resume", "--lr", 2e-2, "--override-opt-param-scheduler", ranks=2, attempt=1).expect(0)
+    train(tmp_path, *flags, "--eval-iters", 1, "--auto-resume", "--lr", 2e-2, "--override-opt-param-scheduler", ranks=2, attempt=1).expect(
+        0
+    )
     files = read_run(run)
     f, spans = figures(files), time_line(files.attempts)
     assert (f.step, f.train_iters, f.interruptions, f.skipped) == (14, 14, 1, 0) and files.notes == []
@@ -32,5 +34,9 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
     assert all(sums[kind] > 0 for kind in ("steps", "lost", "valid", "save", "start", "down"))
     assert abs(sum(sums.values()) - (spans[-1].end - spans[0].begin)) < 1e-6
     text = page([files], files.records[-1]["time"])
-    assert all(f'id="{part}"' in text for part in PARTS) and "lr: 0.01 → 0.02" in text and "1 of 2 logged steps that were taken again differ" in text
+    assert (
+        all(f'id="{part}"' in text for part in PARTS)
+        and "lr: 0.01 → 0.02" in text
+        and "1 of 2 logged steps that were taken again differ" in text
+    )
     assert "numerics" not in text.split("<main>")[1].split("<script")[0]

@@ -19,9 +19,9 @@ from megatron_sp.training.traffic import TrafficPlan, traffic_plan, wire_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 
-import memory  # noqa: E402
-import storages  # noqa: E402
-from memory import BERT, FULL, LLAMA, SELECTIVE, Layout, zero  # noqa: E402
+import memory
+import storages
+from memory import BERT, FULL, LLAMA, SELECTIVE, Layout, zero
 
 SHAPE = {
     "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "ffn_hidden_size": 20, "seq_length": 21, "vocab_size": 50,
@@ -36,7 +36,8 @@ Counts = dict[str, tuple[int, int]]
 
 CASES = [
     [Layout(dp=2, zero=zero(stage), micro_batches=count) for stage in (0, 1, 2, 3) for count in (1, 3)],
-    [Layout(dp=2, zero=zero(3, **more), micro_batches=2, model=UNTIED) for more in ({}, {"zero3_keep_units": 1}, {"zero3_gather_once": True})],
+    [Layout(dp=2, zero=zero(3, **more), micro_batches=2, model=UNTIED) for more in
+     ({}, {"zero3_keep_units": 1}, {"zero3_gather_once": True})],
     [Layout(dp=2, zero=zero(3, **{name: value})) for name, value in (("zero3_fetch", "all_reduce"), ("overlap_param_gather", False))],
     [Layout(dp=2, zero=zero(stage, grad_reduce_in_bf16=True), bf16=True) for stage in (0, 2)],
     [Layout(dp=2, zero=zero(3), kernels=kernels, micro_batches=2) for kernels in (FULL, BY_TWO, SELECTIVE)],

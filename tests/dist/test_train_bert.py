@@ -1,4 +1,4 @@
-"""pretrain_bert.py from end to end: one line of losses in every layout, resume, checkpoints that load anywhere, and --verify-parallelism."""
+"""pretrain_bert.py from end to end: one line of losses in every layout, resume, checkpoints that load anywhere, --verify-parallelism."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "dp2, stage 3": (2, ("--zero-stage", 3, "--micro-batch-size", 2)),
     "dp3, stage 1": (3, ("--zero-stage", 1, "--micro-batch-size", 2)),
     "dp3, stage 3": (3, ("--zero-stage", 3, "--zero3-keep-units", 1, "--micro-batch-size", 2)),
-    "sp2, stage 3": (2, ("--zero-stage", 3, "--sp-size", 2, "--sp-overlap-mode", "chunked", "--zero3-gather-once", "--micro-batch-size", 6)),
+    "sp2, stage 3": (2, ("--zero-stage", 3, "--sp-size", 2, "--sp-overlap-mode", "chunked", "--zero3-gather-once",
+                        "--micro-batch-size", 6)),
     "tp2, stage 1": (2, ("--zero-stage", 1, "--tp-size", 2, "--sequence-parallel", "--micro-batch-size", 6)),
     "dp2 tp2, stage 2": (4, ("--zero-stage", 2, "--tp-size", 2, "--no-overlap-param-gather", "--micro-batch-size", 3)),
     "dp2 tp2, stage 3": (4, (
@@ -50,7 +51,16 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return run_once(tmp_path_factory, {name: flags_of(name) for name in LAYOUTS}, "--eval-interval", 2, "--eval-iters", 1, "--log-params-norm", "--log-num-zeros-in-grad")
+    return run_once(
+        tmp_path_factory,
+        {name: flags_of(name) for name in LAYOUTS},
+        "--eval-interval",
+        2,
+        "--eval-iters",
+        1,
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in NAMES])
@@ -64,9 +74,7 @@ def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[st
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
-    writer: str, reader: str, runs: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
     ranks, flags = flags_of(reader)
     train(tmp_path, *flags, "--load", runs(writer), "--ckpt-step", 3, "--save", tmp_path / "run", ranks=ranks).expect(0, "(step 3")
     assert losses(tmp_path / "run") == pytest.approx(losses(runs("alone"))[3:], rel=1e-9)
@@ -74,7 +82,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
 
 @pytest.mark.parametrize(("precision", "stage"), [
     ("fp32", 1), ("bf16", 3), ("fp16", 3),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("fp16", 1), ("fp16", 2))),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in
+      (("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("fp16", 1), ("fp16", 2))),
 ])  # fmt: skip
 def test_resumed_to_the_last_bit(tmp_path: Path, precision: str, stage: int) -> None:
     kinds = {
@@ -172,7 +181,9 @@ def test_ranks_with_another_model_are_named(tmp_path: Path) -> None:
 
         transformer.MLP.__init__ = other  # type: ignore[method-assign,assignment]
 
-    out = train(tmp_path, ranks=2, setup=sabotage).expect(2, "rank 1 has another model than rank 0", "decoder.layers.1.mlp.linear_fc2.weight")
+    out = train(tmp_path, ranks=2, setup=sabotage).expect(
+        2, "rank 1 has another model than rank 0", "decoder.layers.1.mlp.linear_fc2.weight"
+    )
     assert out.texts[1] == "", "said once"
 
 

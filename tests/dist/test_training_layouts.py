@@ -109,8 +109,12 @@ def test_verify_parallelism_takes_layers_away_where_memory_is_short(tmp_path: Pa
 
 
 def test_an_impossible_layout_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    train(tmp_path, "--sp-size", 3, ranks=2).expect(2, "must be a multiple of tensor_model_parallel_size * sequence_parallel_size (1 * 3 = 3)")
-    train(tmp_path, "--tp-size", 2, "--num-query-groups", 2, "--num-attention-heads", 3, "--kv-channels", 8, ranks=2).expect(2, "3 = 1 * 2 + 1")
+    train(tmp_path, "--sp-size", 3, ranks=2).expect(
+        2, "must be a multiple of tensor_model_parallel_size * sequence_parallel_size (1 * 3 = 3)"
+    )
+    train(tmp_path, "--tp-size", 2, "--num-query-groups", 2, "--num-attention-heads", 3, "--kv-channels", 8, ranks=2).expect(
+        2, "3 = 1 * 2 + 1"
+    )
 
 
 def short_documents(rank: int) -> None:

@@ -14,8 +14,8 @@ from errors import FP32, FP64, assert_law
 from late_network import late_network
 from layouts import Case, Sharded, alone, check_all, run_cases
 from ranks import run_ranks
-from torch import Tensor, nn
 from sent_bytes import Wire
+from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import ModelConfig, OptimizerConfig
