@@ -17,7 +17,7 @@ from megatron_sp.convert.dist_writer import DistFolderWriter, NewChunk
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace
 from megatron_sp.convert.formats.megatron_folder import TRACKER
-from megatron_sp.convert.formats.megatron_names import written
+from megatron_sp.convert.formats.megatron_names import extra_states, written
 from megatron_sp.convert.formats.megatron_shards import Cut
 from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.formats.megatron_write import make_plan, optimizer_groups, require_layout
@@ -64,6 +64,8 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
             prefix = f"optimizer.state.{_STATES[kind]}." if kind else ""
             for stack in _stacks(store):
                 _add(writer, prefix, stack, store, cut, model.config.num_layers // options.pp, progress)
+        for key, rank in _extra_keys(plan.weights, model.config.num_layers, model.config.num_layers // options.pp, options.tp):
+            writer.add_object(key, [None], rank)  # as an object lies there that no 8-bit numbers were used for
         writer.finish()
     args = namespace(
         model, tp=options.tp, pp=options.pp, padded_vocab_size=cut.padded_vocab_size, legacy=False, params_dtype=dtype
@@ -78,6 +80,21 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
     write_synced(path / TRACKER, str(model.step or "release").encode())
     fsync_dir(folder)
     fsync_dir(path)
+
+
+def _extra_keys(store: Scattered, layers: int, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
+    """Where Transformer Engine's modules look for their state for 8-bit numbers, and which rank would write it.
+
+    Without them Megatron refuses to load, under the strictness that it has by default; what its version does not look for is left alone.
+    """
+    names = [name.partition("/")[2] for name in store.tensors()]
+    first = [name for name in names if (layer := _LAYER.fullmatch(name)) and layer[2] == "0"]
+    norms = [name.replace(".weight", "._extra_state") for name in first if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))]
+    prefix = first[0].partition("layers.")[0]
+    for key in [*extra_states(first), *norms, f"{prefix}layers.0.self_attention.core_attention._extra_state"]:
+        for number in range(layers):
+            yield f"{key.replace('.layers.0.', '.layers.', 1)}/shard_{number}_{layers}", number // layers_per_stage * tp
+    yield f"{prefix}final_layernorm._extra_state/shard_0_1", (layers // layers_per_stage - 1) * tp
 
 
 def _stacks(store: Scattered) -> Iterator[Stack]:

@@ -8,6 +8,7 @@ Megatron-DeepSpeed, in two or three spellings. In a file layers are counted from
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 Names = Literal["core", "core-local", "legacy"]
@@ -40,6 +41,14 @@ _IGNORED = {
 def ignored() -> dict[str, str]:
     """Regular expressions of names that are no weights, each with the reason."""
     return dict(_IGNORED)
+
+
+_LINEAR = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+
+
+def extra_states(names: Iterable[str]) -> list[str]:
+    """Of each linear layer of Transformer Engine in the blocks: the entry for 8-bit numbers, which loaders miss if it is not there."""
+    return [f"{found[1]}._extra_state" for name in names if (found := _LINEAR.fullmatch(name))]
 
 
 def is_legacy(name: str) -> bool:

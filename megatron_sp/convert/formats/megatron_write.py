@@ -14,7 +14,7 @@ from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, Tens
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import misfit, namespace
 from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
-from megatron_sp.convert.formats.megatron_names import Names, written
+from megatron_sp.convert.formats.megatron_names import Names, extra_states, written
 from megatron_sp.convert.formats.megatron_order import LAST, is_decayed, position, registered
 from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import padded_size
@@ -142,7 +142,7 @@ def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Pr
     )  # fmt: skip
     tree: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
-        "model": nested(flat) if names == "legacy" else flat,
+        "model": nested(flat) if names == "legacy" else {**flat, **dict.fromkeys(extra_states(flat) if names == "core" else ())},
     }  # fmt: skip
     if plan.states:
         listed = registered(list(flat))

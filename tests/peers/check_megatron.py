@@ -1,0 +1,222 @@
+"""The converter against Megatron-core itself: what its GPT computes and saves, and what it loads of ours.
+
+Not part of the test run, for it needs megatron-core. On CPUs, with one and two tensor-parallel processes:
+
+    PYTHONPATH=. python tests/peers/check_megatron.py
+
+Each model below is built with random weights and saved in both of Megatron's ways, a file for each rank and a torch_dist folder. Both are
+converted; our model must compute the same logits. Then the run is converted back, to one and to two ranks, in both ways, and Megatron's
+own loaders must take that, every name and shape, and compute the same logits again. Prints a line for each, ends with 1 if one differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_sp.cli import main as megatron_sp
+from megatron_sp.convert.formats.native import Native
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.reference.computed import NEXT
+from megatron_sp.convert.reference.model import Rows
+from megatron_sp.convert.sides import side_of
+
+STEP, LAYERS, HIDDEN, HEADS, FFN, POSITIONS, VOCAB, PADDED = 3, 3, 48, 4, 80, 24, 59, 64
+LIMIT = 2e-5  # relative to the largest logit, fp32
+LLAMA = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "fused GELU, tied": {},
+    "exact GELU, untied": {"bias_gelu_fusion": False, **UNTIED},
+    "Llama": {**LLAMA, **UNTIED, "num_query_groups": 2, "rotary_base": 500000},
+    "Llama 3.1's rotary scaling": {**LLAMA, "num_query_groups": 2, "use_rope_scaling": True, "rope_scaling_factor": 4.0},
+    "biases of queries, wide heads": {**LLAMA, **UNTIED, "add_qkv_bias": True, "kv_channels": 20},
+    "half of the channels rotated": {"position_embedding_type": "rope", "rotary_percent": 0.5, "qk_layernorm": True},
+    "stretched positions": {**LLAMA, "swiglu": False, "squared_relu": True, "rotary_seq_len_interpolation_factor": 2},
+}  # fmt: skip
+
+
+def arguments(name: str, tp: int) -> Namespace:
+    """As Megatron-LM keeps them in its checkpoints."""
+    values: dict[str, Any] = {
+        "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "kv_channels": HIDDEN // HEADS, "ffn_hidden_size": FFN,
+        "num_query_groups": 1, "seq_length": POSITIONS, "max_position_embeddings": POSITIONS, "normalization": "LayerNorm",
+        "norm_epsilon": 1e-5, "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
+        "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "swiglu": False,
+        "squared_relu": False, "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "bias_gelu_fusion": True,
+        "untie_embeddings_and_output_weights": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": VOCAB,
+        "padded_vocab_size": PADDED, "make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": 1,
+        "use_mcore_models": True, "transformer_impl": "local", "iteration": STEP, "consumed_train_samples": 12, **MODELS[name],
+    }  # fmt: skip
+    return Namespace(**values, group_query_attention="num_query_groups" in MODELS[name])
+
+
+def model_of(a: Namespace, seed: int) -> GPTModel:
+    """As Megatron-LM's builder has it, with weights and biases that all make a difference."""
+    activation = F.silu if a.swiglu else squared_relu if a.squared_relu else F.gelu
+    config = TransformerConfig(
+        num_layers=a.num_layers, hidden_size=a.hidden_size, num_attention_heads=a.num_attention_heads, kv_channels=a.kv_channels,
+        num_query_groups=a.num_query_groups if a.group_query_attention else None, ffn_hidden_size=a.ffn_hidden_size,
+        normalization=a.normalization, layernorm_epsilon=a.norm_epsilon, add_bias_linear=a.add_bias_linear, add_qkv_bias=a.add_qkv_bias,
+        gated_linear_unit=a.swiglu, activation_func=activation, bias_activation_fusion=a.bias_gelu_fusion and a.add_bias_linear,
+        qk_layernorm=a.qk_layernorm, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, masked_softmax_fusion=False,
+        apply_rope_fusion=False, persist_layer_norm=False, gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=a.tensor_model_parallel_size, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(qk_layernorm=a.qk_layernorm, normalization=a.normalization), a.padded_vocab_size, POSITIONS,
+        parallel_output=False, share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
+        position_embedding_type=a.position_embedding_type, rotary_percent=a.rotary_percent, rotary_base=a.rotary_base,
+        seq_len_interpolation_factor=a.rotary_seq_len_interpolation_factor, rope_scaling=a.use_rope_scaling,
+        rope_scaling_factor=a.rope_scaling_factor,
+    )  # fmt: skip
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for number, (name, p) in enumerate(model.named_parameters()):
+            cut = getattr(p, "tensor_model_parallel", False)
+            draw = torch.Generator().manual_seed(10_000 * seed + 10 * number + (1 + rank if cut else 0))
+            p.copy_(torch.randn(p.shape, generator=draw) * (0.2 if p.dim() > 1 else 0.1) + ("norm" in name and name.endswith("weight")))
+    return model.eval()
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(7))
+
+
+def logits_of(model: GPTModel) -> Tensor:
+    ids = tokens()
+    mask = torch.triu(torch.ones(POSITIONS, POSITIONS, dtype=torch.bool), 1)[None, None]
+    with torch.no_grad():
+        return model(ids, torch.arange(POSITIONS).expand_as(ids), mask)[..., :VOCAB].clone()
+
+
+def start(rank: int, tp: int, store: str) -> None:
+    """Megatron's groups, on CPUs."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *a, **k: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel(tp, 1)
+
+
+def iteration(folder: str, kind: str) -> Path:
+    return Path(folder) / kind / f"iter_{STEP:07d}"
+
+
+def save(rank: int, tp: int, store: str, name: str, folder: str) -> None:
+    start(rank, tp, store)
+    a = arguments(name, tp)
+    model = model_of(a, seed=1)
+    logits = logits_of(model)
+    common = {"args": a, "checkpoint_version": 3.0, "iteration": STEP}
+    file = iteration(folder, "megatron") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.serialization.save({"model": model.state_dict_for_save_checkpoint(), **common}, file)
+    target = iteration(folder, "megatron-dist")
+    if rank == 0:
+        target.mkdir(parents=True)
+        for kind in ("megatron", "megatron-dist"):
+            (Path(folder) / kind / "latest_checkpointed_iteration.txt").write_text(str(STEP))
+        torch.serialization.save(logits, Path(folder) / "logits")
+    dist.barrier()
+    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(target))
+    dist.barrier()
+
+
+def load(rank: int, tp: int, store: str, name: str, kind: str, folder: str) -> None:
+    """Every name and shape must fit; rank 0 keeps the logits."""
+    start(rank, tp, store)
+    model = model_of(arguments(name, tp), seed=2)
+    if kind == "megatron":
+        file = iteration(folder, ".") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        state = torch.serialization.load(file, weights_only=False)["model"]
+    else:
+        state = dist_checkpointing.load({**model.sharded_state_dict(prefix="")}, str(iteration(folder, ".")))
+        state = {key: value for key, value in state.items() if key in model.state_dict()}
+    model.load_state_dict(state, strict=True)
+    logits = logits_of(model)
+    if rank == 0:
+        torch.serialization.save(logits, f"{folder}.logits")
+    dist.barrier()
+
+
+def spawn(function: Any, tp: int, *args: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(function, (tp, f"{folder}/store", *args), tp)
+
+
+def convert(*words: Any) -> None:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        assert megatron_sp(["convert", *map(str, words)]) == 0, f"convert {words}"
+
+
+def ours(run: Path) -> Tensor:
+    """Logits of our model."""
+    side = side_of("megatron_sp", run, Native().read(run, Options()), Options(), wide=False, tell=print)
+    rows = Rows(tokens(), [POSITIONS] * 3, torch.zeros(3, POSITIONS, dtype=torch.int64))
+    return next(t for name, t in side.compute(rows, lambda t: t) if name == NEXT)[..., :VOCAB]
+
+
+def kept(path: Path) -> Tensor:
+    found = torch.serialization.load(path, weights_only=True)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def tell(what: str, expected: Tensor, found: Tensor) -> int:
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    good = error <= LIMIT
+    print(what.ljust(76), f"{error:.1e}", "" if good else "DIFFERS", flush=True)
+    return not good
+
+
+def check(name: str, tp: int, folder: Path) -> int:
+    spawn(save, tp, name, str(folder))
+    expected, failed = kept(folder / "logits"), 0
+    for kind in ("megatron", "megatron-dist"):
+        run = folder / f"from-{kind}"
+        convert("--input", folder / kind, "--to", "megatron_sp", "--output", run)
+        failed += tell(f"{name}, tp {tp}: read from {kind}", expected, ours(run))
+    for kind, names, ranks in (("megatron", "core-local", 2), ("megatron", "core-local", 1), ("megatron-dist", None, 3 - tp)):
+        back = folder / f"{kind}-{ranks}"
+        layout = ["--target-tensor-parallel-size", ranks] if kind == "megatron" else []
+        convert("--input", run, "--to", kind, "--output", back, *layout, *(["--megatron-names", names] if names else []))
+        spawn(load, ranks, name, kind, str(back))
+        failed += tell(f"{name}, tp {tp}: {kind} written by us, loaded on {ranks}", expected, kept(Path(f"{back}.logits")))
+    return failed
+
+
+def main(chosen: list[str]) -> int:
+    """Args: names of MODELS; all by default."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as root:
+        for i, name in enumerate(MODELS):
+            for tp in (1, 2):
+                if not chosen or name in chosen:
+                    failed += check(name, tp, Path(root) / f"{i}-{tp}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
