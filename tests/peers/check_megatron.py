@@ -15,12 +15,11 @@ import contextlib
 import os
 import sys
 import tempfile
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the ranks: Megatron misses its GPU libraries
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,8 @@ def arguments(name: str, tp: int) -> Namespace:
         "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "swiglu": False,
         "squared_relu": False, "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "bias_gelu_fusion": True,
         "untie_embeddings_and_output_weights": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": VOCAB,
-        "padded_vocab_size": PADDED, "make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": 1,
+        "padded_vocab_size": PADDED, "make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": 1,
         "use_mcore_models": True, "transformer_impl": "local", "iteration": STEP, "consumed_train_samples": 12, **MODELS[name],
     }  # fmt: skip
     return Namespace(**values, group_query_attention="num_query_groups" in MODELS[name])
