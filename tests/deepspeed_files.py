@@ -275,6 +275,7 @@ def write_rank(step: Path, c: ModelConfig, kinds: dict[str, Tensors], how: Save,
     if how.zero == 3:
         states["module"] = {name: torch.empty(0, dtype=how.dtype) for name in master}
         for dp in range(how.dp):
+            states["args"] = Namespace(**{**vars(states["args"]), "rank": mp + dp * how.tp})
             save_tree(step / f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt", states)
     else:
         save_tree(step / f"mp_rank_{mp:02d}_model_states.pt", states)
@@ -370,7 +371,8 @@ def zero_3(kinds: dict[str, Tensors], groups: list[list[str]], how: Save, dp: in
             for name in group:
                 t = tensors[name].reshape(-1)
                 size = math.ceil(t.numel() / how.dp)
-                parts.append(torch.cat([t, torch.full((size * how.dp - t.numel(),), 5.0)])[dp * size : (dp + 1) * size])
+                filler = 5.0 if kind == "master" else 0.0  # gradients of padding are none, so moments of it stay as they began
+                parts.append(torch.cat([t, torch.full((size * how.dp - t.numel(),), filler)])[dp * size : (dp + 1) * size])
             flats[kind].append(torch.cat(parts))
     state = {i: {"step": how.step, **{k: flats[k][i] for k in kinds if k != "master"}} for i in range(len(groups))}
     return {

@@ -234,7 +234,7 @@ def rank_trees(c: ModelConfig, tensors: dict[str, Tensor], kind: Kind, **args: A
     found = {}
     for p in range(kind.pp):
         for t in range(kind.tp):
-            tree: Tree = {"args": arguments(c, kind, **args), "iteration": 10}
+            tree: Tree = {"args": arguments(c, kind, **{"rank": p * kind.tp + t, **args}), "iteration": 10}
             if kind.version is not None:
                 tree["checkpoint_version"] = kind.version
             models = [model_tree(c, tensors, kind, t, p, chunk) for chunk in range(kind.chunks)]

@@ -21,6 +21,7 @@ Only the standard library is imported. Source: the comments of CPython's ``pickl
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ from megatron_sp.convert import pickle_globals as names
 MAX_DEPTH = 100  # of nesting; checkpoints have some ten levels
 MAX_DIMS = 64
 MAX_LONG_BYTES = 32
+MAX_DEVICES = 64  # that one process has
+_DEVICE = re.compile(r"[a-z]{1,20}:[0-9]{1,4}")
 _NODE_COST = 16  # bytes of text that any value is counted as, beside its own
 
 Node = Any  # as above
@@ -53,6 +56,7 @@ class Machine:
         self.outer: list[list[Node]] = []  # stacks below each open mark
         self.memo: dict[int, Node] = {}
         self.storages: dict[str, Node] = {}
+        self.devices: set[str] = set()  # on which storages were, those with a number: cuda:1
 
     def run(self) -> Node:
         """Its value; afterwards ``at`` is the first byte behind it, ``storages`` what it asks for by key.
@@ -196,6 +200,8 @@ class Machine:
         dtype = names.storage_dtype(kind[1]) if isinstance(kind, list) and kind[0] == "g" else None
         if dtype is None or not (isinstance(key, str) and 0 < len(key) <= 100) or not is_count(numel):
             raise Refused("describes a storage without a known class, a key and a size")
+        if isinstance(parts[3], str) and len(self.devices) < MAX_DEVICES and _DEVICE.fullmatch(parts[3]):
+            self.devices.add(parts[3])
         node = self.storages.setdefault(key, ["S", key, dtype, numel])
         if node[2:] != [dtype, numel]:
             raise Refused(f"describes the storage {key!r} in two ways: {node[2]} of {node[3]:,} and {dtype} of {numel:,}")

@@ -91,6 +91,7 @@ class Pickles(NamedTuple):
     values: list[Any]
     end: int  # the first byte behind the last one
     storages: dict[str, Storage]  # all that they ask for, by key
+    devices: frozenset[str]  # on which these were when they were saved, those with a number: cuda:1
 
 
 class PickleReader:
@@ -133,10 +134,14 @@ class PickleReader:
         Raises:
             CheckpointError: it is damaged, too large, or not what a checkpoint consists of.
         """
+        return self.read_whole(data, where).values[0]
+
+    def read_whole(self, data: bytes, where: str) -> Pickles:
+        """As ``read``, with all that is known of the pickle."""
         pickles = self.read_several(data, 1, where)
         if pickles.end != len(data):
             raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes behind the end of its pickle: it is damaged")
-        return pickles.values[0]
+        return pickles
 
     def read_several(self, data: bytes, count: int, where: str) -> Pickles:
         """``count`` pickles from the start of ``data``; what lies behind them is not looked at."""
@@ -147,7 +152,7 @@ class PickleReader:
             raise CheckpointError(f"{where}: its pickle {answer['refused']}. {_WAY_OUT}")
         try:
             storages = {key: Storage(key, dtype, numel) for _, key, dtype, numel in answer["storages"]}
-            return Pickles([_value(node) for node in answer["values"]], answer["end"], storages)
+            return Pickles([_value(node) for node in answer["values"]], answer["end"], storages, frozenset(answer["devices"]))
         except _Meaningless as error:
             raise CheckpointError(f"{where}: its pickle {error}. {_WAY_OUT}") from None
 

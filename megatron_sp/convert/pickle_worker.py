@@ -6,8 +6,8 @@ no process started, no module imported, and memory and time are bounded. Started
     python -I -S -c "..." HEADROOM_BYTES CPU_SECONDS
 
 A request on standard input is 24 bytes, little endian (length of the data, number of pickles to read one after the other, bound of
-``check``), and the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...]} or
-{"refused": "..."}. The process ends with its input.
+``check``), and the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...], "devices": [...]}
+or {"refused": "..."}. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def _address_space() -> int:
 
 def _answer(data: bytes, count: int, max_cost: int) -> bytes:
     try:
-        values, storages, end = [], {}, 0
+        values, storages, devices, end = [], {}, set(), 0
         for _ in range(count):
             machine = Machine(data, end)
             values.append(machine.run())
             end = machine.at
             storages.update(machine.storages)
+            devices |= machine.devices
         check(["(", *values], max_cost)
-        result: dict[str, Any] = {"values": values, "end": end, "storages": list(storages.values())}
+        result: dict[str, Any] = {"values": values, "end": end, "storages": list(storages.values()), "devices": sorted(devices)}
         return json.dumps(result, default=_bytes, separators=(",", ":")).encode("ascii")
     except Refused as error:
         return json.dumps({"refused": str(error)}).encode("ascii")

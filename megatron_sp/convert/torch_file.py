@@ -67,6 +67,7 @@ class TorchFile:
             self._window = _window(fd, self.path, part)
             self._entries: Mapping[str, Entry] = {}
             self._storages: Mapping[str, Place] = {}
+            self.devices: frozenset[str] = frozenset()  #: on which its tensors were, those with a number: cuda:1
             self.tree: Any = self._read_tree()  #: what was saved: plain data, Object, Name and TensorRecord
         except BaseException:
             self.close()
@@ -110,7 +111,9 @@ class TorchFile:
         if first[:2] == b"PK":
             self._entries = _without_root(self._window, zip_entries.read_directory(self._window))
             data = zip_entries.read_entry(self._window, self._entries["data.pkl"], MAX_PICKLE_BYTES)
-            return self._reader.read(data, self._window.where)
+            pickles = self._reader.read_whole(data, self._window.where)
+            self.devices = pickles.devices
+            return pickles.values[0]
         if first[:1] == b"\x80":
             tree, self._storages = _read_legacy(self._window, self._reader)
             return tree

@@ -366,6 +366,56 @@ def test_stage_3_without_its_optimizer_has_no_weights(tmp_path: Path, zero_3: Pa
         READER.read(tmp_path / "copy", options(Save(), random_model("gpt2")))
 
 
+def exchange(folder: Path, one: str, other: str) -> None:
+    a, b = (folder / "global_step7" / name for name in (one, other))
+    a.rename(folder / "aside")
+    b.rename(a)
+    (folder / "aside").rename(b)
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_exchanged_files_of_stage_3_are_told_by_their_padding(tmp_path: Path, optimizer: bool) -> None:
+    path, expected = saved(tmp_path, "odd", Save(zero=3, dp=4))
+    exchange(path, *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (1, 3)))
+    with pytest.raises(
+        CheckpointError, match=r"rank_3\S* has moments where the data parallel rank 3 of 4 has nothing but padding, and \S*rank_1"
+    ):
+        READER.read(path, options(Save(), expected, optimizer=optimizer))
+
+
+def test_an_optimizer_that_changes_padding_is_no_exchange(tmp_path: Path) -> None:
+    path, expected = saved(tmp_path, "odd", Save(zero=3, dp=4))
+    for file in path.glob("*/*optim_states.pt"):
+        tree = loaded(file)
+        for state in tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state["exp_avg_sq"] += state["exp_avg_sq"] == 0
+        save_tree(file, tree)
+    READER.read(path, options(Save(), expected))
+
+
+def test_exchanged_model_states_of_stage_3_are_told_by_their_arguments(tmp_path: Path, zero_3: Path) -> None:
+    shutil.copytree(zero_3, tmp_path / "copy")
+    exchange(tmp_path / "copy", *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)))
+    with pytest.raises(CheckpointError, match=r"was written by the global rank 1, and \S*rank_1\S* by 0"):
+        READER.read(tmp_path / "copy", options(Save(), random_model("gpt2")))
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_exchanged_files_of_stage_3_are_told_by_their_devices(tmp_path: Path, zero_3: Path, is_exchanged: bool) -> None:
+    shutil.copytree(zero_3, tmp_path / "copy")
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.serialization, "location_tag", lambda storage, rank=rank: f"cuda:{rank}")
+            for file in (tmp_path / "copy" / "global_step7").glob(f"*zero_pp_rank_{rank}_*"):
+                save_tree(file, loaded(file))
+    if is_exchanged:
+        exchange(tmp_path / "copy", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)))
+        with pytest.raises(CheckpointError, match=r"rank_0\S* has tensors of cuda:1, and \S*rank_0\S* of cuda:0"):
+            READER.read(tmp_path / "copy", options(Save(), random_model("gpt2")))
+    else:
+        READER.read(tmp_path / "copy", options(Save(), random_model("gpt2")))
+
+
 def test_which_step(tmp_path: Path, zero_1: Path) -> None:
     shutil.copytree(zero_1, tmp_path / "copy")
     root, how = tmp_path / "copy", options(Save(), random_model("gpt2"))

@@ -302,6 +302,16 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path, llama: Path, capsys: p
     assert "mp_rank_00 missing" in refused(capsys, source, EXIT_CHECKPOINT, "--from", "megatron")
 
 
+def test_exchanged_ranks(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(llama, tmp_path / "copy") / "iter_0000010"
+    one, other = sorted(folder.iterdir())[:2]
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+    assert run("--input", tmp_path / "copy", "--to", "megatron_sp", "--output", tmp_path / "x") == EXIT_CHECKPOINT
+    assert "mp_rank_00/model_optim_rng.pt was written by the global rank 1, and" in capsys.readouterr().err
+
+
 def test_an_optimizer_in_another_order_is_not_guessed(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = copy_of(llama, tmp_path)
     file = source / "iter_0000010" / "mp_rank_01" / "distrib_optim.pt"

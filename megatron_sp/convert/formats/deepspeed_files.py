@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ class Files:
     def tree(self, path: Path) -> Any:
         """What was saved. Raises CheckpointError."""
         return self._get(path).tree
+
+    def devices(self, path: Path) -> frozenset[str]:
+        """On which its tensors were when it was saved, those with a number. Raises CheckpointError."""
+        return self._get(path).devices
+
+    @contextmanager
+    def glance(self, path: Path) -> Iterator[TorchFile]:
+        """A file of which little is wanted, and nothing kept: there may be thousands. Raises CheckpointError."""
+        if path in self._open:
+            yield self._open[path]
+            return
+        with TorchFile(path, self._reader) as file:
+            yield file
 
     def read(self, path: Path, record: TensorRecord) -> Tensor:
         """A tensor of the file. Raises CheckpointError."""
@@ -107,11 +121,12 @@ class Stretches:
         for stretch in self.stored[name].stretches:
             for first in range(0, stretch.count, _BLOCK):
                 count = min(_BLOCK, stretch.count - first)
-                yield at, self._flat(stretch.path, stretch.record, stretch.first + first, count)
+                yield at, self.piece(Stretch(stretch.path, stretch.record, stretch.first + first, count))
                 at += count
 
-    def _flat(self, path: Path, record: TensorRecord, first: int, count: int) -> Tensor:
-        """Elements ``first`` to ``first + count`` of a tensor in a file."""
+    def piece(self, stretch: Stretch) -> Tensor:
+        """[count], a stretch of a tensor in a file. Raises CheckpointError."""
+        path, record, first, count = stretch.path, stretch.record, stretch.first, stretch.count
         if not is_contiguous(record):
             return self._files.read(path, record).reshape(-1)[first : first + count]
         return self._files.read(path, replace(record, offset=record.offset + first, shape=(count,), stride=(1,)))

@@ -17,10 +17,12 @@ from megatron_sp.convert.copies import TensorInfo, TensorStore, is_same
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches
 from megatron_sp.convert.formats.deepspeed_folder import StepFolder
 from megatron_sp.convert.formats.deepspeed_names import PipelineNames, is_pipeline
+from megatron_sp.convert.formats.deepspeed_owners import require_devices, written_by
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, gather, whole_number
 from megatron_sp.convert.formats.megatron_names import canonical
+from megatron_sp.convert.formats.rank_order import require_order
 from megatron_sp.convert.model import Fate
 from megatron_sp.convert.pickle_tree import TensorRecord
 from megatron_sp.utils.errors import CheckpointError
@@ -94,6 +96,7 @@ class Loader:
 
     def load(self) -> Ranks:
         """Everything in it. Raises CheckpointError."""
+        require_order(written_by(self.files, self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
         self._add_modules()
         if self.folder.universal:
             self._add_universal()
@@ -169,6 +172,8 @@ class Loader:
 
     def _add_zero(self) -> None:
         for mp, states in self.states.items():
+            if self.folder.zero_models:
+                require_devices(self.files, self.folder.zero_models[mp], self.folder.optimizers[mp])
             of_all = [states]
             if states.frozen_shapes and self.folder.zero_models:
                 of_all += [ModelStates.of(self.files, path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]

@@ -172,15 +172,15 @@ def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
         "frozen_param_shapes": None, "shared_params": {} if has_optimizer else None, "frozen_param_fragments": None,
         "lr_scheduler": scheduler(model) if has_optimizer else None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
         "global_steps": model.step, "global_samples": model.consumed_samples, "dp_world_size": 1, "mp_world_size": plan.cut.tp,
-        "ds_config": {}, "ds_version": _VERSION, "args": _args(plan), "checkpoint_version": 3.0, "iteration": model.step, "tokens": 0,
+        "ds_config": {}, "ds_version": _VERSION, "args": _args(plan, rank), "checkpoint_version": 3.0, "iteration": model.step, "tokens": 0,
         QKV_LAYOUT: plan.options.deepspeed_qkv_layout, "universal_checkpoint_info": universal_info(plan.cut, list(module)),
     }  # fmt: skip
 
 
-def _args(plan: Plan) -> Namespace:
+def _args(plan: Plan, rank: int) -> Namespace:
     """Megatron's arguments, with the names that Megatron-DeepSpeed has for some of them."""
     c, cut = plan.model.config, plan.cut
-    found = namespace(plan.model, tp=cut.tp, pp=1, padded_vocab_size=cut.padded_vocab_size, legacy=True, params_dtype=plan.dtype)
+    found = namespace(plan.model, tp=cut.tp, pp=1, padded_vocab_size=cut.padded_vocab_size, legacy=True, params_dtype=plan.dtype, rank=rank)
     more = {
         "num_key_value_heads": c.num_groups, "normalization": c.normalization.lower(), "rope_theta": c.rotary_base, "num_experts": [1],
         "deepspeed": True, "no_pipeline_parallel": True, "ds_sequence_parallel_size": 1, "zero_stage": 1 if plan.kept else 0,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, dtype_of
+from megatron_sp.convert.formats.deepspeed_owners import require_padding
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
 from megatron_sp.convert.model import KINDS
 from megatron_sp.convert.pickle_tree import Object, TensorRecord
@@ -53,6 +54,7 @@ class Partition:
         fragments: by group and name, (start, count) of what this rank has of a parameter; absent in older files.
         paddings: by group, elements behind each parameter; absent where there are none.
         count: ranks that a group is divided over.
+        squares: of stage 3, Adam's second moments of each group, wanted or not; none where there are none.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class Partition:
     step: int | None
     fragments: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     paddings: list[list[int]] | None = None
+    squares: list[Flat] = field(default_factory=list)
 
 
 @dataclass
@@ -101,6 +104,7 @@ def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
     return Partition(
         path, stage, _count(state.get("partition_count"), path), flats, _step(files, path, state, states, param_groups),
         _fragments(state.get("param_slice_mappings"), path), _paddings(state.get("param_alignment_paddings"), path),
+        _squares(states, flats[MASTER], path) if stage == 3 else [],
     )  # fmt: skip
 
 
@@ -119,6 +123,8 @@ def gather(files: Files, states: list[ModelStates], paths: dict[int, Path], *, m
     tensors = {kind: dict(of(ranks, kind, states[0])) for kind in ranks[0].flats}
     if ranks[0].stage == 3:
         tensors[MASTER] |= dict(_frozen(states))
+        if all(rank.squares for rank in ranks):
+            require_padding(files, [[Stored.whole(*flat) for flat in rank.squares] for rank in ranks], states[0].shapes)
     for name, original in states[0].shared.items():
         for found in tensors.values():
             if original in found:
@@ -287,6 +293,12 @@ def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str,
             raise CheckpointError(f"{path}: its optimizer keeps {', '.join(tensors) or 'nothing'}, and only Adam's {' and '.join(MOMENTS)}"
                                   " can be converted: --no-optimizer takes the weights alone")  # fmt: skip
     return {kind: [_flat(path, state[kind]) for state in states] for kind in MOMENTS}
+
+
+def _squares(states: list[dict[Any, Any]], masters: list[Flat], path: Path) -> list[Flat]:
+    """Of the shape that the weights have, or none."""
+    found = [Flat(path, item) for state in states if isinstance(item := state.get(MOMENTS[1]), TensorRecord)]
+    return found if [flat.numel for flat in found] == [flat.numel for flat in masters] else []
 
 
 def _step(files: Files, path: Path, state: dict[Any, Any], states: list[dict[Any, Any]], groups: list[Any]) -> int | None:

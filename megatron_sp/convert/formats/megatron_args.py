@@ -209,7 +209,7 @@ def misfit(model: Model) -> str | None:
     return next((what for what, is_so in problems.items() if is_so), None)
 
 
-def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any) -> Namespace:
+def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0) -> Namespace:
     """What Megatron's --use-checkpoint-args and its comparison on --load read, and what reading it back here needs."""
     c = model.config
     name = str(params_dtype).removeprefix("torch.")
@@ -237,7 +237,7 @@ def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy:
         "use_legacy_models": legacy, "transformer_impl": "local" if legacy else "transformer_engine", "bf16": name == "bfloat16",
         "fp16": name == "float16", "params_dtype": params_dtype, "iteration": model.step, "consumed_train_samples": model.consumed_samples,
         "consumed_valid_samples": 0, "skipped_train_samples": 0, "use_distributed_optimizer": False, "ckpt_format": "torch",
-        "data_parallel_random_init": False, "world_size": tp * pp, "data_parallel_size": 1,
+        "data_parallel_random_init": False, "world_size": tp * pp, "rank": rank, "data_parallel_size": 1,
     }  # fmt: skip
     return Namespace(**values)
 

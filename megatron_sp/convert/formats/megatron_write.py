@@ -138,7 +138,7 @@ def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Pr
     flat = {_written(name, place, plan, names): lazy(plan.weights, name, progress) for name in ordered}
     args = namespace(
         model, tp=options.tp, pp=options.pp, padded_vocab_size=plan.cut.padded_vocab_size, legacy=names == "legacy",
-        params_dtype=next(iter(mine.values())).dtype,
+        params_dtype=next(iter(mine.values())).dtype, rank=plan.places.index(place),
     )  # fmt: skip
     tree: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": model.step, "num_floating_point_operations_so_far": 0,
