@@ -199,7 +199,7 @@ def ours(name: str) -> str:
 
 
 def read(folder: Path, *, optimizer: bool = True) -> Model:
-    return MegatronDeepSpeed().read(folder, Options(qkv_layout="interleaved", vocab_size=VOCAB, optimizer=optimizer))
+    return MegatronDeepSpeed().read(folder, Options(qkv_layout="interleaved", vocab_size=VOCAB, optimizer=optimizer, dtype=torch.float32))
 
 
 def differing(model: Model, expected: dict[str, Tensor]) -> list[str]:

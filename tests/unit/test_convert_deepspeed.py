@@ -14,7 +14,9 @@ from convert_models import GPT2, MODELS, Tensors, assert_equal, contents, random
 from deepspeed_files import Save, SubparamShape, ZeroStageEnum, fragment_address, rank_tensors, save_tree, write, write_universal
 from torch import Tensor
 
+from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.cli import main
+from megatron_sp.config import ModelConfig
 from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
@@ -56,7 +58,8 @@ def saved(path: Path, name: str, how: Save) -> tuple[Path, Model]:
 
 
 def options(how: Save, model: Model, **more: Any) -> Options:
-    return Options(**{"qkv_layout": how.order, "vocab_size": model.config.vocab_size, **more})
+    """For the optimizer's own weights, unless said otherwise."""
+    return Options(**{"qkv_layout": how.order, "vocab_size": model.config.vocab_size, "dtype": torch.float32, **more})
 
 
 def assert_read(path: Path, how: Save, expected: Model, **more: Any) -> Model:
@@ -168,7 +171,7 @@ def vocabulary(model: Model) -> tuple[Any, ...]:
 
 
 def test_sixteen_bits_there_and_back(tmp_path: Path) -> None:
-    """A bf16 run has its wide weights beside the narrow ones: what comes back with --dtype is the same, what comes back without is wide."""
+    """A bf16 run has its wide weights beside the narrow ones, and both come back; --dtype float32 makes the wide ones the weights."""
     model = random_model("llama", torch.bfloat16, optimizer=True)
     tensors = contents(model)
     for name in list(tensors):
@@ -179,11 +182,33 @@ def test_sixteen_bits_there_and_back(tmp_path: Path) -> None:
     assert run("--input", source, "--to", "megatron-deepspeed", "--output", tmp_path / "ds") == 0
     assert (tmp_path / "ds" / "global_step7" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists()
     back = ("--input", tmp_path / "ds", "--to", "megatron_sp", *vocabulary(model), "--output")
-    assert run(*back, tmp_path / "again", "--dtype", "bfloat16") == 0
+    assert run(*back, tmp_path / "again") == 0
     assert_equal(stored(tmp_path / "again"), tensors)
-    assert run(*back, tmp_path / "wide", "--no-optimizer") == 0
+    (folder,) = (tmp_path / "again" / "checkpoints").glob("step-*")
+    config = NativeReader(folder).state["config"]
+    resolved = {"max_position_embeddings": 16, "kv_channels": 6}
+    assert config["precision"]["bf16"] and ModelConfig(**config["model"]) == replace(model.config, **resolved)
+    assert run(*back, tmp_path / "wide", "--no-optimizer", "--dtype", "float32") == 0
     wide = {n.removeprefix("optimizer.master."): t for n, t in tensors.items() if n.startswith("optimizer.master.")}
     assert_equal(stored(tmp_path / "wide"), wide)
+
+
+NARROW = {
+    "zero 1": ("llama", Save(zero=1, dp=3, tp=2), False), "zero 3": ("odd", Save(zero=3, dp=4, dtype=torch.float16), False),
+    "pipeline": ("gpt2", Save(pp=3, zero=1, dp=2), False), "universal": ("llama-tied", Save(zero=1, tp=2, order="interleaved"), True),
+    "bf16 optimizer": ("llama", Save(bf16_optimizer=True, dp=2), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_weights_are_those_that_the_model_computes_with(tmp_path: Path, case: str) -> None:
+    name, how, universal = NARROW[case]
+    model = made(name)
+    (write_universal if universal else write)(tmp_path, model.config, *parts(model), how)
+    wide = {n: t for n, t in contents(model).items() if not n.startswith("optimizer.")}
+    kept = {f"optimizer.master.{n}": t for n, t in wide.items()}
+    expected = {**contents(model), **kept, **{n: t.to(how.dtype) for n, t in wide.items()}}
+    assert_equal(contents(READER.read(tmp_path, options(how, model, dtype=None))), expected)
 
 
 def loaded(path: Path) -> Any:

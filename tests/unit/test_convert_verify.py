@@ -185,7 +185,7 @@ def test_a_classifier_that_was_trained_on_what_was_converted_names_its_classes(t
 def test_the_ranks_of_deepspeed_compute_with_narrow_weights_beside_the_wide_ones_that_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """bf16 with the optimizer's state: what is written are its fp32 copies, and what the files compute with their rounding."""
+    """bf16 with the optimizer's state: --dtype float32 takes its fp32 copies, and what the files compute with is their rounding."""
     model = random_model("llama", torch.bfloat16, optimizer=True)
     tensors = contents(model)
     for name in model.weights():
@@ -194,7 +194,7 @@ def test_the_ranks_of_deepspeed_compute_with_narrow_weights_beside_the_wide_ones
     write_run(replace(model, store=Tensors(tensors)), tmp_path / "run")
     words = ["--to", "megatron-deepspeed", "--output", str(tmp_path / "ds"), "--verify"]
     assert main(["convert", "--input", str(tmp_path / "run"), *words]) == EXIT_OK, capsys.readouterr().err
-    words = ["--to", "megatron_sp", "--output", str(tmp_path / "again"), "--verify", "--vocab-size", "37"]
+    words = ["--to", "megatron_sp", "--output", str(tmp_path / "again"), "--verify", "--vocab-size", "37", "--dtype", "float32"]
     assert main(["convert", "--input", str(tmp_path / "ds"), *words]) == EXIT_OK, capsys.readouterr().err
     assert "(weights rounded to bfloat16)" in capsys.readouterr().err
     assert torch.equal(stored(tmp_path / "again")["output_layer.weight"], tensors["optimizer.master.output_layer.weight"])

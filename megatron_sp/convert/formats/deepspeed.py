@@ -64,7 +64,7 @@ class _Reading:
         self.shapes = parameter_shapes(self.config)
 
     def model(self) -> Model:
-        weights = Weights(self.files, self.ranks)
+        weights = Weights(self.files, self.ranks, wide=self.options.dtype is not None)
         fitted = self._fit(weights, self.shapes)
         parts: list[tuple[str, Gathered]] = [("", Gathered(fitted.correspondence, weights))]
         for kind in self._kinds():
@@ -135,11 +135,15 @@ class _Reading:
         return {name: shape for name, shape in self.shapes.items() if name not in frozen}
 
     def _kinds(self) -> Iterable[str]:
-        """Of the optimizer's tensors that go along. The weights are its wide copies already, unless they are to be narrowed again."""
+        """Of the optimizer's tensors that go along: its wide copies too, unless they are the weights."""
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
-        narrowed = self.options.dtype is not None and self.options.dtype.itemsize == 2
-        return (MASTER, *MOMENTS) if narrowed else MOMENTS
+        return (MASTER, *MOMENTS) if self._is_narrowed() else MOMENTS
+
+    def _is_narrowed(self) -> bool:
+        """Whether weights are written narrower than the optimizer has them."""
+        there = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
+        return any((self.options.dtype or self.ranks.computed_in(name, dtype)).itemsize < dtype.itemsize for name, dtype in there.items())
 
     def _notes(self) -> list[str]:
         notes = []

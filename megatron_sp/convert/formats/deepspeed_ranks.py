@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_sp.convert.copies import TensorInfo, TensorStore, is_same
-from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches
+from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches, dtype_of
 from megatron_sp.convert.formats.deepspeed_folder import StepFolder
 from megatron_sp.convert.formats.deepspeed_names import PipelineNames, is_pipeline
 from megatron_sp.convert.formats.deepspeed_owners import require_devices, written_by
@@ -29,6 +31,12 @@ from megatron_sp.utils.errors import CheckpointError
 
 _UNUSED_COPY = "the head's copy of it, which the model does not use"
 _PARTITIONED = "empty: ZeRO stage 3 keeps it in the optimizer's files"
+
+
+def _dtypes_in(states: ModelStates) -> set[torch.dtype]:
+    """What the arguments of the run say, for files that have no weight of the model's own."""
+    args = states.args.attributes if states.args else {}
+    return {dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True}
 
 
 def prefix_of(tp_rank: int) -> str:
@@ -51,6 +59,7 @@ class Ranks:
         states: of the first file.
         tp: tensor parallel ranks.
         modules: weights as the model had them, perhaps in 16 bits.
+        dtypes: of the model's own weights, also of those that only the optimizer has.
         kept: by kind, what the optimizer kept.
         step: updates of the optimizer; 0: not known.
         dropped: tensors that are none of the model's.
@@ -61,11 +70,22 @@ class Ranks:
     states: ModelStates
     tp: int
     modules: dict[str, Stored] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     kept: dict[str, dict[str, Stored | Share]] = field(default_factory=dict)
     step: int = 0
     dropped: list[Fate] = field(default_factory=list)
     shown: dict[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
+
+    def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a weight in the model, where one that is ``stored`` is at least as wide."""
+        found = self.dtypes.get(name) or self._common_dtype or stored
+        return found if found.itemsize < stored.itemsize else stored
+
+    @cached_property
+    def _common_dtype(self) -> torch.dtype | None:
+        every = set(self.dtypes.values()) or _dtypes_in(self.states)
+        return every.pop() if len(every) == 1 else None
 
     def names(self, tp_rank: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a rank's tensors by our names."""
@@ -167,8 +187,11 @@ class Loader:
             for raw, record in states.module.items():
                 if self.folder.zero_models and 0 in record.shape:
                     self.ranks.dropped.append(Fate(f"mp_rank_{mp:02d}: {raw}", "", _PARTITIONED))
+                    if (name := self._name(raw, mp // self.tp)) is not None:
+                        self.ranks.dtypes[prefix_of(mp % self.tp) + name] = dtype_of(states.path, record)
                 else:
                     self._put(self.ranks.modules, mp, raw, Stored.whole(states.path, record))
+        self.ranks.dtypes |= {name: stored.dtype for name, stored in self.ranks.modules.items()}
 
     def _add_zero(self) -> None:
         for mp, states in self.states.items():
@@ -213,12 +236,18 @@ class Loader:
 
 
 class Weights:
-    """The weights of all ranks: the optimizer's wide copy where there is one, compared with the model's own (a ``TensorStore``)."""
+    """The weights of all ranks, those that the optimizer has compared with the model's own (a ``TensorStore``).
 
-    def __init__(self, files: Files, ranks: Ranks) -> None:
+    Args:
+        wide: the optimizer's copies where there are any, and not what the model computes with, which is their rounding.
+    """
+
+    def __init__(self, files: Files, ranks: Ranks, *, wide: bool) -> None:
         self._modules, self._masters = Stretches(files, ranks.modules), kept(files, ranks, MASTER)
         self._shown, self._kept = ranks.shown, ranks.kept.get(MASTER, {})
         self._tensors = {**self._modules.tensors(), **self._masters.tensors()}
+        if not wide:
+            self._tensors |= {name: TensorInfo(info.shape, ranks.computed_in(name, info.dtype)) for name, info in self._tensors.items()}
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -229,7 +258,7 @@ class Weights:
         master = self._masters.read(name)
         if name in self._modules.tensors():
             self._compare(name, master)
-        return master
+        return master.to(self._tensors[name].dtype)
 
     def _compare(self, name: str, master: Tensor) -> None:
         """The model's own weights must be the rounding of the optimizer's. Raises CheckpointError."""

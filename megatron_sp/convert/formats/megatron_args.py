@@ -175,7 +175,8 @@ def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given
         raise CheckpointError(f"{settings.where}: the MLP is gated, and not by --swiglu: such a model cannot be converted")
     openai = legacy and settings.get("openai_gelu", bool, False)
     fused = settings.get("bias_gelu_fusion", bool, True) and not config.disable_bias_linear
-    config.gelu_approximate = "tanh" if openai or fused else "none"
+    if not config.swiglu and not config.squared_relu:  # there is a GELU
+        config.gelu_approximate = "tanh" if openai or fused else "none"
     if facts.is_bert:
         config.bert_head_activation = "gelu_tanh" if openai else "gelu"
 
