@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a setting of the model, by the name of its flag: rotary-base=500000",
     )
     unsaid.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or file of the tokenizer (default: the source's own)")
+    unsaid.add_argument(
+        "--max-metadata-mb", type=int, metavar="N",
+        help="megatron-dist: largest .metadata to read, in MiB, which takes up to 32 times as much memory (default: 32; at most 1024)",
+    )  # fmt: skip
     written = parser.add_argument_group("what is written")
     written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     written.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state behind")

@@ -23,6 +23,7 @@ from megatron_sp.convert.run import convert, require_absent
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.files import atomic_write_text
 
+_MAX_METADATA_MB = 1024
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
 
 
@@ -108,6 +109,8 @@ def _options(args: argparse.Namespace) -> Options:
                         ("--target-pipeline-parallel-size", args.target_pipeline_parallel_size)):  # fmt: skip
         if value is not None and value < 1:
             raise ConfigError(f"{flag} ({value}) must be at least 1")
+    if args.max_metadata_mb is not None and not 1 <= args.max_metadata_mb <= _MAX_METADATA_MB:
+        raise ConfigError(f"--max-metadata-mb ({args.max_metadata_mb}) must be from 1 to {_MAX_METADATA_MB}")
     if args.step is not None and args.step < 0:
         raise ConfigError(f"--step ({args.step}) must be at least 0")
     return Options(
@@ -115,6 +118,7 @@ def _options(args: argparse.Namespace) -> Options:
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
         pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
         megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
+        max_metadata_mb=args.max_metadata_mb or 32,
     )  # fmt: skip
 
 
@@ -144,6 +148,8 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
         given = [flag for flag, is_given in flags.items() if is_given]
         if given and name in ("megatron_sp", "hf"):
             raise ConfigError(f"{', '.join(given)} would change nothing: the format {name} {side}; leave it out")
+    if args.max_metadata_mb is not None and source != "megatron-dist":
+        raise ConfigError(f"--max-metadata-mb would change nothing: the format {source} has no .metadata; leave it out")
 
 
 def _require_place(path: Path | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
 from megatron_sp.checkpoint.strict_json import is_count, read_small_file
-from megatron_sp.convert.pickle_tree import MAX_PICKLE_BYTES, Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.pickle_tree import MAX_PICKLE_BYTES, MEMORY_OF_PICKLE, Name, Object, PickleReader, TensorRecord
 from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
@@ -58,12 +58,13 @@ class DistFolder:
 
     Args:
         reader: interprets pickles; one of its own by default.
+        max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times its size.
     Raises:
         CheckpointError: there is no whole ``.metadata``, or it is damaged, or of a kind that is not read here.
     """
 
-    def __init__(self, path: str | Path, reader: PickleReader | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_PICKLE_BYTES) -> None:
+        self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
         self._own_reader = None if reader else PickleReader()
         self._reader: PickleReader = reader or self._own_reader  # type: ignore[assignment]
         try:
@@ -139,7 +140,12 @@ class DistFolder:
         path = self.path / ".metadata"
         if not path.exists() and any(self.path.glob("__*.metadata")):
             raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with collectives")
-        metadata = self._reader.read(read_small_file(path, MAX_PICKLE_BYTES), str(path))
+        if path.exists() and (size := path.stat().st_size) > self._max_metadata_bytes:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are read, for that takes up to"
+                f" {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory: if there is as much, give --max-metadata-mb {-(-size // 2**20)}"
+            )
+        metadata = self._reader.read(read_small_file(path, self._max_metadata_bytes), str(path), self._max_metadata_bytes)
         if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
             raise self._damaged("it is no description of a checkpoint")
         return metadata.attributes

@@ -29,6 +29,7 @@ class Options:
         deepspeed_layout: what megatron-deepspeed is written as; None: with the optimizer's state zero1, else module.
         deepspeed_qkv_layout: order of the rows of fused projections that it is written with.
         tp, pp: ranks to write for, where a format has files of ranks.
+        max_metadata_mb: MiB of megatron-dist's .metadata that are read.
         max_shard_bytes: files are cut at about this size.
         output: the folder that everything will be in at last.
     """
@@ -45,5 +46,6 @@ class Options:
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
     tp: int = 1
     pp: int = 1
+    max_metadata_mb: int = 32
     max_shard_bytes: int = 5 << 30
     output: Path | None = None

@@ -25,6 +25,7 @@ from megatron_sp.convert import pickle_globals
 from megatron_sp.utils.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 1 << 25
+MEMORY_OF_PICKLE = 32  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
 _SMALL_BYTES = 1 << 19  # a process for pickles up to this size is kept for the next one
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.pickle_worker import main; main()"
@@ -126,27 +127,28 @@ class PickleReader:
                         pipe.close()
             process.wait()
 
-    def read(self, data: bytes, where: str) -> Any:
+    def read(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Any:
         """The value of a pickle that is all of ``data``.
 
         Args:
             where: what is read, for messages.
+            max_bytes: more are refused.
         Raises:
             CheckpointError: it is damaged, too large, or not what a checkpoint consists of.
         """
-        return self.read_whole(data, where).values[0]
+        return self.read_whole(data, where, max_bytes).values[0]
 
-    def read_whole(self, data: bytes, where: str) -> Pickles:
+    def read_whole(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Pickles:
         """As ``read``, with all that is known of the pickle."""
-        pickles = self.read_several(data, 1, where)
+        pickles = self.read_several(data, 1, where, max_bytes)
         if pickles.end != len(data):
             raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes behind the end of its pickle: it is damaged")
         return pickles
 
-    def read_several(self, data: bytes, count: int, where: str) -> Pickles:
+    def read_several(self, data: bytes, count: int, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Pickles:
         """``count`` pickles from the start of ``data``; what lies behind them is not looked at."""
-        if len(data) > MAX_PICKLE_BYTES:
-            raise CheckpointError(f"{where} has a pickle of {len(data):,} bytes: more than the {MAX_PICKLE_BYTES:,} that are read")
+        if len(data) > max_bytes:
+            raise CheckpointError(f"{where} has a pickle of {len(data):,} bytes: more than the {max_bytes:,} that are read")
         answer = self._ask(data, count, where)
         if "refused" in answer:
             raise CheckpointError(f"{where}: its pickle {answer['refused']}. {_WAY_OUT}")
@@ -206,7 +208,7 @@ _WAY_OUT = (
 
 def _headroom(capacity: int) -> int:
     """Bytes that the process may use above its start, for pickles of up to ``capacity`` bytes."""
-    return (44 << 20) + 32 * capacity
+    return (44 << 20) + MEMORY_OF_PICKLE * capacity
 
 
 class _Meaningless(Exception):

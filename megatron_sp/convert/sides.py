@@ -248,11 +248,11 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Side:
     from megatron_sp.convert.reference import megatron
 
     folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0
-    given = options.given
-    found = megatron.open_folder(folder, lambda t: t, options.qkv_layout, vocab_size, given)  # before anything is compared
+    known = (options.qkv_layout, vocab_size, options.given, options.max_metadata_mb)
+    found = megatron.open_folder(folder, lambda t: t, *known)  # before anything is compared
     label = "the reference in plain torch"
     # DeepSpeed's optimizers have wide copies, which are read, beside the weights that its ranks compute with
-    return Reference(lambda cast: megatron.open_folder(folder, cast, options.qkv_layout, vocab_size, given), label, found.dtype)
+    return Reference(lambda cast: megatron.open_folder(folder, cast, *known), label, found.dtype)
 
 
 def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:

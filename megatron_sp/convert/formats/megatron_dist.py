@@ -53,7 +53,7 @@ class MegatronDist:
             )
         _require_backend(folder)
         with PickleReader() as reader:
-            return _read(folder, DistFolder(folder, reader), options, reader)
+            return _read(folder, DistFolder(folder, reader, options.max_metadata_mb << 20), options, reader)
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
         megatron_dist_write.write(model, path, options, progress)

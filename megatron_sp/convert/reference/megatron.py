@@ -318,7 +318,9 @@ class Megatron:
         return self._words(self.parts[rank][0])
 
 
-def open_folder(folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None) -> Megatron:
+def open_folder(
+    folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None, max_metadata_mb: int = 32
+) -> Megatron:
     """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
     distributed checkpoint.
 
@@ -326,11 +328,12 @@ def open_folder(folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: in
         folder: of the iteration.
         cast: applied to each tensor.
         qkv_layout, vocab_size, given: as the class has them.
+        max_metadata_mb: MiB of a distributed checkpoint's .metadata that are read.
     Raises:
         Unsupported: such files are not computed here.
     """
     if (folder / ".metadata").is_file():
-        dist = DistFolder(folder)
+        dist = DistFolder(folder, max_metadata_bytes=max_metadata_mb << 20)
         model = Megatron([[DistPart(dist, cast)]], _common(folder), qkv_layout, vocab_size, given or {})
         weakref.finalize(model, dist.close)
         return model
