@@ -20,6 +20,8 @@ from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.utils.errors import CheckpointError
 
+LossScale = dict[str, float | int | bool]
+"""Of dynamic loss scaling, as our checkpoints have it: dynamic, scale, good_steps, hysteresis_left."""
 OPTIMIZER = "optimizer."
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Of tensors of the optimizer: ``optimizer.{kind}.{name of the parameter}``."""
@@ -45,6 +47,8 @@ class Model:
         store: its tensors by our names: all weights, perhaps those of the optimizer.
         step: optimizer steps that made it; 0: not known.
         consumed_samples: likewise.
+        num_updates: of the optimizer, fewer than steps where some were skipped; None: not known.
+        loss_scale: of fp16; None: there is none, or it is not known.
         num_classes: of a classifier; 0: it is none.
         fates: one for every tensor of the source.
         tokenizer: files, by the names that they had.
@@ -63,6 +67,13 @@ class Model:
     tokenizer_type: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    num_updates: int | None = None
+    loss_scale: LossScale | None = None
+
+    @property
+    def updates(self) -> int:
+        """What Adam's bias correction goes by."""
+        return self.step if self.num_updates is None else self.num_updates
 
     def weights(self) -> dict[str, TensorInfo]:
         """Without those of the optimizer."""

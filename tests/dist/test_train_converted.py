@@ -9,7 +9,7 @@ import pytest
 import torch
 from convert_models import Tensors, contents, random_model, write_run
 from errors import FP32, assert_law
-from training import records, tensors, train
+from training import NO_DROPOUT, records, state, tensors, train
 
 from megatron_sp.cli import main
 from megatron_sp.convert.model import Model
@@ -59,6 +59,34 @@ def test_a_resume_without_a_schedule_or_data_in_the_checkpoint(tmp_path: Path) -
     words = ("--use-checkpoint-args", "--seq-length", 16, "--load", tmp_path / "run", "--save", tmp_path / "on", "--train-iters", 9)
     train(tmp_path, *words, data=("--mock-data", "--vocab-size", 37)).expect(0, "resumed from")
     assert [record["step"] for record in records(tmp_path / "on", "train")] == [8, 9]
+
+
+WAYS: dict[str, tuple[object, ...]] = {
+    "zero 1": ("megatron-deepspeed", "--target-tensor-parallel-size", 2),
+    "universal": ("megatron-deepspeed", "--deepspeed-layout", "universal"),
+    "megatron": ("megatron", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2), "torch_dist": ("megatron-dist",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [pytest.param(name, marks=pytest.mark.long if name != "zero 1" else ()) for name in WAYS])
+def test_training_goes_on_behind_another_format_as_without_it(tmp_path: Path, way: str) -> None:
+    """fp16 with two skipped steps at its beginning: updates are not steps, and the loss scale is not the first one."""
+    flags = (
+        *NO_DROPOUT, "--fp16", "--initial-loss-scale", 2.0**22, "--hysteresis", 1, "--train-iters", 6, "--lr-decay-style", "cosine",
+        "--save-interval", 4,
+    )  # fmt: skip
+    train(tmp_path, *flags, "--save", tmp_path / "whole").expect(0)
+    for source, step, words in (("whole", ("--step", 4), WAYS[way]), ("there", ("--vocab-size", 60), ("megatron_sp",))):
+        words = ("--input", tmp_path / source, *step, "--output", tmp_path / ("there" if step[0] == "--step" else "again"), "--to", *words)
+        assert main(["convert", *map(str, words)]) == 0
+    layout = ("--tp-size", 2, "--zero-stage", 2)
+    train(tmp_path, *flags, *layout, "--load", tmp_path / "again", "--save", tmp_path / "on", ranks=4).expect(0, "resumed from")
+    whole, on = (records(tmp_path / name, "train") for name in ("whole", "on"))
+    assert 0 < whole[3]["skipped_steps"] < 4 and state(tmp_path / "on")["num_updates"] == state(tmp_path / "whole")["num_updates"]
+    same = ("step", "lr", "consumed_samples", "loss_scale")
+    for a, b in zip(whole[4:], on, strict=True):
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4)
 
 
 def test_a_conversion_without_an_optimizer_says_how_to_go_on(tmp_path: Path, from_hf: Path) -> None:

@@ -193,6 +193,31 @@ def test_sixteen_bits_there_and_back(tmp_path: Path) -> None:
     assert_equal(stored(tmp_path / "wide"), wide)
 
 
+WAYS_WITH_STATE = {
+    "deepspeed": ("megatron-deepspeed", "--target-tensor-parallel-size", 2),
+    "universal": ("megatron-deepspeed", "--deepspeed-layout", "universal"),
+    "megatron": ("megatron", "--target-tensor-parallel-size", 2), "torch_dist": ("megatron-dist",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS_WITH_STATE)
+def test_updates_and_the_loss_scale_there_and_back(tmp_path: Path, way: str) -> None:
+    """A step that fp16 has skipped is none of Adam's, whose bias correction goes by its own."""
+    model = random_model("llama", torch.float16, optimizer=True)
+    tensors = contents(model)
+    tensors |= {n: tensors[f"optimizer.master.{n}"].half() for n in model.weights()}
+    scale = {"dynamic": True, "scale": 2.0**15, "good_steps": 3, "hysteresis_left": 1}
+    model = replace(model, store=Tensors(tensors), num_updates=4, loss_scale=scale)
+    source = write_run(model, tmp_path / "run")
+    target, *words = WAYS_WITH_STATE[way]
+    assert run("--input", source, "--to", target, "--output", tmp_path / "there", *words) == 0
+    assert run("--input", tmp_path / "there", "--to", "megatron_sp", "--output", tmp_path / "again", *vocabulary(model)) == 0
+    before, after = (NativeReader(next((folder / "checkpoints").glob("step-*"))).state for folder in (source, tmp_path / "again"))
+    assert before["num_updates"] == 4 and before["loss_scaler"] == scale
+    for name in ("num_updates", "loss_scaler", "consumed_samples"):
+        assert after[name] == before[name], name
+
+
 NARROW = {
     "zero 1": ("llama", Save(zero=1, dp=3, tp=2), False), "zero 3": ("odd", Save(zero=3, dp=4, dtype=torch.float16), False),
     "pipeline": ("gpt2", Save(pp=3, zero=1, dp=2), False), "universal": ("llama-tied", Save(zero=1, tp=2, order="interleaved"), True),

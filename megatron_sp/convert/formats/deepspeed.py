@@ -71,10 +71,11 @@ class _Reading:
             store = kept(self.files, self.ranks, kind)
             parts.append((f"{OPTIMIZER}{kind}.", Gathered(self._fit(store, self._trained()).correspondence, store)))
         states = self.ranks.states
-        step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step
+        step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step or 0
         return Model(
             self.config, _Together(parts), step=step, consumed_samples=self._consumed(), fates=[*fitted.fates, *self.ranks.dropped],
             tokenizer=find_files(self.options.tokenizer) if self.options.tokenizer else {}, notes=self._notes(),
+            num_updates=self.ranks.step, loss_scale=self.ranks.loss_scale,
         )  # fmt: skip
 
     def _consumed(self) -> int:

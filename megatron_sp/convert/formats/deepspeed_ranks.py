@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.convert.copies import TensorInfo, TensorStore, is_same
+from megatron_sp.convert.formats.counters import scale_of_deepspeed
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches, dtype_of
 from megatron_sp.convert.formats.deepspeed_folder import StepFolder
 from megatron_sp.convert.formats.deepspeed_names import PipelineNames, is_pipeline
@@ -25,7 +26,7 @@ from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, 
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, gather, whole_number
 from megatron_sp.convert.formats.megatron_names import canonical
 from megatron_sp.convert.formats.rank_order import require_order
-from megatron_sp.convert.model import Fate
+from megatron_sp.convert.model import Fate, LossScale
 from megatron_sp.convert.pickle_tree import TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
@@ -61,7 +62,8 @@ class Ranks:
         modules: weights as the model had them, perhaps in 16 bits.
         dtypes: of the model's own weights, also of those that only the optimizer has.
         kept: by kind, what the optimizer kept.
-        step: updates of the optimizer; 0: not known.
+        step: updates of the optimizer; None: not known.
+        loss_scale: of fp16; None: there is none.
         dropped: tensors that are none of the model's.
         shown: names as the files have them.
         vocab_size: without padding, where the files say it.
@@ -72,7 +74,8 @@ class Ranks:
     modules: dict[str, Stored] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     kept: dict[str, dict[str, Stored | Share]] = field(default_factory=dict)
-    step: int = 0
+    step: int | None = None
+    loss_scale: LossScale | None = None
     dropped: list[Fate] = field(default_factory=list)
     shown: dict[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
@@ -202,12 +205,13 @@ class Loader:
                 of_all += [ModelStates.of(self.files, path) for rank, path in sorted(self.folder.zero_models[mp].items()) if rank]
             found = gather(self.files, of_all, self.folder.optimizers[mp], moments=self.moments)
             self._same_step(found.step, mp)
+            self.ranks.loss_scale = found.loss_scale
             for kind, tensors in found.tensors.items():
                 into = self.ranks.kept.setdefault(kind, {})
                 for raw, stored in tensors.items():
                     self._put(into, mp, raw, stored)
 
-    def _same_step(self, step: int, mp: int) -> None:
+    def _same_step(self, step: int | None, mp: int) -> None:
         if mp and step != self.ranks.step:
             raise CheckpointError(f"{self.folder.path}: the optimizer of mp_rank_{mp:02d} has made {step} steps, that of mp_rank_00"
                                   f" {self.ranks.step}: the files are of different saves")  # fmt: skip
@@ -227,12 +231,14 @@ class Loader:
                     for tp_rank, share in enumerate(shares):
                         self._put(self.ranks.kept.setdefault(kind, {}), tp_rank, raw, share)
         self.ranks.step = self._universal_step()
+        if (path := self.folder.path / "zero" / "optimizer_state.pt").exists():
+            self.ranks.loss_scale = scale_of_deepspeed(as_dict(self.files.tree(path), str(path)).get("loss_scaler"))
         self.ranks.vocab_size = int(original) if original else None
 
-    def _universal_step(self) -> int:
+    def _universal_step(self) -> int | None:
         folder = next(iter(self.folder.universal.values()))
         path = folder / STEP
-        return whole_number(self.files, path, self.files.tree(path)) or 0 if path.exists() else 0
+        return whole_number(self.files, path, self.files.tree(path)) if path.exists() else None
 
 
 class Weights:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.convert.copies import Correspondence, Scattered
+from megatron_sp.convert.formats.counters import deepspeed_scaler
 from megatron_sp.convert.formats.deepspeed_patterns import parameter_entry, universal_info
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS
@@ -199,11 +200,11 @@ def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
         return LazyFlat(numel, torch.float32, partial(_parts, plan.kept[kind], groups[index], numel, _Once(progress)))
 
     states = {
-        i: {"step": plan.model.step, **{kind: flat(kind, i, padded[i]) for kind in MOMENTS}} for i in range(len(groups))
+        i: {"step": plan.model.updates, **{kind: flat(kind, i, padded[i]) for kind in MOMENTS}} for i in range(len(groups))
     }  # fmt: skip
     return {
         "optimizer_state_dict": {
-            "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0,
+            **deepspeed_scaler(plan.model, training(plan.model).precision), "overflow": False, "clip_grad": 0.0,
             "base_optimizer_state": {"state": states, "param_groups": param_groups(plan.model)},
             "single_partition_of_fp32_groups": [flat(MASTER, i, count) for i, count in enumerate(counts)],
             "zero_stage": 1, "group_paddings": [p - n for p, n in zip(padded, counts, strict=True)],
@@ -257,7 +258,7 @@ def param_groups(model: Model) -> list[dict[str, Any]]:
     return [
         {
             "params": [index], "wd_mult": mult, "lr_mult": 1.0, "lr": o.lr or 0.0, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps,
-            "weight_decay": o.weight_decay * mult, "bias_correction": True, "step": model.step,
+            "weight_decay": o.weight_decay * mult, "bias_correction": True, "step": model.updates,
         }
         for index, mult in enumerate((1.0, 0.0))
     ]  # fmt: skip
@@ -271,10 +272,11 @@ def _write_universal(plan: Plan, folder: Path, progress: Progress) -> None:
             entry = parameter_entry(plan.cut.config, plan.cut.qkv, theirs(name))
             write_torch_file(inside / file, {**entry, "param": lazy(plan.kept[kind], prefix_of(0) + name, progress)})
             plan.kept[kind].forget()
-        write_torch_file(inside / STEP, plan.model.step)
+        write_torch_file(inside / STEP, plan.model.updates)
         fsync_dir(inside)
     state = {
-        "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0, "zero_stage": 1, "group_paddings": [0, 0],
+        **deepspeed_scaler(plan.model, training(plan.model).precision), "overflow": False, "clip_grad": 0.0, "zero_stage": 1,
+        "group_paddings": [0, 0],
         "partition_count": [1, 1], "ds_version": _VERSION, "param_groups": param_groups(plan.model),
     }  # fmt: skip
     write_torch_file(folder / "optimizer_state.pt", state)

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, dtype_of
 from megatron_sp.convert.formats.deepspeed_owners import require_padding
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
-from megatron_sp.convert.model import KINDS
+from megatron_sp.convert.model import KINDS, LossScale
 from megatron_sp.convert.pickle_tree import Object, TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
@@ -65,6 +66,7 @@ class Partition:
     fragments: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     paddings: list[list[int]] | None = None
     squares: list[Flat] = field(default_factory=list)
+    loss_scale: LossScale | None = None
 
 
 @dataclass
@@ -72,8 +74,8 @@ class ZeroTensors:
     """By kind and the parameter's own name, what all data parallel ranks have together."""
 
     tensors: dict[str, dict[str, Stored]]
-    step: int
-    stage: int
+    step: int | None
+    loss_scale: LossScale | None
 
 
 def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
@@ -104,7 +106,7 @@ def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
     return Partition(
         path, stage, _count(state.get("partition_count"), path), flats, _step(files, path, state, states, param_groups),
         _fragments(state.get("param_slice_mappings"), path), _paddings(state.get("param_alignment_paddings"), path),
-        _squares(states, flats[MASTER], path) if stage == 3 else [],
+        _squares(states, flats[MASTER], path) if stage == 3 else [], scale_of_deepspeed(state.get("loss_scaler")),
     )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def gather(files: Files, states: list[ModelStates], paths: dict[int, Path], *, m
         for found in tensors.values():
             if original in found:
                 found[name] = found[original]
-    return ZeroTensors(tensors, ranks[0].step or 0, ranks[0].stage)
+    return ZeroTensors(tensors, ranks[0].step, ranks[0].loss_scale)
 
 
 def _require_alike(ranks: list[Partition]) -> None:
@@ -312,10 +314,7 @@ def _step(files: Files, path: Path, state: dict[Any, Any], states: list[dict[Any
 
 def whole_number(files: Files, path: Path, value: Any) -> int | None:
     """A count that is kept as a number or as a tensor of one element; None: it is neither."""
-    if isinstance(value, TensorRecord) and math.prod(value.shape) == 1:
-        value = files.read(path, value).item()
-    found = number(value)
-    return int(found) if found is not None and found >= 0 and found == int(found) else None
+    return whole(value, lambda record: files.read(path, record))
 
 
 def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:

@@ -74,6 +74,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     copies, filled = shard_copies(cut, shapes, there, tied_heads=heads)
     ours = dict(shapes)
     fates: list[Fate] = []
+    found = megatron_optimizer.Found((), [])
     if options.optimizer:
         found = megatron_optimizer.find(opened, store, reader)
         fates += found.fates
@@ -95,6 +96,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
         config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
         consumed_samples=_count(opened.args, "consumed_train_samples"), fates=[*fitted.fates, *fates],
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {}, notes=notes,
+        num_updates=found.num_updates, loss_scale=found.loss_scale,
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron_sp.checkpoint.strict_json import is_count, parse_object, read_small_file
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered
@@ -13,6 +15,7 @@ from megatron_sp.convert.dist_file import DistFolder
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_dist_write
+from megatron_sp.convert.formats.counters import of_megatron
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of
 from megatron_sp.convert.formats.megatron_dist_files import DistStore, is_flattened, refuse_buffers, state_kinds, unflattened
@@ -22,7 +25,7 @@ from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.formats.megatron_write import make_plan, size
-from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes, require_sound
+from megatron_sp.convert.model import OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_tree import Object, PickleReader
 from megatron_sp.convert.tokenizer_files import find_files
@@ -73,7 +76,7 @@ def _require_backend(folder: Path) -> None:
 
 
 def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader) -> Model:
-    common = _common(folder, dist, reader)
+    common, num_updates, loss_scale = _common(folder, dist, reader)
     args = common.get("args")
     document = args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {}
     if document.get("ckpt_format") == "fsdp_dtensor" or any(key.startswith("model.module.") for key in dist.tensors):
@@ -109,16 +112,28 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
         config, Gathered(fitted.correspondence, store), step=step if is_count(step) else 0,
         consumed_samples=samples if is_count(samples) else 0, fates=fitted.fates,
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
+        num_updates=num_updates, loss_scale=loss_scale,
     )  # fmt: skip
 
 
-def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
-    """What is no tensor: a file beside the others, or an object among them."""
+class _Common(NamedTuple):
+    """What is no tensor of the model, and what of it the optimizer needs."""
+
+    tree: Mapping[str, Any]
+    num_updates: int | None
+    loss_scale: LossScale | None
+
+
+def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> _Common:
+    """A file beside the others, or an object among them."""
     if (folder / COMMON).exists():
         with TorchFile(folder / COMMON, reader) as file:
-            tree = file.tree
-    else:
-        tree = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
+            return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
+    tree: Any = next((dist.read_object(name) for name in dist.objects if name == "common_state" or name.startswith("common_state/")), {})
+    return _Common(_dict(tree, folder), *of_megatron(_dict(tree, folder), lambda record: torch.tensor(0)))  # its tensors are read
+
+
+def _dict(tree: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder}: the common state must be a dict, found a {type(tree).__name__}")
     return tree

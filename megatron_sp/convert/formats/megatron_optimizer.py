@@ -16,11 +16,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_sp.convert.formats.counters import of_megatron
 from megatron_sp.convert.formats.megatron_files import Chunk, Opened, RankFile, RankFiles, Stored
 from megatron_sp.convert.formats.megatron_folder import OPTIMIZER
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_order import is_decayed, registered
-from megatron_sp.convert.model import Fate
+from megatron_sp.convert.model import Fate, LossScale
 from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
 from megatron_sp.convert.torch_file import TorchFile
 from megatron_sp.utils.errors import CheckpointError
@@ -36,6 +37,8 @@ class Found(NamedTuple):
 
     kinds: tuple[str, ...]
     fates: list[Fate]
+    num_updates: int | None = None  # that Adam has made, where it is said
+    loss_scale: LossScale | None = None  # of fp16
 
 
 class Parameter(NamedTuple):
@@ -71,7 +74,8 @@ def find(opened: Opened, store: RankFiles, reader: PickleReader) -> Found:
             _add_distributed(opened, file, parameters, store, reader, fates, is_half)
         else:
             _add_plain(file, parameters, store, is_half)
-    return Found(("master", *_MOMENTS) if is_half else _MOMENTS, fates)
+    first = opened.files[0]
+    return Found(("master", *_MOMENTS) if is_half else _MOMENTS, fates, *of_megatron(first.tree, first.file.read))
 
 
 def _has_state(file: RankFile) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_sp.config import Config
 from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
+from megatron_sp.convert.formats.counters import megatron_scaler
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import misfit, namespace
 from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
@@ -201,7 +202,7 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
 
     def state(name: str) -> dict[str, Any]:
         moments = {kind: lazy(plan.states[kind], name, progress) for kind in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.tensor(float(model.step)), **moments}
+        return {"step": torch.tensor(float(model.updates)), **moments}
 
     inner = {"state": {number: state(name) for number, name in enumerate(numbered)}, "param_groups": groups}
     if "master" not in plan.states:
@@ -209,6 +210,7 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progres
     return {
         "optimizer": inner,
         "fp32_from_fp16_params": [[lazy(plan.states["master"], name, progress) for name in group] for group in decays],
+        **megatron_scaler(model, training(model).precision),
     }
 
 
@@ -221,7 +223,7 @@ def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
             "params": list(range(first, first + len(group))), "wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False,
             "is_decoupled_lr": False, "default_config": True, "lr": config.lr or 0.0, "max_lr": config.lr or 0.0, "min_lr": config.min_lr,
             "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "weight_decay": config.weight_decay * mult,
-            "bias_correction": True, "amsgrad": False, "step": model.step,
+            "bias_correction": True, "amsgrad": False, "step": model.updates,
         })  # fmt: skip
         first += len(group)
     return groups
@@ -231,8 +233,9 @@ def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
     """What belongs to the optimizer and its schedule, and is no tensor."""
     shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
     decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
-    inner = {"state": {"common_step": model.step}, "param_groups": _groups(model, decays)}
-    return {"optimizer": {"optimizer": inner} if "master" in plan.states else inner, "opt_param_scheduler": scheduler(model)}
+    inner = {"state": {"common_step": model.updates}, "param_groups": _groups(model, decays)}
+    outer = {"optimizer": inner, **megatron_scaler(model, training(model).precision)} if "master" in plan.states else inner
+    return {"optimizer": outer, "opt_param_scheduler": scheduler(model)}
 
 
 def training(model: Model) -> Config:

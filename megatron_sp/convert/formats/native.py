@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.folders import require_inside
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.model import KINDS, OPTIMIZER, Model, parameter_shapes, require_sound
+from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
 TOKENIZER_FOLDER = "tokenizer"
+_NOTE = (
+    "a training goes on from here with the optimizer's state, the number of its updates, the loss scale, the step and the consumed samples;"
+    " the learning rate's schedule, the data and random states are not taken from the files: they are as the flags of the training say"
+)
 
 
 class Native:
@@ -50,6 +55,7 @@ class Native:
             num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
             tokenizer_type=config.data.tokenizer_type if options.tokenizer is None else None,
             settings={**(kept if isinstance(kept, dict) else {}), "native": state},
+            num_updates=_count(state, "num_updates") if "num_updates" in state else None, loss_scale=_loss_scale(state.get("loss_scaler")),
         )  # fmt: skip
 
     def write(self, model: Model, path: Path, options: Options, progress: Progress) -> None:
@@ -137,6 +143,15 @@ def _count(state: dict[str, Any], name: str) -> int:
     return value if is_count(value) else 0
 
 
+def _loss_scale(state: Any) -> LossScale | None:
+    if not isinstance(state, dict) or state.get("dynamic") is not True:
+        return None
+    scale, good_steps, left = (state.get(name) for name in ("scale", "good_steps", "hysteresis_left"))
+    if not isinstance(scale, float) or not 0 < scale < math.inf or not isinstance(good_steps, int) or not isinstance(left, int):
+        return None
+    return {"dynamic": True, "scale": scale, "good_steps": good_steps, "hysteresis_left": left}
+
+
 def _tokenizer(config: Config, folder: Path, options: Options) -> dict[str, Path]:
     """Files of the tokenizer that a run used, so far as they are still there."""
     if options.tokenizer is not None:
@@ -155,13 +170,16 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     if isinstance(native, dict):  # rewritten: all but the optimizer's part is as it was
         kept = {name: value for name, value in native.items() if name not in ("format_version", "step")}
         return {**kept, "has_optimizer": has_optimizer}
+    if has_optimizer:
+        model.notes.append(_NOTE)
     config = Config(model=model.config)
     dtypes = {info.dtype for name, info in store.tensors().items() if not name.startswith(OPTIMIZER)}
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
     tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
     return {
         "consumed_samples": model.consumed_samples, "consumed_tokens": 0, "bad_steps": 0, "skipped_steps": 0,
-        "num_updates": model.step if has_optimizer else 0, "has_optimizer": has_optimizer, "loss_scaler": {"dynamic": False},
+        "num_updates": model.updates if has_optimizer else 0, "has_optimizer": has_optimizer,
+        "loss_scaler": (model.loss_scale if has_optimizer else None) or {"dynamic": False},
         "schedule": None, "data_fingerprint": None, "layout": {"world_size": 1}, "config": config.to_dict(),
         "versions": {"megatron_sp": __version__, "torch": str(torch.__version__)}, "converted": model.settings,
     }  # fmt: skip

@@ -1,0 +1,114 @@
+"""What belongs to an optimizer's state and is no tensor of a parameter: how many updates it has made, and the loss scale of fp16.
+
+Updates are counted by Adam, for its bias correction, and are fewer than the steps of the training where steps were skipped. The loss
+scale is kept as our checkpoints have it; ``good_steps`` are those since the last overflow.
+
+    ours                 Megatron-LM (grad_scaler)    DeepSpeed (loss_scaler, an object)
+    scale                scale                        cur_scale
+    good_steps           growth_tracker               cur_iter - last_overflow_iter - 1
+    hysteresis_left      hysteresis_tracker           cur_hysteresis
+
+Source: megatron-core 0.16.1, optimizer/grad_scaler.py; deepspeed 0.19.8, runtime/fp16/loss_scaler.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_sp.config import PrecisionConfig
+from megatron_sp.convert.model import LossScale, Model
+from megatron_sp.convert.pickle_tree import Object, TensorRecord
+
+Read = Callable[[TensorRecord], Tensor]
+_DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+
+
+def single(value: Any, read: Read) -> float | None:
+    """A finite number, also one that is a tensor of one element; None: it is none."""
+    if isinstance(value, TensorRecord) and math.prod(value.shape) == 1:
+        value = read(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
+    return value if is_number and math.isfinite(value) else None
+
+
+def whole(value: Any, read: Read) -> int | None:
+    """Likewise, if it is a whole number that is not negative."""
+    found = single(value, read)
+    return int(found) if found is not None and found >= 0 and found == int(found) else None
+
+
+def updates_of(state: Mapping[Any, Any], read: Read) -> int | None:
+    """Of a state dict of Adam: beside the moments, in its groups, or common to all. None: it is not said."""
+    by_number, groups = state.get("state"), state.get("param_groups")
+    by_number = by_number if isinstance(by_number, dict) else {}
+    first = next((one for one in by_number.values() if isinstance(one, dict)), {})
+    settings = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    places = (first.get("step"), by_number.get("common_step"), *(group.get("step") for group in settings[:1]))
+    return next((found for place in places if (found := whole(place, read)) is not None), None)
+
+
+def scale_of_megatron(state: Any, read: Read) -> LossScale | None:
+    """Of ``grad_scaler``; None: there is none, or it never changes."""
+    if not isinstance(state, dict):
+        return None
+    return _scale(single(state.get("scale"), read), *(whole(state.get(name), read) for name in ("growth_tracker", "hysteresis_tracker")))
+
+
+def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossScale | None]:
+    """Updates and loss scale of what is saved under "optimizer", Adam's own state or one around it."""
+    outer = tree.get("optimizer")
+    if not isinstance(outer, dict):
+        return None, None
+    inner = next((outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer)
+    return updates_of(inner, read), scale_of_megatron(outer.get("grad_scaler"), read)
+
+
+def scale_of_deepspeed(scaler: Any) -> LossScale | None:
+    """Of ``loss_scaler``; None: there is none, or it never changes."""
+    if not isinstance(scaler, Object) or scaler.name.rpartition(".")[2] != "DynamicLossScaler":
+        return None
+    there = scaler.attributes
+    now, last = (there.get(name) for name in ("cur_iter", "last_overflow_iter"))
+    good = now - last - 1 if isinstance(now, int) and isinstance(last, int) else None
+    return _scale(single(there.get("cur_scale"), _no_tensor), whole(good, _no_tensor), whole(there.get("cur_hysteresis"), _no_tensor))
+
+
+def _no_tensor(record: TensorRecord) -> Tensor:
+    return torch.tensor(math.nan)
+
+
+def _scale(scale: float | None, good_steps: int | None, hysteresis_left: int | None) -> LossScale | None:
+    if scale is None or scale <= 0 or good_steps is None:
+        return None
+    left = 1 if hysteresis_left is None else hysteresis_left
+    return {"dynamic": True, "scale": float(scale), "good_steps": good_steps, "hysteresis_left": left}
+
+
+def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
+    """``grad_scaler``, as an entry; nothing where there is no scale to keep."""
+    scale = model.loss_scale
+    if scale is None:
+        return {}
+    good_steps, left = int(scale["good_steps"]) % precision.loss_scale_window, int(scale["hysteresis_left"])
+    return {"grad_scaler": {"scale": torch.tensor([scale["scale"]]), "growth_tracker": good_steps, "hysteresis_tracker": left}}
+
+
+def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
+    """``loss_scaler`` and what says that it changes, as entries."""
+    scale = model.loss_scale
+    if scale is None:
+        return {"dynamic_loss_scale": False}
+    state = {
+        "cur_scale": scale["scale"], "cur_iter": model.step, "last_overflow_iter": model.step - int(scale["good_steps"]) - 1,
+        "scale_factor": 2.0, "scale_window": precision.loss_scale_window, "min_scale": precision.min_loss_scale,
+        "delayed_shift": precision.hysteresis, "cur_hysteresis": max(1, int(scale["hysteresis_left"])), "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True, "dtype": torch.float16, "dynamic": True,
+    }  # fmt: skip
+    return {"dynamic_loss_scale": True, "loss_scaler": Object(_DYNAMIC, state=state)}
