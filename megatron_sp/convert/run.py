@@ -35,6 +35,7 @@ def convert(
     Raises:
         CheckpointError: it exists, or the target cannot hold the model.
         DiskError: no space, no permission, a failing disk; nothing is left, folders above it that were made included.
+        KeyboardInterrupt: SIGTERM or SIGINT; likewise.
     """
     require_absent(output)
     options.output = output.absolute()
@@ -56,6 +57,12 @@ def convert(
             fsync_dir(output.parent)
     except OSError as error:
         raise DiskError(f"{output} was not written: {error.strerror or error} ({error.filename or output})") from None
+    except DiskError as error:  # of a writer, which knows the folder beside it only
+        raise DiskError(str(error) if str(output) in str(error) else f"{output} was not written: {error}") from None
+    except KeyboardInterrupt:
+        if not output.exists():
+            tell(f"{output} was not written: a signal stopped the conversion, and nothing of it is left")
+        raise
     finally:
         if not output.exists():
             _remove_empty(made)
