@@ -450,6 +450,17 @@ def test_exchanged_model_states_of_stage_3_are_told_by_their_arguments(tmp_path:
         READER.read(tmp_path / "copy", options(Save(), random_model("gpt2")))
 
 
+def test_stages_of_different_saves(tmp_path: Path) -> None:
+    """Stages have no weight in common that would differ: their counters and arguments do."""
+    path, expected = saved(tmp_path, "gpt2", Save(pp=3))
+    file = path / "global_step7" / "mp_rank_01_model_states.pt"
+    tree = loaded(file)
+    for name, value in (("global_steps", 9), ("args", Namespace(**{**vars(tree["args"]), "seed": 7, "consumed_train_samples": 90}))):
+        save_tree(file, {**tree, name: value})
+        with pytest.raises(CheckpointError, match=r"mp_rank_01\S* (global_steps is 9, and 7|consumed_train_samples is 90, and 70) in"):
+            READER.read(path, options(Save(), expected))
+
+
 @pytest.mark.parametrize("is_exchanged", [True, False])
 def test_exchanged_files_of_stage_3_are_told_by_their_devices(tmp_path: Path, zero_3: Path, is_exchanged: bool) -> None:
     shutil.copytree(zero_3, tmp_path / "copy")

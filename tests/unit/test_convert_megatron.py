@@ -243,7 +243,8 @@ def test_arguments_that_cannot_be_converted(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, message: str
 ) -> None:
     source = copy_of(llama, tmp_path)
-    change(source, args=arguments_of(llama, **{name: value}))
+    for rank in range(2):
+        change(source, f"mp_rank_0{rank}", args=arguments_of(llama, **{name: value, "rank": rank}))
     assert message in refused(capsys, source, EXIT_CHECKPOINT, "--no-optimizer")
 
 
@@ -283,7 +284,10 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path, llama: Path, capsys: p
     source = copy_of(llama, tmp_path)
     change(source, "mp_rank_01", iteration=20)
     assert "iteration is 20, and 10 in" in refused(capsys, source, EXIT_CHECKPOINT)
-    change(source, "mp_rank_01", iteration=10, checkpoint_version=7.0)
+    args = theirs.read_file(llama / "iter_0000010" / "mp_rank_01" / "model_optim_rng.pt")["args"]
+    change(source, "mp_rank_01", iteration=10, args=Namespace(**{**vars(args), "rotary_base": 7}))
+    assert "rotary_base is 7, and 5000" in refused(capsys, source, EXIT_CHECKPOINT)
+    change(source, "mp_rank_01", args=args, checkpoint_version=7.0)
     assert "checkpoint_version is 7.0, and 3.0" in refused(capsys, source, EXIT_CHECKPOINT)
     change(source, "mp_rank_00", checkpoint_version=7.0)
     assert "checkpoint_version is 7.0: only" in refused(capsys, source, EXIT_CHECKPOINT)

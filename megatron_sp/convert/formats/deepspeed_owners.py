@@ -19,18 +19,18 @@ import torch
 
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, Stretches
 from megatron_sp.convert.formats.deepspeed_states import Shapes, as_dict
-from megatron_sp.convert.formats.rank_order import WAY_OUT, Written, rank_in
+from megatron_sp.convert.formats.rank_order import WAY_OUT, Written
 from megatron_sp.utils.errors import CheckpointError
 
 
 def written_by(files: Files, paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
     """Who wrote model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
-    return {(mp, dp): Written(path, _global_rank(files, path)) for mp, by_dp in paths.items() for dp, path in by_dp.items()}
+    return {(mp, dp): _written(files, path) for mp, by_dp in paths.items() for dp, path in by_dp.items()}
 
 
-def _global_rank(files: Files, path: Path) -> int | None:
+def _written(files: Files, path: Path) -> Written:
     with files.glance(path) as file:
-        return rank_in(as_dict(file.tree, str(path)).get("args"))
+        return Written.of(path, as_dict(file.tree, str(path)))
 
 
 def require_devices(files: Files, models: Mapping[int, Path], optimizers: Mapping[int, Path]) -> None:

@@ -25,7 +25,7 @@ from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, n
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP, Share, Shares, parameters, read_parameter
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, gather, whole_number
 from megatron_sp.convert.formats.megatron_names import canonical
-from megatron_sp.convert.formats.rank_order import require_order
+from megatron_sp.convert.formats.rank_order import require_one_save
 from megatron_sp.convert.model import Fate, LossScale
 from megatron_sp.convert.pickle_tree import TensorRecord
 from megatron_sp.utils.errors import CheckpointError
@@ -119,7 +119,7 @@ class Loader:
 
     def load(self) -> Ranks:
         """Everything in it. Raises CheckpointError."""
-        require_order(written_by(self.files, self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
+        require_one_save(written_by(self.files, self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
         self._add_modules()
         if self.folder.universal:
             self._add_universal()

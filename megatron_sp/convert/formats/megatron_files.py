@@ -13,7 +13,7 @@ from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.megatron_folder import MODEL, RankFolder
 from megatron_sp.convert.formats.megatron_shards import Place
-from megatron_sp.convert.formats.rank_order import Written, rank_in, require_order
+from megatron_sp.convert.formats.rank_order import Written, require_one_save
 from megatron_sp.convert.pickle_tree import Object, PickleReader, TensorRecord
 from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
@@ -159,7 +159,7 @@ def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
         if not isinstance(opened_file.tree, dict):
             raise CheckpointError(f"{opened_file.path} holds a {type(opened_file.tree).__name__}, not the dict that Megatron writes")
         files.append(RankFile(rank, opened_file, opened_file.tree))
-    require_order({(f.rank.pp_rank, f.rank.tp_rank): Written(f.file.path, rank_in(f.tree.get("args"))) for f in files})
+    require_one_save({(f.rank.pp_rank, f.rank.tp_rank): Written.of(f.file.path, f.tree) for f in files})
     args = files[0].tree.get("args")
     opened = Opened(files, args.attributes if isinstance(args, Object) and args.name == "argparse.Namespace" else {})
     flat = [(file, number, _flat(file, model)) for file in files for number, model in _models(file)]

@@ -1,7 +1,8 @@
-"""Whether files of ranks are those that their names say, told by the global rank in the arguments of the run.
+"""Whether files of ranks are those that their names say, and of one save, told by the arguments of the run in each of them.
 
 Every process of Megatron writes its own number into its file (``args.rank``). However ranks are laid out over tensor parallelism,
-stages and data, that number grows along each of them, and so it must grow with the numbers in the names.
+stages and data, that number grows along each of them, and so it must grow with the numbers in the names. Settings of the model and
+counters are the same on all ranks; where stages have no weight in common, nothing else tells files of two runs apart.
 """
 
 from __future__ import annotations
@@ -14,29 +15,57 @@ from megatron_sp.convert.pickle_tree import Object
 from megatron_sp.utils.errors import CheckpointError
 
 WAY_OUT = "files were renamed, or copied from another rank: copy them anew"
+_COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps")
+_ARGUMENTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads", "kv_channels",
+    "seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by", "position_embedding_type",
+    "rotary_base", "rope_theta", "rotary_percent", "norm_epsilon", "layernorm_epsilon", "swiglu", "add_bias_linear",
+    "untie_embeddings_and_output_weights", "tensor_model_parallel_size", "pipeline_model_parallel_size", "consumed_train_samples", "seed",
+)  # fmt: skip
 
 
 class Written(NamedTuple):
-    """A file, and the global rank of whoever wrote it; None: not said."""
+    """A file.
+
+    Attributes:
+        rank: global one of whoever wrote it; None: not said.
+        said: what must be the same in all files, by name.
+    """
 
     path: Path
     rank: int | None
+    said: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
+        """Of what a file holds."""
+        args = tree.get("args")
+        there = args.attributes if isinstance(args, Object) else {}
+        said = {name: tree[name] for name in _COUNTERS if name in tree} | {name: there[name] for name in _ARGUMENTS if name in there}
+        rank = there.get("rank")
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+        return cls(path, rank if is_rank else None, {k: v for k, v in said.items() if isinstance(v, int | float | str | None)})
 
 
-def rank_in(args: Any) -> int | None:
-    """What the arguments of a run say."""
-    rank = args.attributes.get("rank") if isinstance(args, Object) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
-
-
-def require_order(files: Mapping[tuple[int, int], Written]) -> None:
-    """Refuse files that other ranks wrote than their names say.
+def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
+    """Refuse files of several runs or steps, and those that other ranks wrote than their names say.
 
     Args:
         files: by two numbers in the name, such as stage and tensor parallel rank.
     Raises:
         CheckpointError: with two of the files.
     """
+    first = next(iter(files.values()))
+    for file in files.values():
+        for name, value in first.said.items():
+            other = file.said.get(name, value)
+            if other != value and value == value:  # a NaN is not
+                raise CheckpointError(f"{file.path}: {name} is {str(other)[:60]}, and {str(value)[:60]} in {first.path}: these are files of"
+                                      " different checkpoints")  # fmt: skip
+    _require_order(files)
+
+
+def _require_order(files: Mapping[tuple[int, int], Written]) -> None:
     if len({file.rank for file in files.values()} - {None}) != len(files):
         return  # not said, or said by one process for all, as tools do that write for ranks which they do not have
     for (a, b), file in files.items():
