@@ -18,6 +18,7 @@ from megatron_sp.checkpoint.stream import NativeReader
 from megatron_sp.cli import main
 from megatron_sp.config import ModelConfig
 from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
+from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG, CheckpointError, ConfigError
@@ -524,6 +525,20 @@ def test_layouts_that_cannot_be_written(tmp_path: Path) -> None:
             READER.size(model, Options(**more))
     with pytest.raises(CheckpointError, match="norms behind attention and MLP, which Megatron-DeepSpeed has not"):
         READER.size(random_model("bert"), Options())
+
+
+@pytest.mark.parametrize("target", ["megatron", "megatron-dist", "megatron-deepspeed"])
+def test_the_optimizer_s_state_is_that_of_weights_of_one_dtype(target: str) -> None:
+    half, wide = random_model("llama", torch.bfloat16, optimizer=True), random_model("llama", torch.float64, optimizer=True)
+    for dtype in (torch.float16, torch.float32):
+        with pytest.raises(ConfigError, match="the optimizer's state is that of a bfloat16 model"):
+            FORMATS[target].size(half, Options(dtype=dtype))
+        FORMATS[target].size(half, Options(dtype=dtype, optimizer=False))
+    with pytest.raises(ConfigError, match="in float64, and this format keeps the optimizer's state in float32"):
+        FORMATS[target].size(wide, Options())
+    for options in (Options(dtype=torch.float32), Options(optimizer=False)):
+        FORMATS[target].size(wide, options)
+    FORMATS[target].size(half, Options(dtype=torch.bfloat16))
 
 
 def test_a_rank_that_has_drifted(tmp_path: Path) -> None:

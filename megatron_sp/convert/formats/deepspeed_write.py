@@ -34,7 +34,7 @@ from megatron_sp.convert.formats.megatron_names import written
 from megatron_sp.convert.formats.megatron_order import is_decayed, position
 from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import padded_size
-from megatron_sp.convert.formats.megatron_write import lazy, nested, require_layout, scheduler, training
+from megatron_sp.convert.formats.megatron_write import lazy, nested, require_layout, require_state, scheduler, training
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_tree import Object
@@ -99,6 +99,8 @@ def make_plan(model: Model, options: Options) -> Plan:
     shapes = parameter_shapes(config)
     shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: position(name, "legacy"))}
     layout = _layout(model, options)
+    if layout != "module":
+        require_state(model, options)
     cut = Cut(config, options.tp, order, padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp))
     whole = Cut(config, 1, order, config.vocab_size)
     scattered = partial(_scattered, model, shapes)

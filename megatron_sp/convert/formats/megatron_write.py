@@ -98,11 +98,27 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
     there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
     if not {"exp_avg", "exp_avg_sq"} <= there:
         return {}  # of another optimizer than Adam
+    require_state(model, options)
     is_half = any(info.dtype in _HALF for info in weights.tensors().values())
-    if "master" in there and not is_half:
-        raise ConfigError("--dtype float32: the optimizer's state is that of a 16-bit model; leave --dtype out, or give --no-optimizer")
     found = {kind: f"{OPTIMIZER}{kind}." for kind in ("exp_avg", "exp_avg_sq")}
     return {**found, "master": f"{OPTIMIZER}master." if "master" in there else ""} if is_half else found
+
+
+def require_state(model: Model, options: Options) -> None:
+    """Raises ConfigError: the optimizer's state does not belong to weights of this dtype, or is wider than these formats keep it."""
+    own = {info.dtype for info in model.weights().values()}
+    kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
+    if any(name.startswith(f"{OPTIMIZER}master.") for name in kept) and options.dtype is not None and own != {options.dtype}:
+        named, theirs = (str(dtype).removeprefix("torch.") for dtype in (options.dtype, max(own, key=str)))
+        raise ConfigError(
+            f"--dtype {named}: the optimizer's state is that of a {theirs} model, and its fp32 copies do not round to {named} weights made"
+            f" of {theirs} ones; leave --dtype out, or give --no-optimizer"
+        )
+    if torch.float64 in own | set(kept.values()) and options.dtype is None:
+        raise ConfigError(
+            "the run is in float64, and this format keeps the optimizer's state in float32: give --dtype float32 to round everything, or"
+            " --no-optimizer"
+        )
 
 
 def require_layout(model: Model, options: Options) -> None:
