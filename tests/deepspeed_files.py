@@ -132,6 +132,7 @@ def arguments(c: ModelConfig, how: Save) -> Namespace:
         "bias_gelu_fusion": True, "openai_gelu": False, "attention_dropout": c.attention_dropout, "hidden_dropout": c.hidden_dropout,
         "init_method_std": c.init_method_std, "tensor_model_parallel_size": how.tp, "pipeline_model_parallel_size": how.pp,
         "num_experts": [1], "make_vocab_size_divisible_by": how.divisible_by, "consumed_train_samples": 70, "deepspeed": True,
+        "bf16": how.dtype == torch.bfloat16, "fp16": how.dtype == torch.float16,
         "params_dtype": how.dtype, "topk": None,
     }  # fmt: skip
     return Namespace(**{**values, **how.args})

@@ -223,6 +223,7 @@ NARROW = {
     "zero 1": ("llama", Save(zero=1, dp=3, tp=2), False), "zero 3": ("odd", Save(zero=3, dp=4, dtype=torch.float16), False),
     "pipeline": ("gpt2", Save(pp=3, zero=1, dp=2), False), "universal": ("llama-tied", Save(zero=1, tp=2, order="interleaved"), True),
     "bf16 optimizer": ("llama", Save(bf16_optimizer=True, dp=2), False),
+    "universal pipeline": ("gpt2", Save(zero=1, tp=2, pp=3, pipeline=True), True),  # has no weights but the optimizer's
 }  # fmt: skip
 
 
