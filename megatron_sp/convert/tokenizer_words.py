@@ -2,6 +2,9 @@
 
 Without it transformers takes the tokenizer that usually goes with the architecture: it would fold the case of a cased vocabulary, and
 read a SentencePiece model as Llama's first one. Files of Hugging Face that come with theirs are left as they are.
+
+Of a SentencePiece model a ``tokenizer.json`` is made where there is one that is the same. Where there is none (a unigram model, NFKC),
+transformers is told to compute ids with the sentencepiece library itself, from the .model file.
 """
 
 from __future__ import annotations
@@ -13,46 +16,53 @@ from typing import Any
 from megatron_sp.config import WORDPIECE, DataConfig
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import build_tokenizer
-from megatron_sp.data.tokenizers.files import CONFIG, name_files
+from megatron_sp.data.tokenizers.files import CONFIG, TOKENIZER_MODEL, name_files
 from megatron_sp.data.tokenizers.hugging_face import FILE, GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
-from megatron_sp.data.tokenizers.spm_json import library_tokenizer
+from megatron_sp.data.tokenizers.spm_json import library_tokenizer, pieces_have_their_ids
 from megatron_sp.data.tokenizers.wordpiece import UNKNOWN, BertWordPieceTokenizer
 from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.files import write_synced
 
+_BY_SENTENCEPIECE = "SentencePieceBackend"
+"""The class of transformers that reads a .model file with the library that made it; of version 5."""
+_NOT_BY_SENTENCEPIECE = ("mistral", "qwen2")
+"""Models whose tokenizer transformers takes for one of the tokenizers library, whatever tokenizer_config.json says."""
+_NO_JSON = f"this SentencePiece model is not BPE on unchanged text, of which alone a {FILE} gives the same ids"
 
-def write(model: Model, folder: Path) -> str | None:
+
+def write(model: Model, folder: Path, model_type: str) -> list[str]:
     """Add to a folder that holds the tokenizer's files already.
 
+    Args:
+        model_type: of config.json.
     Returns:
-        What the user should know, if transformers may read the files otherwise than they are meant.
+        What the user should know: if transformers may read the files otherwise than they are meant, or needs more for it than usual.
     Raises:
         OSError.
     """
     if CONFIG in model.tokenizer or "hf" in model.settings or not model.tokenizer:
-        return None
+        return []
     data = DataConfig()
     try:
         if not name_files(data, model.tokenizer, folder):
-            return None
+            return []
         if model.tokenizer_type in WORDPIECE and data.tokenizer_type in WORDPIECE:
             data.tokenizer_type = model.tokenizer_type  # type: ignore[assignment]
-        words = _words(data, folder)
+        words = _words(data, folder, model_type)
     except ReportedError as error:
-        return f"transformers is told nothing of the tokenizer: {error}"
-    if words is None:
-        return (
-            f"transformers may read {', '.join(model.tokenizer)} otherwise than this training did: a SentencePiece model that is not BPE on"
-            f" unchanged text has no {FILE} that would be the same"
-        )
+        return [f"transformers is told nothing of the tokenizer: {error}"]
+    if isinstance(words, str):
+        return [f"transformers may read {', '.join(model.tokenizer)} otherwise than this training did: {words}"]
     words |= {"model_max_length": model.config.max_positions, "clean_up_tokenization_spaces": False}
     write_synced(folder / CONFIG, (json.dumps(words, indent=2) + "\n").encode("utf-8"))
-    return None
+    if words["tokenizer_class"] != _BY_SENTENCEPIECE:
+        return []
+    return [f"{_NO_JSON}, so transformers is told to read {TOKENIZER_MODEL} by the sentencepiece package (in versions from 5 on)"]
 
 
-def _words(data: DataConfig, folder: Path) -> dict[str, Any] | None:
-    """The entries; of a SentencePiece model ``tokenizer.json`` is written, too. None: it cannot be."""
+def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
+    """The entries, or why there are none; of a SentencePiece model ``tokenizer.json`` is written, too, if there is one that is the same."""
     tokenizer = build_tokenizer(data)
     assert isinstance(tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer))
     ids = {role: getattr(tokenizer, role) for role in ("cls", "sep", "mask", "pad")}
@@ -67,7 +77,12 @@ def _words(data: DataConfig, folder: Path) -> dict[str, Any] | None:
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, **roles}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return words
-    if (made := library_tokenizer(tokenizer)) is None:
-        return None
-    write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
-    return {**words, "split_special_tokens": True}  # one that is written out in a text is text
+    if (made := library_tokenizer(tokenizer)) is not None:
+        write_synced(folder / FILE, (made.to_str(pretty=True) + "\n").encode("utf-8"))
+        return {**words, "split_special_tokens": True}  # one that is written out in a text is text
+    if model_type in _NOT_BY_SENTENCEPIECE:
+        return f"{_NO_JSON}, and of a {model_type} it reads nothing else: use the sentencepiece package on {TOKENIZER_MODEL}"
+    if not pieces_have_their_ids(tokenizer):
+        return f"{_NO_JSON}, and letters it has no piece for spell a special one: use the sentencepiece package on {TOKENIZER_MODEL}"
+    unknown = tokenizer.piece(tokenizer.unknown)
+    return {**words, "tokenizer_class": _BY_SENTENCEPIECE, "unk_token": unknown, "split_special_tokens": True}

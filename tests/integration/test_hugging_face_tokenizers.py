@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,12 @@ def json_data(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
 
 
-def save_run(folder: Path, data: DataConfig, vocab_size: int, *, rotary: bool) -> None:
+def save_run(folder: Path, data: DataConfig, vocab_size: int, *, rotary: bool, window: int | None = None) -> None:
     """Of a GPT-2 or, with rotary positions, of a Llama."""
     config = Config(data=data)
     rope = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True} if rotary else {}
     shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "seq_length": 16}
-    config.model = ModelConfig(**shape, vocab_size=vocab_size, **rope)
+    config.model = ModelConfig(**shape, vocab_size=vocab_size, window_size=window, **rope)
     stored_models.save(folder, config, {3: GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32)})
 
 
@@ -186,22 +187,61 @@ def test_what_a_run_was_trained_with_is_what_transformers_loads(tmp_path: Path, 
     assert theirs.decode(theirs("lower two", add_special_tokens=False)["input_ids"]) == "lower two"
 
 
-def test_a_model_that_changes_text_before_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of the library is the same, so nothing is written; the .model file itself is."""
+def train_sentencepiece_model(path: Path, **rules: Any) -> DataConfig:
     sentencepiece = pytest.importorskip("sentencepiece")
     made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=made,
-        model_type="bpe",
-        vocab_size=60,
-        normalization_rule_name="nmt_nfkc",
-        minloglevel=2,
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=made, vocab_size=50, minloglevel=2, **rules)
+    path.write_bytes(made.getvalue())
+    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
+
+
+def convert(source: Path, target: str, output: Path) -> None:
+    assert main(["convert", "--input", str(source), "--to", target, "--output", str(output)]) == 0
+
+
+def random_texts(number: int) -> list[str]:
+    """Letters of all planes, control characters, white space, marks that stand by themselves, and names of special pieces."""
+    draw = random.Random(7)
+    letters = (
+        [*range(0x20, 0x7F)] * 8
+        + [*range(0x350)] * 2
+        + [*range(0x1100, 0x1200), *range(0x2000, 0x3400, 7), *range(0xF900, 0x10000, 7), 0x1F600]
     )
-    (tmp_path / "sp.model").write_bytes(made.getvalue())
-    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
-    save_run(tmp_path / "run", data, 60, rotary=True)
-    assert main(["convert", "--input", str(tmp_path / "run"), "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
-    assert "note: transformers may read tokenizer.model otherwise than this training did" in capsys.readouterr().err
-    written = {path.name for path in (tmp_path / "hf").iterdir()}
-    assert "tokenizer.model" in written and not written & {"tokenizer.json", "tokenizer_config.json"}
+    known = ["</s>", "<unk>", "<0x41>", " ", "  ", "\u2581", "===", "dog lower "]
+    return [
+        "".join(draw.choice(known) if draw.random() < 0.2 else chr(draw.choice(letters)) for _ in range(draw.randrange(20)))
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "rotary"),
+    [({"model_type": "unigram"}, True), ({"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"}, False)],
+)
+def test_a_model_without_a_tokenizer_json_is_read_by_its_own_library(tmp_path: Path, rules: Any, *, rotary: bool) -> None:
+    """A unigram model, and one that changes text before: transformers has their ids, because it is told to use sentencepiece."""
+    data = train_sentencepiece_model(tmp_path / "sp.model", **rules)
+    save_run(tmp_path / "run", data, 50, rotary=rotary)
+    convert(tmp_path / "run", "hf", tmp_path / "hf")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True), build_tokenizer(data)
+    assert len(theirs) == 50 and theirs.eos_token_id == ours.eod
+    for text in [*TEXTS, *CORPUS, *random_texts(300)]:
+        assert theirs(text)["input_ids"] == ours.encode(text), text
+    assert theirs.decode(ours.encode("lower dog")) == "lower dog"
+    convert(tmp_path / "hf", "megatron_sp", tmp_path / "again")
+    assert find_stored(tmp_path / "again", None, "GPT", {}, lambda line: None).tokenizer.fingerprint() == ours.fingerprint()
+
+
+def test_what_transformers_would_read_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a Mistral it reads nothing but tokenizer.json; and where letters without a piece spell a special one it takes that."""
+    data = train_sentencepiece_model(tmp_path / "sp.model", model_type="unigram")
+    save_run(tmp_path / "run", data, 50, rotary=True, window=4)
+    convert(tmp_path / "run", "hf", tmp_path / "hf")
+    assert "note: transformers may read tokenizer.model otherwise than this training did: " in capsys.readouterr().err
+    data = train_sentencepiece_model(tmp_path / "sp2.model", model_type="unigram", control_symbols="[\u4e2d]")
+    save_run(tmp_path / "run2", data, 50, rotary=True)
+    convert(tmp_path / "run2", "hf", tmp_path / "hf2")
+    assert "letters it has no piece for spell a special one" in capsys.readouterr().err
+    for folder in (tmp_path / "hf", tmp_path / "hf2"):
+        written = {path.name for path in folder.iterdir()}
+        assert "tokenizer.model" in written and not written & {"tokenizer.json", "tokenizer_config.json"}

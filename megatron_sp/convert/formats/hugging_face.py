@@ -74,8 +74,7 @@ class HuggingFace:
         dtypes = {info.dtype for info in store.tensors().values()}
         _write_json(path / CONFIG, _document(model, family, dtypes))
         copy_files(model.tokenizer, path)
-        if note := tokenizer_words.write(model, path):
-            model.notes.append(note)
+        model.notes += tokenizer_words.write(model, path, family.model_type)
         fsync_dir(path)
 
     def size(self, model: Model, options: Options) -> int:

@@ -13,6 +13,7 @@ from megatron_sp.utils.errors import DataError
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 """Of files that are tokenizers, or parts of one."""
 CONFIG = "tokenizer_config.json"
+TOKENIZER_MODEL = "tokenizer.model"
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -29,7 +30,7 @@ def name_files(data: DataConfig, names: Collection[str], folder: Path, config: P
     Raises:
         DataError: it is one that nothing here computes.
     """
-    kind = ("HuggingFaceTokenizer" if FILE in names else "SentencePieceTokenizer" if "tokenizer.model" in names
+    kind = ("HuggingFaceTokenizer" if FILE in names else "SentencePieceTokenizer" if TOKENIZER_MODEL in names
             else "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= set(names) else None)  # fmt: skip
     if kind is None and "vocab.txt" in names:
         kind = "BertWordPieceLowerCase" if _lowers_case(config) else "BertWordPieceCase"
@@ -40,7 +41,7 @@ def name_files(data: DataConfig, names: Collection[str], folder: Path, config: P
     if kind == "HuggingFaceTokenizer":
         data.tokenizer_model = str(folder / FILE)
     elif kind == "SentencePieceTokenizer":
-        data.tokenizer_model = str(folder / "tokenizer.model")
+        data.tokenizer_model = str(folder / TOKENIZER_MODEL)
     elif kind == "GPT2BPETokenizer":
         data.vocab_file, data.merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
     else:

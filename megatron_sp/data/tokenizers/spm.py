@@ -78,6 +78,13 @@ class SentencePieceTokenizer:
         pieces: list[str] = self._processor.EncodeAsPieces(well_formed(text))
         return pieces
 
+    def ids_of_pieces(self, text: str) -> list[int]:
+        """The ids that the names of its pieces have: what a program finds that asks for pieces first, as transformers does.
+
+        They are those of ``encode``, but where letters that have no piece spell the name of a special one.
+        """
+        return [int(self._processor.PieceToId(piece)) for piece in self.encode_pieces(text)]
+
     def piece(self, token: int) -> str:
         """The piece that has this id."""
         return str(self._processor.IdToPiece(token))
