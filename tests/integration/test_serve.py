@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -201,9 +202,20 @@ def test_errors_are_objects(server: Server, body: Any, path: str, method: str, h
     assert found == status and message in answer["error"]["message"] and set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+def test_a_client_that_leaves_within_its_request_is_no_fault_of_ours(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+        assert server.ask({"prompt": "ab", "max_tokens": 1})[0] == 200  # it has begun on the other by now
+    assert server.ask({"prompt": "ab", "max_tokens": 1})[0] == 200
+    assert "Traceback" not in server.output
+
+
 def test_models_and_health(server: Server) -> None:
     status, models = server.ask(None, "/v1/models", "GET")
     assert status == 200 and [m["id"] for m in models["data"]] == ["run"]
+    assert server.ask(None, "/v1/models/run", "GET") == (200, models["data"][0])
+    status, answer = server.ask(None, "/v1/models/gpt%2F4", "GET")
+    assert status == 404 and answer["error"]["code"] == "model_not_found" and 'there is no model "gpt/4"' in answer["error"]["message"]
     status, health = server.ask(None, "/health", "GET")
     assert status == 200 and health["status"] == "ok"
 

@@ -18,7 +18,7 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops import availability
 from megatron_sp.training.serving.engine import Engine, Event
 from megatron_sp.training.serving.request import ApiError, Completion, Limits, parse_body
-from megatron_sp.training.serving.sequence import Piece, StopText
+from megatron_sp.training.serving.sequence import Piece, Sequence, StopText
 from megatron_sp.training.serving.server import is_loopback, open_socket, require_packages, warning_about
 from megatron_sp.training.serving.slots import Slots
 from megatron_sp.utils.errors import ConfigError
@@ -230,6 +230,17 @@ def test_probabilities_are_those_of_the_logits(model: GPTModel, engine: Engine) 
     assert [info.offset for info in shown[:3]] == [0, 1, 2]
     scored = Client(engine, prompt="abc", max_tokens=0, logprobs=0, echo=True).next()
     assert scored.finish == "length" and [t.logprob for t in scored.tokens[1:]] == [t.logprob for t in shown[1:3]]
+
+
+def test_parts_of_a_character_have_its_place_and_the_likeliest_of_those_that_look_alike_counts(engine: Engine) -> None:
+    scored = Client(engine, prompt="a\u00e9\u65e5b", max_tokens=0, logprobs=0, echo=True).next()
+    assert [info.offset for info in scored.tokens] == [0, 1, 1, 2, 2, 2, 3]
+    spec = parse(prompt="ab", logprobs=3)
+    logits = torch.zeros(257)
+    logits[[0xE9, 0xE8, ord("q")]] = torch.tensor([5.0, 4.0, 3.0])
+    told = logits.double().log_softmax(0)
+    chosen = Sequence(spec, spec.prompts[0], 0, 0, TOKENIZER)._describe([97, 98, ord("q")], logits, 2)
+    assert chosen.top == {"\ufffd": float(told[0xE9]), "q": float(told[ord("q")])}
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine) -> None:

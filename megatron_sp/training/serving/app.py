@@ -20,7 +20,7 @@ from typing import Any
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.ops import availability
 from megatron_sp.training.serving.engine import Engine, Event, Job
-from megatron_sp.training.serving.request import ApiError, Completion, Limits, parse_body
+from megatron_sp.training.serving.request import ApiError, Completion, Limits, parse_body, require_model
 from megatron_sp.training.serving.sequence import Piece, TokenInfo, logprobs_of
 
 _LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
@@ -57,6 +57,7 @@ def build_app(front: Front) -> Any:
     routes = [
         routing.Route("/health", handlers.health, methods=["GET"]),
         routing.Route("/v1/models", handlers.models, methods=["GET"]),
+        routing.Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
         routing.Route("/v1/completions", handlers.completions, methods=["POST"]),
     ]
     return starlette.Starlette(routes=routes, exception_handlers={404: handlers.no_such, 405: handlers.no_such, ApiError: handlers.refused})
@@ -65,6 +66,7 @@ def build_app(front: Front) -> Any:
 class _Handlers:
     def __init__(self, front: Front, responses: Any) -> None:
         self.front, self.responses, self.began = front, responses, int(time.time())
+        self._client_disconnect = availability.load("starlette", "starlette.requests").ClientDisconnect
 
     async def health(self, request: Any) -> Any:
         engine = self.front.engine
@@ -73,8 +75,12 @@ class _Handlers:
 
     async def models(self, request: Any) -> Any:
         self._admit(request)
-        model = {"id": self.front.model_name, "object": "model", "created": self.began, "owned_by": "local"}
-        return self.responses.JSONResponse({"object": "list", "data": [model]})
+        return self.responses.JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Any) -> Any:
+        self._admit(request)
+        require_model(request.path_params["name"], self.front.model_name)
+        return self.responses.JSONResponse(self._model())
 
     async def completions(self, request: Any) -> Any:
         self._admit(request)
@@ -141,7 +147,12 @@ class _Handlers:
             await asyncio.wait_for(read(), _BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise ApiError(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
+        except self._client_disconnect:
+            raise ApiError(499, "the client has closed the connection") from None
         return b"".join(parts)
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.front.model_name, "object": "model", "created": self.began, "owned_by": "local"}
 
     def _admit(self, request: Any) -> None:
         """Raises ApiError: not for this client."""

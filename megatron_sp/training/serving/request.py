@@ -96,9 +96,7 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
     for name, values in _WITHOUT_EFFECT.items():
         if body.get(name) not in values:
             raise ApiError(400, f"'{name}' is not supported: leave it out", name)
-    asked = body.get("model")
-    if asked is not None and asked != model_name:
-        raise ApiError(404, f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'", "model", "model_not_found")
+    require_model(body.get("model"), model_name)
     fields = _Fields(body)
     n = fields.integer("n", 1, 1, _MOST_SAMPLES)
     if fields.integer("best_of", n, 1, _MOST_SAMPLES) != n:
@@ -114,6 +112,12 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
         prompts, max_tokens, _sampling(fields), n, _stops(body.get("stop")), fields.optional_integer("logprobs", 0, _MOST_LOGPROBS), echo,
         fields.boolean("stream"), _include_usage(body.get("stream_options")),
     )  # fmt: skip
+
+
+def require_model(asked: Any, model_name: str) -> None:
+    """Raises ApiError: a client asks for a model, and it is not this one."""
+    if asked is not None and asked != model_name:
+        raise ApiError(404, f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'", "model", "model_not_found")
 
 
 class _Fields:

@@ -16,7 +16,10 @@ from megatron_sp.training.serving.request import Completion, Prompt
 
 @dataclass
 class TokenInfo:
-    """A token as ``logprobs`` shows it: its text, log-probability (None for the first of a prompt), likeliest others, place in the text."""
+    """A token as ``logprobs`` shows it: its text, log-probability (None for the first of a prompt), likeliest others, place in the text.
+
+    Tokens that are parts of one character have the place of that character.
+    """
 
     text: str
     logprob: float | None
@@ -106,8 +109,10 @@ class Sequence:
         token = choose(logits, self.spec.sampling, self.sample, len(self.tokens))
         self.tokens.append(token)
         is_end = token == self._tokenizer.eod
-        text, stopped = ("", False) if is_end else self._stop.add(self._stream.add(token))
-        tokens = [] if is_end or self.spec.logprobs is None else [self._info(logits)]
+        whole = "" if is_end else self._stream.add(token)
+        text, stopped = self._stop.add(whole)
+        tokens = [] if is_end or self.spec.logprobs is None else [self._describe(self.tokens, logits, self._offset)]
+        self._offset += len(whole)
         piece = Piece(self.index, text, tokens, num_new=1)
         if is_end or stopped:
             piece.finish = "stop"
@@ -122,27 +127,25 @@ class Sequence:
         return piece
 
     def _of_prompt(self, logits: Tensor) -> list[TokenInfo]:
-        found, offset = [], 0
+        found, offset, whole = [], 0, TextStream(self._tokenizer.decode)
         for at, token in enumerate(self.prompt.ids):
             if at == 0:
                 info = TokenInfo(self._tokenizer.decode([token]), None, None, 0)
             else:
                 info = self._describe(self.prompt.ids[: at + 1], logits[at - 1], offset)
             found.append(info)
-            offset += len(info.text)
+            if token != self._tokenizer.eod:  # which the prompt's text is without
+                offset += len(whole.add(token))
         return found
-
-    def _info(self, logits: Tensor) -> TokenInfo:
-        info = self._describe(self.tokens, logits, self._offset)
-        self._offset += len(info.text)
-        return info
 
     def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> TokenInfo:
         """Of the last of the tokens."""
         token, before = tokens[-1], tokens[-5:-1]
         told = torch.log_softmax(logits.double(), dim=0)
         best = told.topk(min(self.spec.logprobs or 0, told.numel()))
-        top = {self._text(before, i): value for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)}
+        top: dict[str, float] = {}
+        for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            top.setdefault(self._text(before, i), value)  # of those that look alike (parts of characters) the likeliest
         text = self._text(before, token)
         return TokenInfo(text, float(told[token]), top | {text: float(told[token])} if top else top, offset)
 
