@@ -356,7 +356,18 @@ def test_a_release_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("shape", "more", "words", "message"),
     [
         ("bert", {"norm_placement": "post"}, [], "norms behind attention and MLP"),
-        ("bert", {"bert_head_activation": "gelu_tanh"}, [], "a head for masked tokens"),
+        (
+            "bert",
+            {"bert_head_activation": "gelu_tanh"},
+            [],
+            "has not: versions before 2024 have it, as --openai-gelu; add --megatron-names legacy",
+        ),
+        (
+            "bert",
+            {"gelu_approximate": "none", "bert_head_activation": "gelu_tanh"},
+            [],
+            "than exact GELU, which Megatron has not: it cannot",
+        ),
         ("gpt", {"disable_bias_linear": True}, [], "the tanh approximation of GELU without biases"),
         ("gpt", {"num_layers": 3}, ["--target-pipeline-parallel-size", 2], "num_layers (3) must be a multiple of"),
         ("llama", {}, ["--target-tensor-parallel-size", 4], "num_query_groups (2) must be a multiple of"),
@@ -370,6 +381,24 @@ def test_models_that_megatron_does_not_have(
     code = EXIT_CONFIG if words else EXIT_CHECKPOINT
     assert run("--input", tmp_path / "run", "--to", "megatron", "--output", tmp_path / "theirs", *words) == code
     assert message in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(("target", "more"), [("megatron", ("--megatron-names", "legacy")), ("megatron-deepspeed", ())])
+def test_a_bert_with_one_gelu_is_one_of_the_older_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, more: tuple[str, ...]
+) -> None:
+    """Ours has the tanh approximation in the head as in the MLP unless told otherwise: that is --openai-gelu."""
+    config = config_of("bert", bert_head_activation=None)
+    tensors = random_tensors(config)
+    write_run(Model(config, Tensors(tensors)), tmp_path / "run")
+    words = ("--to", target, "--output", tmp_path / "theirs", "--target-tensor-parallel-size", 2, "--verify", *more)
+    assert run("--input", tmp_path / "run", *words) == 0
+    told = capsys.readouterr().err
+    assert "note: give Megatron --openai-gelu" in told and "verify: the same" in told
+    order = ("--qkv-layout", "flat") if target == "megatron-deepspeed" else ()
+    assert run("--input", tmp_path / "theirs", "--to", "megatron_sp", "--output", tmp_path / "ours", "--vocab-size", 131, *order) == 0
+    assert_equal(stored(tmp_path / "ours"), tensors)
+    assert Native().read(tmp_path / "ours", Options()).config.head_activation == "gelu_tanh"
 
 
 def test_a_vocabulary_counted_by_its_tokenizer(tmp_path: Path, llama: Path) -> None:

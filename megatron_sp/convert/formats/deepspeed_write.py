@@ -29,7 +29,7 @@ from megatron_sp.convert.formats.deepspeed_patterns import parameter_entry, univ
 from megatron_sp.convert.formats.deepspeed_universal import FILES, STEP
 from megatron_sp.convert.formats.deepspeed_zero import MASTER, MOMENTS
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import misfit, namespace
+from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
 from megatron_sp.convert.formats.megatron_names import written
 from megatron_sp.convert.formats.megatron_order import is_decayed, position
 from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
@@ -40,7 +40,7 @@ from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_tree import Object
 from megatron_sp.convert.pickle_writer import LazyFlat
 from megatron_sp.convert.torch_writer import write_torch_file
-from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 
 QKV_LAYOUT = "qkv_layout"
@@ -86,8 +86,7 @@ def theirs(name: str) -> str:
 
 def make_plan(model: Model, options: Options) -> Plan:
     """Raises CheckpointError, ConfigError: there is no such model of Megatron's, or not on so many ranks, or not in this layout."""
-    if (why := misfit(model)) is not None:
-        raise CheckpointError(f"the model has {why}, which Megatron-DeepSpeed has not: it cannot be written for it")
+    require_fit(model, "Megatron-DeepSpeed", legacy=True)
     if options.pp != 1:
         raise ConfigError(f"--target-pipeline-parallel-size ({options.pp}) must be 1 for megatron-deepspeed: files of stages are read, not"
                           " written")  # fmt: skip
@@ -147,6 +146,7 @@ def size(model: Model, options: Options) -> int:
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
     """As ``Format.write``."""
     plan = make_plan(model, options)
+    note_of_activation(model, legacy=True)
     name = f"global_step{model.step}" + ("_universal" if plan.layout == "universal" else "")
     folder = path / name
     folder.mkdir(parents=True)

@@ -191,28 +191,57 @@ def _set_window(config: ModelConfig, settings: Settings, window: Any) -> None:
     config.window_size = window[0] + 1
 
 
-def misfit(model: Model) -> str | None:
-    """Why no model of Megatron's computes what this one does, or None if one does."""
-    c = model.config
+def needs_openai_gelu(config: ModelConfig) -> bool:
+    """Whether GELU is the tanh approximation where Megatron's fused kernel is not: such models are those of --openai-gelu."""
+    of_head = config.is_bert and config.head_activation == "gelu_tanh"
+    return config.activation == "gelu_tanh" and (of_head or config.disable_bias_linear)
+
+
+def note_of_activation(model: Model, *, legacy: bool) -> None:
+    """Tell the user of a flag that Megatron does not take from a checkpoint."""
+    if legacy and needs_openai_gelu(model.config):
+        model.notes.append("give Megatron --openai-gelu --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
+
+
+def require_fit(model: Model, whose: str, *, legacy: bool) -> None:
+    """Raises CheckpointError: no model of Megatron's computes what this one does.
+
+    Args:
+        whose: name of the program, for the message.
+        legacy: it is a version whose --openai-gelu does something.
+    """
+    if (what := _misfit(model.config, model.num_classes, legacy=legacy)) is None:
+        return
+    way_out = "it cannot be written for it"
+    if not legacy and _misfit(model.config, model.num_classes, legacy=True) is None:
+        way_out = (
+            "versions before 2024 have it, as --openai-gelu; add --megatron-names legacy to --to megatron, or use --to megatron-deepspeed"
+        )
+    raise CheckpointError(f"the model has {what}, which {whose} has not: {way_out}")
+
+
+def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
+    openai = legacy and needs_openai_gelu(c)
     problems = {
-        "a classifier": model.num_classes > 0,
+        "a classifier": num_classes > 0,
         "norms behind attention and MLP": c.norm_placement != "pre",
         "parallel residuals": c.use_parallel_residual,
         "a gated GELU": c.geglu,
         "a ReLU": c.relu,
         "a bias in the output projection alone": c.proj_bias != (not c.disable_bias_linear),
         "a bias in the MLP alone": c.mlp_bias != (not c.disable_bias_linear),
-        "the tanh approximation of GELU without biases": c.activation == "gelu_tanh" and c.disable_bias_linear,
         "rotary frequencies of another original length than 8192 or other factors than 1 and 4": c.use_rope_scaling
         and c.rope_scaling[1:] != (1.0, 4.0, 8192),
-        "a head for masked tokens with another activation than exact GELU": c.is_bert and c.head_activation != "gelu",
+        "a head for masked tokens with another activation than exact GELU": c.is_bert
+        and c.head_activation != ("gelu_tanh" if openai else "gelu"),
+        "the tanh approximation of GELU without biases": c.activation == "gelu_tanh" and c.disable_bias_linear and not openai,
     }  # fmt: skip
     return next((what for what, is_so in problems.items() if is_so), None)
 
 
 def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0) -> Namespace:
     """What Megatron's --use-checkpoint-args and its comparison on --load read, and what reading it back here needs."""
-    c = model.config
+    c, openai = model.config, legacy and needs_openai_gelu(model.config)
     name = str(params_dtype).removeprefix("torch.")
     values: dict[str, Any] = {
         "num_layers": c.num_layers, "encoder_num_layers": c.num_layers, "hidden_size": c.hidden_size, "ffn_hidden_size": c.ffn_size,
@@ -227,7 +256,7 @@ def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy:
         "use_rope_scaling": c.use_rope_scaling, "rope_scaling_factor": c.rope_scaling_factor, "normalization": c.normalization,
         "norm_epsilon": c.norm_epsilon, "layernorm_epsilon": c.norm_epsilon, "apply_layernorm_1p": c.apply_layernorm_1p,
         "qk_layernorm": c.qk_layernorm, "swiglu": c.swiglu, "squared_relu": c.squared_relu,
-        "openai_gelu": False, "bias_gelu_fusion": c.activation == "gelu_tanh", "onnx_safe": None,
+        "openai_gelu": openai, "bias_gelu_fusion": c.activation == "gelu_tanh" and not openai, "onnx_safe": None,
         "add_bias_linear": not c.disable_bias_linear, "add_qkv_bias": c.add_qkv_bias,
         "untie_embeddings_and_output_weights": c.untie_embeddings_and_output_weights, "attention_dropout": c.attention_dropout,
         "hidden_dropout": c.hidden_dropout, "init_method_std": c.init_method_std,

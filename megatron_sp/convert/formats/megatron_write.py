@@ -13,7 +13,7 @@ from megatron_sp.config import Config
 from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
 from megatron_sp.convert.formats.counters import megatron_scaler
 from megatron_sp.convert.formats.format import Progress
-from megatron_sp.convert.formats.megatron_args import misfit, namespace
+from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
 from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
 from megatron_sp.convert.formats.megatron_names import Names, extra_states, written
 from megatron_sp.convert.formats.megatron_order import LAST, is_decayed, position, registered
@@ -23,7 +23,7 @@ from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.pickle_writer import LazyTensor
 from megatron_sp.convert.torch_writer import write_torch_file
-from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -51,6 +51,7 @@ def size(plan: Plan) -> int:
 
 def write(model: Model, plan: Plan, path: Path, options: Options, progress: Progress) -> None:
     """As ``Format.write``."""
+    note_of_activation(model, legacy=options.megatron_names == "legacy")
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
     for place in plan.places:
@@ -71,8 +72,7 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None) -> P
         CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
     """
     config = model.config
-    if (why := misfit(model)) is not None:
-        raise CheckpointError(f"the model has {why}, which Megatron has not: it cannot be written for it")
+    require_fit(model, "Megatron", legacy=options.megatron_names == "legacy")
     require_layout(model, options)
     assert config.vocab_size
     rows = padded or padded_size(config.vocab_size, config.make_vocab_size_divisible_by, options.tp)
