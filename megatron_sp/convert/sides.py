@@ -151,8 +151,11 @@ class Transformers:
         if "Bert" in self.cls:
             inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
             more = {"token_type_ids": rows.types, "attention_mask": inside.long()}
-        with torch.no_grad():
-            found = net(input_ids=rows.tokens, **more)
+        try:
+            with torch.no_grad():
+                found = net(input_ids=rows.tokens, **more)
+        except Exception as error:  # whatever its many versions raise: config.json says what they do not compute
+            raise CheckpointError(f"{self.label} cannot compute {self.folder}: {_short(error)}") from None
         yield "embedding", seen[0]
         yield from ((f"layer {i}", hidden) for i, hidden in enumerate(seen[1:]))
         yield from _their_outputs(self.cls, found)

@@ -16,6 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, serialization
 
 from megatron_sp.cli import main
+from megatron_sp.config import ModelConfig
+from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.formats.registry import FORMATS
+from megatron_sp.convert.options import Options
+from megatron_sp.convert.reference import hugging_face
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -160,6 +165,7 @@ def refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *m
         ({"num_attention_heads": None}, ["has no num_attention_heads"]),
         ({"hidden_act": "relu"}, ["hidden_act is 'relu'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", "yarn"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ["rope_parameters has entries of its own for 'full_attention'"]),
         ({"vocab_size": 38}, ["model.embed_tokens.weight is [37, 24], [38, 24] is expected"]),
         ({"num_hidden_layers": 2}, ["model.layers.2", "has no place in this model"]),
         ({"num_hidden_layers": 4}, ["model.layers.3.input_layernorm.weight is missing"]),
@@ -176,6 +182,35 @@ def test_configurations_that_cannot_be(
     message = refused(damaged(tmp_path, llama, **config), tmp_path, capsys)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("entries", "base", "factor"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0}, 5.0, 1.0),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0, "rope_scaling": None}, 7.0, 1.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, 2.0),
+    ],
+)
+def test_positions_are_said_in_one_place(entries: dict[str, Any], base: float, factor: float) -> None:
+    """As transformers has it: where there is a rope_scaling, it hears nothing of rope_parameters, not even their base."""
+    for where, kind in (("rope_theta", None), ("rotary_emb_base", "rotary_pct")):
+        config, named = ModelConfig(), {where if name == "rope_theta" else name: value for name, value in entries.items()}
+        Settings(named, "config.json").take_rotary(config, base=where, percent=kind)
+        assert (config.rotary_base, config.rotary_seq_len_interpolation_factor) == (base, factor)
+        reference = hugging_face._rotary(named, 4, base=where)
+        assert (reference.theta, reference.divided_by) == (base, factor)
+
+
+def test_what_has_changed_is_said_where_it_is_heard(tmp_path: Path, llama: Path) -> None:
+    """A model that came with rope_parameters, and was trained here with another base."""
+    source = damaged(tmp_path, llama, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0})
+    model = FORMATS["hf"].read(source, Options())
+    model.config.rotary_base = 7.0
+    FORMATS["hf"].write(model, tmp_path / "out", Options(), lambda _: None)
+    again = FORMATS["hf"].read(tmp_path / "out", Options()).config
+    assert (again.rotary_base, again.rotary_seq_len_interpolation_factor) == (7.0, 2.0)
+    assert "rope_parameters" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 @pytest.mark.parametrize(

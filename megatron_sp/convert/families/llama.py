@@ -10,6 +10,7 @@ from megatron_sp.convert.copies import Copy
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import Sizes, blocks, gate_up, kinds, same, separate_qkv
 from megatron_sp.convert.families.settings import Settings, set_biases
+from megatron_sp.utils.errors import CheckpointError
 
 _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
@@ -125,6 +126,11 @@ class Qwen2(Llama):
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
         settings.require("use_sliding_window", False, "gives some layers a window")
+        if others := set(map(str, settings.get("layer_types", list, []))) - {"full_attention"}:
+            raise CheckpointError(
+                f"{settings.where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another attention: only 'full_attention'"
+                " can be converted"
+            )
         set_biases(config, qkv=True, proj=False, mlp=False)
 
     def own(self, config: ModelConfig) -> dict[str, Any]:

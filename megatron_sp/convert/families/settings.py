@@ -9,6 +9,8 @@ from megatron_sp.config import ModelConfig
 from megatron_sp.utils.errors import CheckpointError
 
 _MISSING = object()
+ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
+"""Where they say, one way or another, what rotary positions are."""
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
     "gelu_python": "gelu", "relu": "relu",
@@ -81,19 +83,21 @@ class Settings:
     def take_rotary(self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None) -> None:
         """Set what the rotary positions of a model are: rope_parameters of today, or rope_theta and rope_scaling of older files.
 
+        Where both are, transformers takes rope_scaling, and nothing of the other, and so does this.
+
         Args:
             share: of each head that is turned, where nothing says it.
             base, percent: older names of the base, and of the share; without one all of a head must be turned.
         Raises:
             CheckpointError: a kind of scaling that is not known here.
         """
-        rope = Settings({**self.document, **self._rope()}, self.where)
+        rope = Settings(self._rope(), self.where)
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-        config.rotary_base = rope.get("rope_theta", float, rope.get(base, float, 10000.0))
+        config.rotary_base = rope.get("rope_theta", float, self.get(base, float, 10000.0))
         if percent is None:
-            rope.require("partial_rotary_factor", 1.0, "turns a part of each head")
+            Settings({**self.document, **rope.document}, self.where).require("partial_rotary_factor", 1.0, "turns a part of each head")
         else:
-            config.rotary_percent = rope.get("partial_rotary_factor", float, rope.get(percent, float, share))
+            config.rotary_percent = rope.get("partial_rotary_factor", float, self.get(percent, float, share))
         if kind == "linear":
             config.rotary_seq_len_interpolation_factor = rope.get("factor", float)
         elif kind == "llama3":
@@ -122,9 +126,12 @@ class Settings:
         return found
 
     def _rope(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            found |= self.get(name, dict, {})
+        name = "rope_scaling" if self.get("rope_scaling", dict, {}) else "rope_parameters"
+        found: dict[str, Any] = self.get(name, dict, {})
+        if nested := next((key for key, value in found.items() if isinstance(value, dict)), None):
+            raise CheckpointError(
+                f"{self.where}: {name} has entries of its own for {nested[:100]!r}: layers of one kind alone can be converted"
+            )
         return found
 
 

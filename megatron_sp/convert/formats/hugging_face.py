@@ -17,7 +17,7 @@ from megatron_sp.convert import tokenizer_words
 from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
-from megatron_sp.convert.families.settings import Settings
+from megatron_sp.convert.families.settings import ROTARY, Settings
 from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import Model, parameter_shapes, require_sound
@@ -226,6 +226,8 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
         if model.settings.get(_DTYPES) == _names(dtypes):  # what it says of them is as true as it was
             return kept
         return {**kept, **{name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in kept}}
+    if any(name in made for name in ROTARY):  # what was said in one place must not be heard behind what is now said in another
+        kept = {name: value for name, value in kept.items() if name not in ROTARY}
     return {**kept, **made}
 
 

@@ -224,8 +224,8 @@ class Bert:
 
 def _rotary(c: dict[str, Any], head_dim: int, share: float = 1.0, base: str = "rope_theta") -> Rotary:
     """What config.json says of positions: in rope_parameters today, in rope_theta and rope_scaling before."""
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta") or c.get("rope_theta") or c.get(base) or 10000.0
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or c.get(base) or 10000.0
     dim = int(head_dim * rope.get("partial_rotary_factor", share))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
