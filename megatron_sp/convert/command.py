@@ -118,7 +118,7 @@ def _options(args: argparse.Namespace) -> Options:
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
         pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
         megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
-        max_metadata_mb=args.max_metadata_mb or 32,
+        max_metadata_mb=args.max_metadata_mb or 8,
     )  # fmt: skip
 
 

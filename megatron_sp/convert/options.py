@@ -46,6 +46,6 @@ class Options:
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
     tp: int = 1
     pp: int = 1
-    max_metadata_mb: int = 32
+    max_metadata_mb: int = 8
     max_shard_bytes: int = 5 << 30
     output: Path | None = None

@@ -33,7 +33,8 @@ MAX_DIMS = 64
 MAX_LONG_BYTES = 32
 MAX_DEVICES = 64  # that one process has
 _DEVICE = re.compile(r"[a-z]{1,20}:[0-9]{1,4}")
-_NODE_COST = 16  # bytes of text that any value is counted as, beside its own
+_NODE_COST = 32  # bytes that any value is counted as, beside its own text
+_LIST_COST = 96  # likewise, of what holds others: lists, dicts, tensors, objects
 
 Node = Any  # as above
 
@@ -405,7 +406,7 @@ def check(root: Node, max_cost: int) -> None:
     """Refuse a value that is nested too deeply, contains itself, or would be too large with every shared part written out.
 
     Args:
-        max_cost: characters of strings and bytes, and ``_NODE_COST`` for every value.
+        max_cost: characters of strings and bytes, and ``_NODE_COST`` or ``_LIST_COST`` for every value.
     """
     known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are looked at
 
@@ -426,8 +427,11 @@ def check(root: Node, max_cost: int) -> None:
                 part_cost, part_height = visit(part, depth + 1)
                 cost, height = cost + part_cost, max(height, part_height)
                 if cost > max_cost:
-                    raise Refused("is a small file for very much data: shared parts are nested in shared parts")
-            known[key] = found = (cost + _NODE_COST, height + 1)
+                    raise Refused(
+                        f"comes to more than {max_cost >> 20:,} MiB of values: it has very many, or is a small file for very much data,"
+                        " whose shared parts are nested in shared parts"
+                    )
+            known[key] = found = (cost + _LIST_COST, height + 1)
         if depth + found[1] > MAX_DEPTH + 1:
             raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
         return found

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 from megatron_sp.convert import pickle_globals
 from megatron_sp.utils.errors import CheckpointError
 
-MAX_PICKLE_BYTES = 1 << 25
-MEMORY_OF_PICKLE = 32  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
+MAX_PICKLE_BYTES = 1 << 23  # 40,000 tensors take 5.7 MB
+MEMORY_OF_PICKLE = 24  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
+_COST_OF_PICKLE = 6  # likewise, of the values, as ``pickle_machine.check`` counts: what they take here, about
 _SMALL_BYTES = 1 << 19  # a process for pickles up to this size is kept for the next one
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.pickle_worker import main; main()"
@@ -149,7 +150,7 @@ class PickleReader:
         """``count`` pickles from the start of ``data``; what lies behind them is not looked at."""
         if len(data) > max_bytes:
             raise CheckpointError(f"{where} has a pickle of {len(data):,} bytes: more than the {max_bytes:,} that are read")
-        answer = self._ask(data, count, where)
+        answer = self._ask(data, count, where, _COST_OF_PICKLE * max_bytes)
         if "refused" in answer:
             raise CheckpointError(f"{where}: its pickle {answer['refused']}. {_WAY_OUT}")
         try:
@@ -158,8 +159,8 @@ class PickleReader:
         except _Meaningless as error:
             raise CheckpointError(f"{where}: its pickle {error}. {_WAY_OUT}") from None
 
-    def _ask(self, data: bytes, count: int, where: str) -> dict[str, Any]:
-        max_cost = (1 << 22) + 32 * len(data)
+    def _ask(self, data: bytes, count: int, where: str, max_cost: int) -> dict[str, Any]:
+        max_cost = min((1 << 22) + 32 * len(data), max_cost)
         process = self._started(len(data))
         timer = threading.Timer(self.timeout_seconds + len(data) / 20_000, process.kill)  # it is read at some 500 kB/s
         timer.start()

@@ -16,7 +16,7 @@ NAMES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-MAX_BYTES = 256 << 20
+MAX_BYTES = 64 << 20
 _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # of a file that is given alone
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import serialization
 
+from megatron_sp.convert import pickle_tree
 from megatron_sp.convert.pickle_machine import Machine, Refused, check
 from megatron_sp.convert.pickle_tree import MAX_PICKLE_BYTES, Name, Object, PickleReader, Storage, TensorRecord
 from megatron_sp.convert.torch_file import TorchFile
@@ -240,10 +241,10 @@ def test_time_is_bounded_and_the_next_file_is_read() -> None:
 
 
 def test_a_larger_pickle_gets_more_memory() -> None:
-    text_of_12_mb = "x" * 12_000_000
+    text_of_7_mb = "x" * 7_000_000
     with PickleReader() as reader:
         assert reader.read(b"K\x07.", "a.pt") == 7
-        assert reader.read(text(text_of_12_mb) + b"q\x00h\x00\x86.", "a.pt") == (text_of_12_mb, text_of_12_mb)
+        assert reader.read(text(text_of_7_mb) + b"q\x00h\x00\x86.", "a.pt") == (text_of_7_mb, text_of_7_mb)
 
 
 def test_too_large_a_pickle_is_not_even_looked_at(reader: PickleReader) -> None:
@@ -251,7 +252,7 @@ def test_too_large_a_pickle_is_not_even_looked_at(reader: PickleReader) -> None:
         def __len__(self) -> int:
             return MAX_PICKLE_BYTES + 1
 
-    with pytest.raises(CheckpointError, match=r"a\.pt has a pickle of 33,554,433 bytes"):
+    with pytest.raises(CheckpointError, match=r"a\.pt has a pickle of 8,388,609 bytes"):
         reader.read(Large(b"N."), "a.pt")
 
 
@@ -292,6 +293,15 @@ def test_hostile_pickles_cost_at_most_64_mib() -> None:
         return max(theirs, memory_kib("self", "VmHWM") - before)
 
     assert 0 < in_child(work) < 64 << 10
+
+
+def test_many_values_are_bounded_however_large_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back is as many values, each of which takes memory here."""
+    monkeypatch.setattr(pickle_tree, "_MAX_COST", 1 << 20)
+    with PickleReader() as reader:
+        assert len(reader.read(b"](" + b"K\x01" * 30_000 + b"e.", "a.pt")) == 30_000
+        with pytest.raises(CheckpointError, match="comes to more than 1 MiB of values: it has very many"):
+            reader.read(b"](" + b"K\x01" * 33_000 + b"e.", "a.pt")
 
 
 def test_the_process_can_open_nothing(tmp_path: Path) -> None:

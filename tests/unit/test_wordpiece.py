@@ -81,7 +81,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     [
         (b"[UNK]\na\nb\na\n", r"vocab\.txt:4: 'a' is on line 2 already"),
         (b"[UNK]\n\nb\n", r"vocab\.txt:2: is empty"),
-        (b"", r"vocab\.txt:1: is empty"),
+        (b"", r"vocab\.txt: is empty"),
         (b"[CLS]\n[SEP]\na\n", r"vocab\.txt: has no line \[UNK\]"),
         (b"[UNK]\n\xff\n", r"vocab\.txt: is not UTF-8"),
         (None, r"vocab\.txt: cannot be read: No such file.*--vocab-file needs BERT's vocab\.txt"),

@@ -7,14 +7,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_sp.config import DataConfig
-from megatron_sp.data.tokenizers.hugging_face import FILE, read_bounded
+from megatron_sp.data.tokenizers.hugging_face import FILE
+from megatron_sp.data.tokenizers.tokenizer import read_bounded
 from megatron_sp.utils.errors import DataError
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 """Of files that are tokenizers, or parts of one."""
 CONFIG = "tokenizer_config.json"
 TOKENIZER_MODEL = "tokenizer.model"
-_MAX_CONFIG_BYTES = 16 << 20
+_MAX_CONFIG_BYTES = 4 << 20
 
 
 def name_files(data: DataConfig, names: Collection[str], folder: Path, config: Path | None = None) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
+from megatron_sp.data.tokenizers.tokenizer import MAX_BYTES, read_bounded
 from megatron_sp.utils.errors import DataError
 
 FILE = "tokenizer.json"
-MAX_BYTES = 256 << 20
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
-_MAX_BESIDE_BYTES = 16 << 20
+_MAX_BESIDE_BYTES = 4 << 20
 _KNOWN = {
     "eos": ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
     "cls": ("[CLS]", "<cls>"), "sep": ("[SEP]", "<sep>"), "mask": ("[MASK]", "<mask>", "<|mask|>"), "pad": ("[PAD]", "<pad>"),
@@ -114,20 +114,6 @@ class GPT2BPETokenizer(_Wrapped):
         special = [piece for known in _KNOWN.values() for piece in known if piece in vocab]
         tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
         super().__init__(tokenizer, {}, str(vocab_file), data + b"\0" + rules)
-
-
-def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
-    """The whole file. Raises DataError: it cannot be read, is empty, or larger than this."""
-    try:
-        with open(path, "rb") as file:
-            contents = file.read(max_bytes + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}: {rule}") from error
-    if len(contents) > max_bytes:
-        raise DataError(f"{path}: is larger than the {max_bytes:,} bytes that such a file can have: {rule}")
-    if not contents:
-        raise DataError(f"{path}: is empty: {rule}")
-    return contents
 
 
 def _vocabulary(data: bytes, path: str | Path) -> dict[str, int]:

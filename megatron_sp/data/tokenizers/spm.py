@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.data.tokenizers.tokenizer import well_formed
+from megatron_sp.data.tokenizers.tokenizer import MAX_BYTES, read_bounded, well_formed
 from megatron_sp.utils.errors import ConfigError, DataError
 
 _EOD_PIECES = ("<eod>", "<|endoftext|>")
@@ -32,7 +32,7 @@ class SentencePieceTokenizer:
             import sentencepiece
         except ImportError as error:
             raise ConfigError(f"the sentencepiece package is needed to read {model}: pip install 'sentencepiece>=0.2.1'") from error
-        contents = _read(Path(model))
+        contents = read_bounded(Path(model), MAX_BYTES, "--tokenizer-model needs a SentencePiece .model file")
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = self._processor.LoadFromSerializedProto(contents)
@@ -128,16 +128,6 @@ class SentencePieceTokenizer:
         if self._processor.eos_id() < 0:
             raise DataError(f"{model}: has neither an end-of-sentence id nor a piece {_EOD_PIECES[0]}, one of which must end a document")
         return int(self._processor.eos_id())
-
-
-def _read(path: Path) -> bytes:
-    try:
-        contents = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}: --tokenizer-model needs a SentencePiece .model file") from error
-    if not contents:
-        raise DataError(f"{path}: is empty: --tokenizer-model needs a SentencePiece .model file")
-    return contents
 
 
 def _first_line(error: Exception) -> str:

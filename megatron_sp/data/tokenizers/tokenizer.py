@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import ConfigError, DataError
+
+MAX_BYTES = 64 << 20
+"""Of a tokenizer's file; the largest vocabularies of today take 35 MB."""
 
 
 class Tokenizer(Protocol):
@@ -67,6 +71,20 @@ def well_formed(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
+    """The whole file. Raises DataError: it cannot be read, is empty, or larger than this."""
+    try:
+        with open(path, "rb") as file:
+            contents = file.read(max_bytes + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}: {rule}") from error
+    if len(contents) > max_bytes:
+        raise DataError(f"{path}: is larger than the {max_bytes:,} bytes that such a file can have: {rule}")
+    if not contents:
+        raise DataError(f"{path}: is empty: {rule}")
+    return contents
 
 
 class SpecialTokens(NamedTuple):

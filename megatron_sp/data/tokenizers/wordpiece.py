@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from megatron_sp.data.tokenizers.library import LibraryTokenizer, import_tokenizers
+from megatron_sp.data.tokenizers.tokenizer import read_bounded
 from megatron_sp.utils.errors import DataError
 
 CONTINUES = "##"
 UNKNOWN = "[UNK]"
 SPECIAL = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+_MAX_BYTES = 16 << 20  # a million pieces; each takes some hundred bytes here
 _MAX_WORD_CHARACTERS = 100  # a longer word is [UNK], as in BERT's own tokenizer
 
 
@@ -65,11 +67,9 @@ def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
 
 def _read(path: Path) -> tuple[bytes, dict[str, int]]:
     """The file as it is, and its pieces with their ids in the order of these."""
+    contents = read_bounded(path, _MAX_BYTES, "--vocab-file needs BERT's vocab.txt")
     try:
-        contents = path.read_bytes()
         lines = contents.decode("utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}: --vocab-file needs BERT's vocab.txt") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 ({error}): --vocab-file needs BERT's vocab.txt, one piece per line") from error
     vocab: dict[str, int] = {}
