@@ -149,7 +149,8 @@ def test_other_places(run: Path, tmp_path: Path, capsys: Capture) -> None:
     one = ls(capsys, run / "checkpoints" / "step-000004")
     assert [c["loss"] for c in one[1][0]["checkpoints"]] == [7.25] and one[1][0]["resume"] is None
     (run / "checkpoints" / "notes.txt").write_text("")
-    assert "not looked at, no name of a step folder: notes.txt" in ls(capsys, run)[0]
+    (run / "checkpoints" / "\x1b[2J").write_text("x")
+    assert "not looked at, no folder of a step: '\\x1b[2J', notes.txt" in ls(capsys, run)[0]
     assert cli.main(["ckpt", "ls", str(tmp_path / "run-1")]) == 3
     assert "nearest: run" in capsys.readouterr().err
 

@@ -90,6 +90,17 @@ def test_left_over_folders(run: Path, capsys: Capture) -> None:
     assert "nothing is left over" in prune(capsys, run, "--leftovers")[1]
 
 
+def test_links_and_files_with_such_names_are_left_alone(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", run / "checkpoints"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    (folder / "step-000012.part-00ff").symlink_to(elsewhere)
+    (folder / "step-000004.abandoned-0b").write_text("notes")
+    assert "nothing is left over" in prune(capsys, run, "--leftovers")[1]
+    assert (elsewhere / "mine").exists() and (folder / "step-000012.part-00ff").is_symlink()
+    assert (folder / "step-000004.abandoned-0b").read_text() == "notes"
+
+
 def test_left_over_folders_that_may_be_all_there_is(run: Path, capsys: Capture) -> None:
     folder = run / "checkpoints"
     (folder / "step-000010").rename(folder / "step-000010.replaced-0b")

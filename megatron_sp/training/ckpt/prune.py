@@ -83,8 +83,9 @@ def _prune(place: Place, keep_last: int | None, keep_every: int | None, leftover
 
 
 def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
-    """Unfinished folders, and those that were set aside, if there is a sound step beside them."""
-    names = [name for name in sorted(os.listdir(folder)) if commit.left_over(name)]
+    """Unfinished folders, and those that were set aside, if there is a sound step beside them; a link or a file is not ours."""
+    names = [entry.name for entry in os.scandir(folder) if commit.left_over(entry.name) and entry.is_dir(follow_symlinks=False)]
+    names.sort()
     if not names:
         print("nothing is left over")
         return 0

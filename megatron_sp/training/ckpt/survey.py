@@ -138,14 +138,14 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
         path, step, left = folder / name, commit.step_number(name), commit.left_over(name)
         if (step is None and left is None) or path.is_symlink() or not path.is_dir():
             if name != commit.LATEST_NAME and not name.startswith(f".{commit.LATEST_NAME}."):
-                strange.append(name)
+                strange.append(name if name.isprintable() else ascii(name))  # it goes to a terminal
             continue
         try:
             entries.append(look_at(path, step, STEP) if step is not None else look_at(path, *(left or (0, ""))))
         except FileNotFoundError:
             continue  # renamed or deleted since the folder was listed
     if strange:
-        notes.append(f"not looked at, no name of a step folder: {', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}")
+        notes.append(f"not looked at, no folder of a step: {', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}")
     return sorted(entries, key=lambda entry: (entry.step, entry.kind != STEP, entry.path.name))
 
 
