@@ -107,7 +107,8 @@ class Settings:
             config.rope_scaling_high_freq_factor = rope.get("high_freq_factor", float)
             config.rope_scaling_original_length = rope.count("original_max_position_embeddings")
         elif kind != "default":
-            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be converted")
+            same = "; without that entry the model is the same up to max_position_embeddings tokens" if kind == "dynamic" else ""
+            raise CheckpointError(f"{self.where}: rope_type is {kind[:100]!r}: only default, linear and llama3 can be converted{same}")
 
     @staticmethod
     def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
