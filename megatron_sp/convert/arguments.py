@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     unsaid.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or file of the tokenizer (default: the source's own)")
     unsaid.add_argument(
         "--max-metadata-mb", type=int, metavar="N",
-        help="megatron-dist: largest .metadata to read, in MiB, which takes up to 24 times as much memory (default: 8; at most 1024)",
+        help="megatron-dist: largest .metadata to read, in MiB, which takes up to 32 times as much memory (default: 3; at most 1024)",
     )  # fmt: skip
     written = parser.add_argument_group("what is written")
     written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_sp import __version__
+from megatron_sp.convert.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.given import Given
@@ -118,7 +119,7 @@ def _options(args: argparse.Namespace) -> Options:
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
         pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
         megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
-        max_metadata_mb=args.max_metadata_mb or 8,
+        max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
     )  # fmt: skip
 
 

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.pieces import Rect, tiling_problem
 from megatron_sp.checkpoint.strict_json import is_count, read_small_file
-from megatron_sp.convert.pickle_tree import MAX_PICKLE_BYTES, MEMORY_OF_PICKLE, Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.pickle_tree import MEMORY_OF_PICKLE, Name, Object, PickleReader, TensorRecord
 from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 METADATA = "torch.distributed.checkpoint.metadata."
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
+_COST_OF_METADATA = 16  # of its values for each byte, for it consists of small records: 48 MiB of values
 
 
 class Place(NamedTuple):
@@ -63,7 +65,7 @@ class DistFolder:
         CheckpointError: there is no whole ``.metadata``, or it is damaged, or of a kind that is not read here.
     """
 
-    def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_PICKLE_BYTES) -> None:
+    def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
         self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
         self._own_reader = None if reader else PickleReader()
         self._reader: PickleReader = reader or self._own_reader  # type: ignore[assignment]
@@ -145,7 +147,8 @@ class DistFolder:
                 f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are read, for that takes up to"
                 f" {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory: if there is as much, give --max-metadata-mb {-(-size // 2**20)}"
             )
-        metadata = self._reader.read(read_small_file(path, self._max_metadata_bytes), str(path), self._max_metadata_bytes)
+        data = read_small_file(path, self._max_metadata_bytes)
+        metadata = self._reader.read(data, str(path), self._max_metadata_bytes, _COST_OF_METADATA * self._max_metadata_bytes)
         if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
             raise self._damaged("it is no description of a checkpoint")
         return metadata.attributes

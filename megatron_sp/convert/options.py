@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from megatron_sp.convert.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.given import Given
 
 QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
@@ -46,6 +47,6 @@ class Options:
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"
     tp: int = 1
     pp: int = 1
-    max_metadata_mb: int = 8
+    max_metadata_mb: int = MAX_METADATA_BYTES >> 20
     max_shard_bytes: int = 5 << 30
     output: Path | None = None

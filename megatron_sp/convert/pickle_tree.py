@@ -25,8 +25,8 @@ from megatron_sp.convert import pickle_globals
 from megatron_sp.utils.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 1 << 23  # 40,000 tensors take 5.7 MB
-MEMORY_OF_PICKLE = 24  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
-_COST_OF_PICKLE = 6  # likewise, of the values, as ``pickle_machine.check`` counts: what they take here, about
+MEMORY_OF_PICKLE = 32  # bytes that the process may use for each byte of a pickle; honest ones take some twenty
+MAX_COST = 48 << 20  # of the values, as ``pickle_machine.check`` counts: what they take here, about
 _SMALL_BYTES = 1 << 19  # a process for pickles up to this size is kept for the next one
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.pickle_worker import main; main()"
@@ -128,29 +128,30 @@ class PickleReader:
                         pipe.close()
             process.wait()
 
-    def read(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Any:
+    def read(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Any:
         """The value of a pickle that is all of ``data``.
 
         Args:
             where: what is read, for messages.
             max_bytes: more are refused.
+            max_cost: likewise, of bytes that the values take here, about.
         Raises:
             CheckpointError: it is damaged, too large, or not what a checkpoint consists of.
         """
-        return self.read_whole(data, where, max_bytes).values[0]
+        return self.read_whole(data, where, max_bytes, max_cost).values[0]
 
-    def read_whole(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Pickles:
+    def read_whole(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Pickles:
         """As ``read``, with all that is known of the pickle."""
-        pickles = self.read_several(data, 1, where, max_bytes)
+        pickles = self.read_several(data, 1, where, max_bytes, max_cost)
         if pickles.end != len(data):
             raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes behind the end of its pickle: it is damaged")
         return pickles
 
-    def read_several(self, data: bytes, count: int, where: str, max_bytes: int = MAX_PICKLE_BYTES) -> Pickles:
+    def read_several(self, data: bytes, count: int, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Pickles:
         """``count`` pickles from the start of ``data``; what lies behind them is not looked at."""
         if len(data) > max_bytes:
             raise CheckpointError(f"{where} has a pickle of {len(data):,} bytes: more than the {max_bytes:,} that are read")
-        answer = self._ask(data, count, where, _COST_OF_PICKLE * max_bytes)
+        answer = self._ask(data, count, where, max_cost)
         if "refused" in answer:
             raise CheckpointError(f"{where}: its pickle {answer['refused']}. {_WAY_OUT}")
         try:

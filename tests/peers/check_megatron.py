@@ -147,10 +147,11 @@ def save(rank: int, tp: int, store: str, name: str, folder: str) -> None:
 def load(rank: int, tp: int, store: str, name: str, kind: str, folder: str) -> None:
     """Every name and shape must fit; rank 0 keeps the logits."""
     start(rank, tp, store)
+    torch.serialization.add_safe_globals([Namespace])
     model = model_of(arguments(name, tp), seed=2)
     if kind == "megatron":
         file = iteration(folder, ".") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        state = torch.serialization.load(file, weights_only=False)["model"]
+        state = torch.serialization.load(file, weights_only=True)["model"]
     else:
         state = dist_checkpointing.load({**model.sharded_state_dict(prefix="")}, str(iteration(folder, ".")))
         state = {key: value for key, value in state.items() if key in model.state_dict()}

@@ -181,17 +181,17 @@ def test_backends_and_states_that_are_not_read(tmp_path: Path, gpt: Path, capsys
 def test_large_metadata_is_read_when_it_may_be(tmp_path: Path, gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = shutil.copytree(gpt, tmp_path / "source")
     (metadata,) = source.glob("*/.metadata")
-    whole, unused = metadata.read_bytes(), 33 << 20
+    whole, unused = metadata.read_bytes(), 4 << 20
     metadata.write_bytes(whole[:2] + b"X" + unused.to_bytes(4, "little") + bytes(unused) + b"0" + whole[2:])
     message = refused(capsys, source, EXIT_CHECKPOINT)
-    assert "more than the 33,554,432 that are read, for that takes up to 1.0 GiB" in message
-    assert "give --max-metadata-mb 34" in message
+    assert "more than the 3,145,728 that are read, for that takes up to 0.1 GiB" in message
+    assert "give --max-metadata-mb 5" in message
     for words, said in (
         (["--max-metadata-mb", 1025], "must be from 1 to 1024"),
         (["--from", "hf", "--max-metadata-mb", 9], "hf has no .meta"),
     ):
         assert said in refused(capsys, source, EXIT_CONFIG, *words)
-    assert run("--input", source, "--to", "megatron_sp", "--output", tmp_path / "out", "--max-metadata-mb", 34, "--vocab-size", 37) == 0
+    assert run("--input", source, "--to", "megatron_sp", "--output", tmp_path / "out", "--max-metadata-mb", 5, "--vocab-size", 37) == 0
 
 
 def test_between_the_formats_of_megatron(tmp_path: Path, gpt: Path) -> None:

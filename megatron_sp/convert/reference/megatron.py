@@ -319,7 +319,7 @@ class Megatron:
 
 
 def open_folder(
-    folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None, max_metadata_mb: int = 8
+    folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None, max_metadata_mb: int = 3
 ) -> Megatron:
     """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
     distributed checkpoint.
