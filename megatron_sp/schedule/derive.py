@@ -53,7 +53,8 @@ def complete(
         ConfigError: something is open, and there can be no dry run; names the lines and modules.
     """
     said = as_said(directives)
-    if mesh.tp.size() == mesh.sp.size() == 1 or not (any(open_gathers(said, mesh)) or draws(model)):
+    is_open = any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
+    if mesh.tp.size() == mesh.sp.size() == 1 or not is_open:
         return said
     try:
         report = check(model, said, mesh, seq_dim, batch)

@@ -25,7 +25,6 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.early import projecting
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
@@ -120,7 +119,7 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     """
     if mesh.sp.size() == 1:
         return Flow()
-    said, batch = [_without_overlap(model, d) for d in directives if d.do not in _LATER], _inputs(batch)
+    said, batch = [_without_overlap(d) for d in directives if d.do not in _LATER], _inputs(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
     one = _stand_in(model)
     apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
@@ -134,12 +133,9 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     return _run_split(model, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch)
 
 
-def _without_overlap(model: nn.Module, line: Directive) -> Directive:
-    """Exchanges one by one: what is sent is the same. Raises ConfigError: they could not start early."""
-    if line.do != "ulysses" or not line.args.get("overlap_qkv") or "core" in line.args:
-        return line
-    projecting(model, line.where)
-    return replace(line, args={**line.args, "overlap_qkv": False})
+def _without_overlap(line: Directive) -> Directive:
+    """Exchanges one by one: what is sent is the same, if it could start early, which is looked at."""
+    return replace(line, args={**line.args, "only_looks": True}) if line.do == "ulysses" else line
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

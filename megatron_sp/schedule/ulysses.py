@@ -89,7 +89,7 @@ class Ulysses:
             self._require_one_sequence()
             hf_attention.take_over(self.model, self)
             if args.get("overlap_qkv"):
-                self._early = early.EarlyExchanges(self.model, self.group, self.where)
+                self._early = early.EarlyExchanges(self.model, self.group, self.where, only_looks=bool(args.get("only_looks")))
         else:
             raise ConfigError(
                 f"{type(self.model).__name__} is no model of transformers, so say where its attention is: core=, the modules that"
@@ -156,6 +156,8 @@ class Ulysses:
                 f" ({self.where})"
             )
         heads = Heads(self.group, 2, 1, name)
+        if self._early is not None:
+            self._early.require_same(module, q, k, v)
         if self._early is not None and self._early.handles(module):
             q, k, v = (heads.real(x, cut) for x in self._early.land(module))
         else:

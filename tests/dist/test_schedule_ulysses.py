@@ -172,6 +172,8 @@ def check_refused() -> None:
     refuse("the optimizer has no rate", schedule(MODELS["bert"][0](), on).zero(1, {"rate": 1.0}))
     qwen = transformers.Qwen3Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6)
     refuse("has q_norm, k_norm between", schedule(transformers.Qwen3ForCausalLM(qwen), on).ulysses(overlap_qkv=True))
+    clipped = transformers.OlmoConfig(**SIZES, vocab_size=V, num_key_value_heads=2, clip_qkv=8.0)  # nothing is so large yet
+    refuse("does this to its queries", schedule(transformers.OlmoForCausalLM(clipped), on).ulysses(overlap_qkv=True))
 
 
 def check_others_are_left_alone() -> None:
@@ -204,6 +206,6 @@ def check_order() -> None:
 
 
 def test_other_models_regions_and_what_is_refused(tmp_path: Path) -> None:
-    for name in ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "BertForSequenceClassification", *REFUSED):
+    for name in ("RobertaForMaskedLM", "MistralForCausalLM", "Qwen3ForCausalLM", "OlmoForCausalLM", "BertForSequenceClassification", *REFUSED):
         getattr(transformers, name)  # imported before ranks are forked
     run_ranks(check_rest, 2, tmp_path)
