@@ -1,0 +1,430 @@
+"""Sees every step of a model that runs without its numbers, and how each tensor lies over the ranks of an axis (``dry_run.py``).
+
+Every function of torch and every exchange passes ``Follower``, a ``TorchFunctionMode``. There is no backward pass: the letters R and I
+carry what it would do (``layouts.py``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.schedule import exchange_rules
+from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
+from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
+from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
+from megatron_sp.schedule.records import HEADS, HIDDEN
+from megatron_sp.utils.errors import ConfigError
+
+Shapes = list[tuple[int, ...]]
+_OPERATORS = {
+    "imatmul": "matmul",
+    "itruediv": "truediv",
+    "radd": "add",
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "rand": "and",
+    "ror": "or",
+}
+_DESCRIPTORS = ("T", "mT", "H", "mH", "data", "real", "imag")
+_BY_ROWS = {*ELEMENTWISE, "linear", "split_column", "split_row", "copy_to", "reduce_from"}
+_MOVES = ("view", "reshape", "expand", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "expand_as")
+
+
+@dataclass
+class Flow:
+    """What a dry run has found.
+
+    Attributes:
+        inputs, outputs: layouts of the tensors that enter and leave each module, by path and then by name or place.
+        choices: adjoints of all_gathers that nobody said, with what decided, by the place of their line and path.
+        forks: modules with dropout on shares, by path, with the function.
+        alike: modules with dropout on what every rank has whole.
+        notes: other things worth knowing.
+    """
+
+    inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    choices: dict[tuple[int, str], Choice] = field(default_factory=dict)
+    forks: dict[str, str] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Along which layouts are followed.
+
+    Attributes:
+        name: of the axis.
+        group: its ranks.
+        line: what cuts sequences over it, for messages.
+        same_program: the run that this one is held against has the same hooks and forwards.
+    """
+
+    name: str
+    group: Group
+    line: str = ""
+    same_program: bool = False
+
+
+class Follower(TorchFunctionMode):
+    """Sees every call. Without an axis it only keeps shapes; with one it follows layouts."""
+
+    def __init__(
+        self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
+        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
+        self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
+        self.known: Any = WeakIdKeyDictionary()
+        self.names = {id(t): name for named in (model.named_buffers, model.named_parameters) for name, t in named()}
+        self.parameters = parameters or {}
+        self.flow = Flow()
+
+    # where we are
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Hooks that tell which module runs, around this mode."""
+        handles = []
+        for path, module in self.model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave(path)))
+        try:
+            with self:
+                yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            which = "whole" if self.axis is None else "split"
+            raise NotFollowed(
+                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self.axis is not None:
+                self.flow.inputs[path] = self._layouts({**{str(i): a for i, a in enumerate(args)}, **kwargs})
+            self.modules.append((path, module))
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            if self.axis is not None:
+                self.flow.outputs[path] = self._layouts(result)
+            self.modules.pop()
+
+        return hook
+
+    def _layouts(self, value: Any) -> dict[str, Layout]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
+        return {str(name): self.known.get(t, WHOLE) for name, item in items for t in tensors_in(item)}
+
+    def place(self) -> str:
+        path, module = self.modules[-1] if self.modules else ("", self.model)
+        return f"{path or 'the model'} ({type(module).__name__})"
+
+    # calls
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+            if name == "device":
+                return torch.device("cpu")  # of a tensor without numbers too: what is made for it must have some
+            if name not in _DESCRIPTORS:
+                return func(*args, **kwargs)
+        name = _plain(name)
+        if self.axis is None:
+            if name in exchange_rules.RULES:
+                return exchange_rules.shaped(name, _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
+            result = self._call(func, name, args, kwargs)
+            if any(True for _ in tensors_in(result)):
+                self.record[self._path()].append((name, _shapes(result)))
+            return result
+        return self._follow(func, name, args, kwargs)
+
+    def _path(self) -> str:
+        return self.modules[-1][0] if self.modules else ""
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": None}
+        if name in ("to", "cuda", "cpu"):
+            return _converted(args, kwargs)
+        if any(t.is_meta for t in tensors_in((args, kwargs))):
+            if (func.__name__.endswith("_") or name == "setitem") and not args[0].is_meta and not func.__name__.startswith("__get"):
+                raise NotFollowed(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
+            args, kwargs = _on_meta(args), _on_meta(kwargs)
+        return func(*args, **kwargs)
+
+    def _follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.axis is not None
+        size = self.axis.group.size()
+        step = Step(name, args, kwargs, None, self.look, self.place(), size, lines=self._said(), axis=self.axis.name)
+        step.choose, step.hint = self._choose, lambda: self._hint(args)
+        if name in exchange_rules.RULES:
+            return self._exchange(step)
+        operands = step.operands()
+        try:
+            result = self._call(func, name, args, kwargs)
+        except LayoutError:
+            raise
+        except Exception as error:
+            self._explain(step, operands, error)
+        results = list(tensors_in(result))
+        if not results:
+            if name == "setitem" and any(o.kind in "SP" for o in operands):
+                ask(step)
+            return result
+        step.result, step.whole = result, self._next(name)
+        made = self._in_order(step, operands, self._rule(step, operands))
+        layouts = made if isinstance(made, list) else [made] * len(results)
+        for tensor, layout in zip(results, layouts, strict=True):
+            self.known[tensor] = layout
+        self._require_shapes(step, results, layouts)
+        self._note_dropout(step)
+        return result
+
+    def _rule(self, step: Step, operands: list[Operand]) -> Layout | list[Layout]:
+        kinds = {o.kind for o in operands}
+        if step.name in UNIFORM_FACTORIES and not kinds & {"S", "P"}:
+            return UNIFORM
+        if kinds == {"U"} and (step.name in ELEMENTWISE or step.name in _MOVES):
+            return UNIFORM
+        if not kinds & {"S", "P"}:
+            return join(step, operands)
+        rule: Rule = RULES.get(step.name, ask)
+        return rule(step)
+
+    def _exchange(self, step: Step) -> Any:
+        """An exchange between ranks; over another axis it leaves layouts as they are."""
+        assert self.axis is not None
+        args, layout = step.args, None
+        elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
+        step.lines = step.lines or self.axis.line
+        every = _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
+        try:
+            if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
+                layout = exchange_rules.RULES[step.name](step)
+            step.result = exchange_rules.shaped(step.name, every)
+            layout = exchange_rules.elsewhere(step) if elsewhere else layout or exchange_rules.RULES[step.name](step)
+        except (LayoutError, ValueError):
+            raise
+        except Exception as error:
+            self._explain(step, step.operands(), error)
+        self.known[step.result] = layout if elsewhere else self._in_order(step, step.operands(), layout)
+        return step.result
+
+    def _in_order(self, step: Step, operands: list[Operand], made: Any) -> Any:
+        """Rows that ranks have gathered out of order may be computed with one by one. Raises LayoutError: something else is done (E10)."""
+        rows = next((o.layout.shuffled for o in operands if o.layout.shuffled > 1), 1)
+        if rows == 1 or step.name == "reduce_scatter_to":
+            return made
+        alike = all(o.layout.shuffled == rows or o.name or o.tensor.ndim < 2 for o in operands)
+        if not alike or step.name not in _BY_ROWS or isinstance(made, list):
+            conflict(
+                step,
+                operands,
+                "rows of a flattened batch were gathered rank by rank, so they are out of order until they are scattered again",
+            )
+        return replace(made, shuffled=rows)
+
+    def look(self, tensor: Tensor) -> Operand:
+        """What is known of a tensor."""
+        name = self.names.get(id(tensor), "")
+        if name:
+            return Operand(tensor, self.parameters.get(name, WHOLE), name)
+        layout = self.known.get(tensor)
+        hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
+        # of a function with a backward of its own only the forward was seen, which is enough for what is whole
+        hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
+        if hidden and self.axis is not None:
+            raise NotFollowed(
+                f"{self.place()}: a tensor of {list(tensor.shape)} comes from {type(tensor.grad_fn).__name__}, in which the"
+                " dry run cannot look:"
+                " make it overridable (megatron_sp.parallel.regions.overridable) and teach it, or rely on verify() (unknown)"
+            )
+        return Operand(tensor, layout or WHOLE)
+
+    # the whole model's steps
+
+    def _next(self, name: str) -> Shapes | None:
+        """Shapes of the same call in the whole model."""
+        path, module = self.modules[-1] if self.modules else ("", self.model)
+        if self.expected is None or path in self.strayed:
+            return None
+        at, steps = len(self.record[path]), self.expected.get(path, [])
+        assert self.axis is not None
+        if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at][0] != name:
+            self.strayed.add(path)
+            return None
+        self.record[path].append((name, []))
+        return steps[at][1]
+
+    def _require_shapes(self, step: Step, results: list[Tensor], layouts: list[Layout]) -> None:
+        """A share times the number of ranks is the whole. Raises LayoutError: E11."""
+        for tensor, layout, whole in zip(results, layouts, step.whole or [], strict=False):
+            shape = list(tensor.shape)
+            if layout.kind == "U":
+                continue
+            if layout.kind == "S":
+                shape[layout.dim] *= step.size // layout.copies
+                if layout.copies > 1 and shape != list(whole):  # heads that several ranks have, repeated for each of their queries
+                    self.known[tensor] = layout = replace(layout, copies=1)
+                    shape[layout.dim] = tensor.shape[layout.dim] * step.size
+            if shape != list(whole):
+                told = "; ".join(f"{o.called} is {o.layout.told()}" for o in step.operands())
+                step.fail(
+                    f"makes {list(tensor.shape)}, that is {shape} over all ranks, and {list(whole)} in the whole model"
+                    f"{f' ({told})' if told else ''}: a size that is written down in the module is the whole model's, or is"
+                    " taken from a share;"
+                    f" divide it, .set('<attribute>', divide='{step.axis}')",
+                    "E11",
+                )
+
+    def _explain(self, step: Step, operands: list[Operand], error: Exception) -> None:
+        """A call has failed. Raises LayoutError: in the split model alone, so a size does not fit."""
+        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        big = [o for o in operands if o.tensor.ndim and o.kind != "U"]
+        if any(o.kind == "S" for o in big) and any(o.layout != big[0].layout for o in big):
+            conflict(step, [o for o in big if o.tensor.ndim > 1 or o.kind == "S"], "sizes do not fit; cut both alike, or make both whole")
+        told = "; ".join(f"{o.called} is {o.layout.told()}" for o in operands)
+        step.fail(
+            f"{words} ({told}). It works in the whole model: a size that is written down in the module is the whole model's; divide it,"
+            f" .set('<attribute>', divide='{step.axis}')",
+            "E11",
+        )
+
+    # words
+
+    def _said(self) -> str:
+        lines = [d for _, d in self.lines.get(self._path(), [])]
+        if self.axis is not None and self.axis.name == "sp":
+            lines = [d for d in lines if d.do == "ulysses" or d.args.get("over") == "sp"]
+        return ", ".join(f"{d.do} at {d.where}" for d in lines)
+
+    def _choose(self) -> Choice | None:
+        for place, directive in self.lines.get(self._path(), []):
+            over = self.axis is not None and directive.args.get("over", "tp") == self.axis.name
+            if directive.do == "sync" and over and directive.args["op"] == "all_gather" and "grad" not in directive.args:
+                key = (place, self._path())
+                return self.flow.choices.setdefault(key, Choice(self._path()))
+        return None
+
+    def _hint(self, args: Any) -> str:
+        """Attributes of the modules around that hold one of these numbers."""
+        numbers = {n for n in _integers(args) if n > 1}
+        found = [
+            f"{path}.{name} = {value}"
+            for path, module in self.modules[:0:-1][:3]
+            for name, value in vars(module).items()
+            if isinstance(value, int) and not isinstance(value, bool) and value in numbers
+        ]
+        return f"; {', '.join(found)}" if found else ""
+
+    def _note_dropout(self, step: Step) -> None:
+        if "dropout" in step.name and step.name != "scaled_dot_product_attention":
+            active = float(step.arg(1, "p", 0.5)) > 0 and bool(step.arg(2, "training", True))
+        else:
+            active = step.name == "scaled_dot_product_attention" and float(step.arg(4, "dropout_p", 0.0)) > 0
+        if active and any(o.kind == "S" for o in step.operands()):
+            self.flow.forks.setdefault(self._path(), step.name)
+        elif active:
+            self.flow.alike.add(self._path())
+
+    def finish(self, result: Any) -> None:
+        """What leaves the model must be complete. Raises LayoutError."""
+        assert self.axis is not None
+        for name, tensor in _named(result):
+            operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
+            step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
+            if operand.kind == "P":
+                step.fail(f"leaves the model as {operand.layout.told()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3")
+            if operand.kind == "R" and not operand.neutral and self.axis.name == "sp":
+                step.fail(
+                    f"all ranks of sp ({step.size}) compute it alike, and the gradients of parameters are summed over them,"
+                    f" {step.size} times too large: cut sequences with .ulysses(), or give these ranks to dp",
+                    "E5",
+                )
+            if operand.kind == "R" and not operand.neutral:
+                step.fail(
+                    f"is {operand.layout.told()}: from here on all ranks use it alike, and the sum of the gradient would make"
+                    f" it {step.size} times"
+                    " too large; leave that line out, or give it grad='slice'",
+                    "E5",
+                )
+            if operand.kind == "?" and operand.layout.choice is not None:
+                operand.layout.choice.decide("I", "the model's result")
+            if operand.layout.shuffled > 1:
+                conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
+            whole = name.partition(".")[0] in (*HIDDEN, *HEADS)
+            if operand.kind == "S" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
+                words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
+                self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
+
+
+def _plain(name: str) -> str:
+    """add of __add__, add_, __iadd__."""
+    bare = name.strip("_") if name.startswith("__") else name.rstrip("_") if name not in ("requires_grad_",) else name
+    return _OPERATORS.get(bare, bare)
+
+
+def _shapes(value: Any) -> Shapes:
+    return [tuple(t.shape) for t in tensors_in(value)]
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.to("meta")
+    if isinstance(value, (tuple, list)):
+        items = [_on_meta(v) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``x.to(...)`` that changes the type of numbers alone."""
+    given = [*args[1:], *kwargs.values()]
+    dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
+    x: Tensor = args[0]
+    return x if dtype is None or dtype == x.dtype else x.to(dtype)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, (tuple, list)) or type(value).__name__ == "Size":
+        for item in value:
+            yield from _integers(item)
+
+
+def _named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(result, Tensor):
+        yield prefix or "0", result
+    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    for key, value in items:
+        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))
