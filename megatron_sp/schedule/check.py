@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron_sp.schedule import local_rules, units, zero
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.dry_run import Flow, dry_run, dry_run_over_sp
-from megatron_sp.schedule.layouts import Layout, LayoutError
+from megatron_sp.schedule.dry_run import Flow, dry_run, dry_run_over_dp, dry_run_over_sp
+from megatron_sp.schedule.layouts import Layout, LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 
@@ -86,14 +86,25 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
     report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
     report.derived = _derived(flow, directives) | _derived(over_sp, directives)
+    _follow_dp(report, model, directives, mesh, seq_dim, batch)
     _find_forks(report, flow, model, directives)
     _find_forks_over_sp(report, over_sp, model, directives)
-    report.warnings += [
-        f"{d.on or 'the model'}: what {d.do} does over dp was not followed ({d.where})"
-        for d in directives
-        if d.args.get("over") == "dp" and mesh.dp.size() > 1
-    ]
     return report
+
+
+def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> None:
+    """Lines about dp, whose ranks have rows of their own. What the dry run does not know of rows is no mistake: a warning."""
+    try:
+        report.derived |= _derived(dry_run_over_dp(model, directives, mesh, seq_dim, batch), directives)
+    except NotFollowed as error:
+        report.warnings += [
+            f"{d.on or 'the model'}: what {d.do} does over dp was not followed ({d.where}): {error}"
+            for d in directives
+            if d.args.get("over") == "dp"
+        ]
+    except LayoutError as error:
+        lines = [f"{d.do} at {d.where}" for d in directives if d.args.get("over") == "dp"]
+        raise LayoutError(f"{error}; of dp speaks {', '.join(lines)}") from None
 
 
 def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:

@@ -53,8 +53,9 @@ def complete(
         ConfigError: something is open, and there can be no dry run; names the lines and modules.
     """
     said = as_said(directives)
-    is_open = any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
-    if mesh.tp.size() == mesh.sp.size() == 1 or not is_open:
+    over_dp = mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in said)  # verify() gives all ranks of dp the same rows
+    is_open = over_dp or any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
+    if not is_open or (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp):
         return said
     try:
         report = check(model, said, mesh, seq_dim, batch)
@@ -81,7 +82,7 @@ def complete(
 def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
     """Of each all_gather that does not say its adjoint, what to say."""
     for d in directives:
-        if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args or d.args.get("over") == "dp":
+        if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args:
             continue
         if mesh.group(d.args.get("over", "tp")).size() > 1:
             yield (

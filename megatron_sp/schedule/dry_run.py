@@ -73,6 +73,31 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     return _run_split(model, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch)
 
 
+def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
+    """Follow layouts over dp through one forward pass, where a line is about it: each rank has rows of its own, S(0).
+
+    As over sp parameters are R, and what the run is held against has the rows of all ranks. A loss may stay a part or a mean: whoever
+    trains divides it. Arguments and errors are those of ``dry_run``.
+    """
+    if mesh.dp.size() == 1 or not any(d.args.get("over") == "dp" for d in directives):
+        return Flow()
+    said, batch = [d for d in directives if d.do not in (*_LATER, "ulysses")], _inputs(batch)
+    dim = 0 if seq_dim else 1
+    rows = next((t.shape[dim] for t in tensors_in(batch) if t.ndim > dim), 0)
+    cut = [t for t in tensors_in(batch) if t.ndim > dim and t.shape[dim] == rows]
+    of_all = {name: torch.cat([t] * mesh.dp.size(), dim) if any(t is c for c in cut) else t for name, t in batch.items()}
+    one = _stand_in(model)
+    apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
+    record = _run_whole(one, of_all)
+    model = _stand_in(model)
+    lines = _lines_by_path(model, directives)
+    apply(model, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
+    summed = Layout("R", since="gradients of parameters are summed over dp")
+    known = {t: Layout("S", dim, since="each rank has rows of its own") for t in cut}
+    parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
+    return _run_split(model, Axis("dp", mesh.dp, same_program=True), lines, record, parameters, batch, known)
+
+
 def _without_overlap(line: Directive) -> Directive:
     """Exchanges one by one: what is sent is the same, if it could start early, which is looked at."""
     return replace(line, args={**line.args, "only_looks": True}) if line.do == "ulysses" else line
@@ -92,9 +117,10 @@ def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[
 
 def _run_split(
     model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[tuple[str, Shapes]]],
-    parameters: Mapping[str, Layout], batch: dict[str, Any],
+    parameters: Mapping[str, Layout], batch: dict[str, Any], known: Mapping[Tensor, Layout] | None = None,
 ) -> Flow:  # fmt: skip
     split = Follower(model, axis, lines, expected, parameters)
+    split.known.update(known or {})
     if axis.name == "sp":
         split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
     with split.inside(), one_sequence_a_row():

@@ -34,7 +34,8 @@ def as_whole(step: Step, x: Operand) -> Operand:
     if x.kind == "P":
         refuse_partial(step, x)
     if x.kind == "S":
-        conflict(step, [x], "a tensor that is whole on every rank is expected; to make it whole, all_gather")
+        way = "rows of different ranks have nothing to do with each other" if step.axis == "dp" else "to make it whole, all_gather"
+        conflict(step, [x], f"a tensor that is whole on every rank is expected{_here(step)}; {way}")
     if x.kind == "?" and x.layout.choice is not None:
         x.layout.choice.decide("I", step.place)
     if x.kind == "R" and not x.neutral:

@@ -321,8 +321,8 @@ class Follower(TorchFunctionMode):
 
     def _said(self) -> str:
         lines = [d for _, d in self.lines.get(self._path(), [])]
-        if self.axis is not None and self.axis.name == "sp":
-            lines = [d for d in lines if d.do == "ulysses" or d.args.get("over") == "sp"]
+        if self.axis is not None and self.axis.name != "tp":
+            lines = [d for d in lines if d.args.get("over") == self.axis.name or (d.do == "ulysses" and self.axis.name == "sp")]
         return ", ".join(f"{d.do} at {d.where}" for d in lines)
 
     def _choose(self) -> Choice | None:
@@ -360,7 +360,7 @@ class Follower(TorchFunctionMode):
         for name, tensor in _named(result):
             operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
             step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
-            if operand.kind == "P":
+            if operand.kind == "P" and self.axis.name != "dp":
                 step.fail(f"leaves the model as {operand.layout.told()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3")
             if operand.kind == "R" and not operand.neutral and self.axis.name == "sp":
                 step.fail(
@@ -380,7 +380,7 @@ class Follower(TorchFunctionMode):
             if operand.layout.shuffled > 1:
                 conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
             whole = name.partition(".")[0] in (*HIDDEN, *HEADS)
-            if operand.kind == "S" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
+            if operand.kind == "S" and self.axis.name != "dp" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
                 words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
                 self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
 

@@ -291,6 +291,8 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
         if x.layout.dim in dims:
             if sums:
                 return Layout("P", since=f"{step.place} {step.name} ({x.layout.since})")
+            if step.name == "mean" and step.axis == "dp":  # of a rank's own rows, as losses are
+                return Layout("P", mean=True, since=f"{step.place} mean ({x.layout.since})")
             step.fail(
                 f"{x.called} is {x.layout.told()}, and {step.name} runs over that dim, of which every rank has a share only: make it whole"
                 " first (all_gather, or column(gather=True))",

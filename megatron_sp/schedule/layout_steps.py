@@ -68,9 +68,10 @@ class Step:
         return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
 
     def fail(self, text: str, code: str) -> NoReturn:
-        """Raises LayoutError; NotFollowed with the code "unknown"."""
+        """Raises LayoutError; NotFollowed with the code "unknown", and over dp with E3."""
         more = self.hint() if code == "E11" else ""
-        kind = NotFollowed if code == "unknown" else LayoutError
+        # a loss, or a statistic, over a rank's own rows is its own, whatever is made of it
+        kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else LayoutError
         raise kind(f"{self.place}: {self.name}: {text}{more} ({code})")
 
 
