@@ -175,7 +175,10 @@ def _image(model: nn.Module) -> dict[str, Any] | None:
     """An input of a model that wants pixels alone, of the size in its configuration."""
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if "pixel_values" not in parameters or "input_ids" in parameters or not (isinstance(size, int) and isinstance(channels, int)):
+    size: Any = getattr(config, "image_size", None)
+    channels: Any = getattr(config, "num_channels", None)
+    sides = [size, size] if isinstance(size, int) else list(size) if isinstance(size, (tuple, list)) else []
+    is_known = len(sides) == 2 and all(isinstance(n, int) for n in (*sides, channels))
+    if "pixel_values" not in parameters or "input_ids" in parameters or not is_known:
         return None
-    return {"pixel_values": torch.zeros(3, channels, size, size)}
+    return {"pixel_values": torch.zeros(3, channels, *sides)}

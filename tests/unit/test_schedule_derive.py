@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,3 +134,23 @@ def test_ulysses_knows_its_keywords_and_a_plan_the_same() -> None:
     with pytest.raises(ConfigError, match=r"ulysses\(\) knows no overlap=, only axis, .*; did you mean overlap_qkv\?"):
         toy().ulysses(overlap=True)
     assert {"axis", *Options.__annotations__} == set(plan_file._KEYS["ulysses"])
+
+
+@pytest.mark.parametrize("size", [12, (12, 20), [12, 20]])
+def test_images_of_any_sides_are_made_up_for_the_dry_run(size: Any) -> None:
+    """Else apply() of a model with dropout, which is not given a batch, would refuse it."""
+
+    class Eye(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = type("Config", (), {"image_size": size, "num_channels": 3})
+            self.up, self.drop, self.down = nn.Linear(12, 8), nn.Dropout(0.1), nn.Linear(8, 12)
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.down(self.drop(self.up(pixel_values.transpose(2, 3))))  # type: ignore[no-any-return]
+
+    s = schedule(Eye(), Mesh.sizes(tp=2))
+    s["up"].column()
+    s["down"].row()
+    assert s.check().forks == {"drop": "tp"}
+    s.apply()
