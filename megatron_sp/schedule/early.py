@@ -109,6 +109,11 @@ class EarlyExchanges:
             def hook(_: nn.Module, args: Any, y: Tensor) -> Tensor:
                 x = y.unflatten(-1, (-1, size))  # [b, s/sp, n, d]
                 rotation["queries"] = x.shape[2] if part == "q" else rotation["queries"]
+                if not rotation["queries"]:
+                    raise LayoutError(
+                        f"overlap_qkv: {path} projects its keys before its queries, which tell how many heads there are: leave overlap_qkv"
+                        f" out ({self.where})"
+                    )
                 passage = self._passages.get(module)
                 if passage is not None:
                     passage.begin(x)
@@ -117,7 +122,6 @@ class EarlyExchanges:
                     passage.sent(part, sent)
                 if self.only_looks:
                     return y if passage is None else passage.begin(y)
-                assert rotation["queries"], f"{path} projects its keys before its queries"
                 sent = heads.spread(sent, rotation["queries"])
                 flight = Flight(self.group)
                 self._away[module][part] = flight, flight.launch(_by_rank(sent, self.group.size()))
