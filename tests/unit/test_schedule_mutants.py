@@ -5,7 +5,9 @@ What it lets pass is right after all, and ``verify()`` on two ranks says so: a s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_sp.schedule.check import check
 from megatron_sp.schedule.derive import with_derived
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.dry_run import dry_run
+from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
@@ -84,6 +87,95 @@ def test_no_mutant_of_a_small_model_passes(seq: bool) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) for n in ("llama", "gpt2", "bert")])
 def test_no_mutant_passes(name: str, seq: bool) -> None:
     assert survivors(name, seq, check) <= RIGHT
+
+
+# presets
+
+
+def preset(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], list[tuple[str, list[Directive]]]]:
+    """(its schedule, a batch, all mutants); what is moved goes to the first norm of each block."""
+    from preset_models import batch_of, make
+
+    from megatron_sp.schedule.presets import auto
+
+    s = auto(make(name), mesh, seq=seq)
+    norms = [path for path, m in s.model.named_modules() if "Norm" in type(m).__name__ and re.search(r"\.\d+\.", path)]
+    norm = next(path for path in norms if not path.endswith(("q_norm", "k_norm")))
+    return s, batch_of(name), list(mutants(s.directives, re.sub(r"\.0\.", ".*.", norm, count=1), conv=name == "gpt2"))
+
+
+def is_right(name: str, what: str) -> bool:
+    """What a preset could say as well: a table that is whole, a gather in front of the norm, a sum that is said twice and made once."""
+    line = what.partition(": ")[2]
+    norm_first, untied = name not in ("bert", "roberta"), name in ("gpt_neox", "llama", "mistral", "qwen3")
+    return (
+        (what.startswith("left out") and "vocab_parallel" in line and untied)
+        or (what.startswith("moved") and "op='all_gather', arg='hidden_states'" in line and norm_first)
+        or (what.startswith("one block, said") and "blocks=1" in line)
+        or (what.startswith("doubled") and line.endswith("sum_gradients()"))
+        or (what.startswith("summed again") and "relative_attention_bias" in line)
+    )
+
+
+def wrong_ones(name: str, seq: bool, take: slice) -> list[str]:
+    """Mutants that pass check() and should not, or are refused and should pass, or whose message names no module of the line."""
+    s, data, found = preset(name, seq, Mesh.sizes(tp=2))
+    paths = [path for path, _ in s.model.named_modules() if path.count(".") >= 2]
+    wrong = []
+    for what, lines in found[take]:
+        try:
+            check(s.model, lines, s.mesh, s.seq_dim, data)
+            said = ""
+        except ConfigError as error:
+            said = str(error)
+        line = next(d for d in s.directives if what.endswith(f": {d}"))
+        near = [*expand(s.model, line.on), *paths, line.args.get("leave", line.on)]
+        if bool(said) == is_right(name, what) or (said and not any(path in said for path in near)):
+            wrong.append(f"{what}: {said or 'passes'}")
+    return wrong
+
+
+PRESETS = ["bert", "roberta", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "opt", "t5", "vit"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seq", [False, True], ids=["tp", "tp_seq"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_mutant_of_a_preset_passes(name: str, seq: bool) -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    assert not wrong_ones(name, seq, slice(None))
+
+
+@pytest.mark.parametrize("name, seq, take", [("t5", False, slice(1, None, 17)), ("qwen3", True, slice(2, None, 19))])
+def test_some_mutants_of_presets(name: str, seq: bool, take: slice) -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    assert not wrong_ones(name, seq, take)
+
+
+def compare_presets(name: str, seq: bool) -> None:
+    """verify() says of each mutant what check() does, but for sizes that do not fit in either."""
+    mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size()))
+    s, data, found = preset(name, seq, mesh)
+    wrong = []
+    for what, lines in found:
+        with suppress(ConfigError):
+            lines = with_derived(lines, check(s.model, lines, mesh, s.seq_dim, data))
+        try:
+            equal = verify(s.model, lines, mesh, s.seq_dim, data).ok
+        except Exception:  # on every rank alike
+            equal = False
+        if equal != is_right(name, what):
+            wrong.append(f"{'equal' if equal else 'different'}: {what}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seq", [False, True], ids=["tp", "tp_seq"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_and_verify_agree(tmp_path: Path, name: str, seq: bool) -> None:
+    pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    preset(name, seq, Mesh.sizes(tp=2))  # everything is imported once, before the fork
+    run_ranks(compare_presets, 2, tmp_path, name, seq)
 
 
 @pytest.mark.parametrize("name, seq, start", [("llama", True, 0), ("gpt2", False, 3), ("bert", True, 5)])
