@@ -1,6 +1,7 @@
 """What a schedule costs a rank: bytes of parameters that it holds, bytes that it sends in one step, collective by collective.
 
-Sizes come from one forward pass of the whole model without its numbers (meta device). Sent bytes are those of the usual rings over n ranks:
+Sizes come from one forward pass of the whole model without its numbers (meta device); what Ulysses sends, and what recomputation sends
+again, from one of the split model (``traffic.py``). Sent bytes are those of the usual rings over n ranks:
 an all_reduce of w bytes sends 2 (n-1)/n w, an all_gather to w, and a reduce_scatter from w, (n-1)/n w each.
 """
 
@@ -9,15 +10,20 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_sp.schedule.dry_run import inputs_of, stand_in
+from megatron_sp.schedule.follower import Follower
 from megatron_sp.schedule.survey import Edge, survey, unapplied, without_numbers
+from megatron_sp.schedule.traffic import again, sent
 from megatron_sp.schedule.verify import tensors_of
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.numbers import round_up
 
 if TYPE_CHECKING:
     from megatron_sp.schedule.schedule import Schedule
@@ -109,30 +115,35 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
         if d.do == "replace":
             raise ConfigError(f"cost() cannot tell the sizes behind {d}: make the schedule of a model in which it is replaced already")
     edges = [(node.path, edge) for node in found.root.walk() for edge in node.edges]
-    sizes, activations = _sizes(model, edges, _inputs(batch, seq))
+    try:
+        sizes, activations = _sizes(model, edges, _inputs(batch, seq), nullcontext())
+    except ConfigError:  # it looks at its ids or masks, which are there in a dry run
+        model = stand_in(schedule.model)
+        sizes, activations = _sizes(model, edges, inputs_of(_inputs(batch, seq, "cpu")), Follower(model).inside())
     made = Cost(activations=activations)
     shares = {d.args.get("axis", "sp") for d in schedule.directives if d.do == "ulysses"}
     for path, edge in edges:
-        _add(made, path, edge, sizes.get((path, edge.side, edge.tensor)), schedule, shares)
+        if edge.axis not in shares:
+            _add(made, path, edge, sizes.get((path, edge.side, edge.tensor)), schedule, shares)
+    if shares or any(d.do == "checkpoint" for d in schedule.directives):
+        _add_run(made, schedule, shares, _inputs(batch, seq, "cpu"))
     made.places.sort(key=lambda p: -(p.forward + p.backward))
     _add_parameters(made, found, schedule)
-    if shares:
-        made.notes.append("not in here: the exchanges of Ulysses around attention")
-    if any(d.do == "checkpoint" for d in schedule.directives):
-        made.notes.append("not in here: what modules that are computed again send again")
     return made
 
 
-def _inputs(batch: int | Mapping[str, Any], seq: int | None) -> dict[str, Any]:
+def _inputs(batch: int | Mapping[str, Any], seq: int | None, device: str = "meta") -> dict[str, Any]:
     if isinstance(batch, int):
         if seq is None or batch < 1 or seq < 1:
             raise ConfigError(f"cost() wants rows and tokens, such as cost(4, 2048), and got batch {batch}, seq {seq}")
-        return {"input_ids": torch.zeros(batch, seq, dtype=torch.long, device="meta")}
-    return {key: v.to("meta") if isinstance(v, Tensor) else v for key, v in batch.items()}
+        return {"input_ids": torch.zeros(batch, seq, dtype=torch.long, device=device)}
+    return {key: v.to(device) if isinstance(v, Tensor) else v for key, v in batch.items()}
 
 
-def _sizes(model: nn.Module, edges: list[tuple[str, Edge]], batch: dict[str, Any]) -> tuple[dict[tuple[str, str, str], int], int]:
-    """(bytes of the tensor on each edge, bytes that are kept for backward)."""
+def _sizes(
+    model: nn.Module, edges: list[tuple[str, Edge]], batch: dict[str, Any], inside: AbstractContextManager[None]
+) -> tuple[dict[tuple[str, str, str], int], int]:
+    """(bytes of the tensor on each edge, bytes that are kept for backward). Raises ConfigError: the model does not run so."""
     found: dict[tuple[str, str, str], int] = {}
     for path, edge in edges:
         module = model.get_submodule(path)
@@ -150,7 +161,7 @@ def _sizes(model: nn.Module, edges: list[tuple[str, Edge]], batch: dict[str, Any
         return t
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), inside:
             model(**batch)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(f"the model does not run without its numbers: {error}; give cost() its keyword arguments as batch") from None
@@ -178,20 +189,45 @@ def _output_hook(found: dict[tuple[str, str, str], int], path: str, name: str) -
 
 
 def _add(made: Cost, path: str, edge: Edge, size: int | None, schedule: Schedule, shares: set[str]) -> None:
-    star = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
     words = f"{edge.side} {edge.tensor}".strip() + f": {edge.words}"
-    place = next((p for p in made.places if (p.path, p.words) == (star, words)), None)
-    if place is None:
-        made.places.append(place := Place(star, words))
-    place.calls += 1
+    place = _place(made, path, words)
     if size is None:
         made.notes.append(f"not in here: {path}, {words}, which was not called")
         return
     n = schedule.mesh.group(edge.axis).size()
+    if edge.directive.do == "vocab_parallel" and edge.forward == "all_gather":  # of the logits of padded words, too
+        head: Any = schedule.model.get_submodule(path)
+        words_of_all = head.weight.shape[0]
+        size = size // words_of_all * round_up(words_of_all, n)
     for axis in shares - {edge.axis}:
         size //= schedule.mesh.group(axis).size()
     place.forward += _SHARE.get(edge.forward, 0.0) * (n - 1) / n * size
     place.backward += _SHARE.get(edge.backward, 0.0) * (n - 1) / n * size
+
+
+def _place(made: Cost, path: str, words: str) -> Place:
+    """That of modules with this path but for numbers, called once more."""
+    star = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+    place = next((p for p in made.places if (p.path, p.words) == (star, words)), None)
+    if place is None:
+        made.places.append(place := Place(star, words))
+    place.calls += 1
+    return place
+
+
+_WORDS = {"all_to_all": "positions and heads traded", "gather_from": "positions made whole", "reduce_from": "parts of the loss summed"}
+
+
+def _add_run(made: Cost, schedule: Schedule, axes: set[str], batch: dict[str, Any]) -> None:
+    """What only a run of the split model shows: exchanges of Ulysses, and what modules that are computed again send again."""
+    found = sent(schedule.model, schedule.directives, schedule.mesh, schedule.seq_dim, batch)
+    for each in found:
+        if each.axis in axes and each.forward + each.backward:
+            place = _place(made, each.path, f"{_WORDS.get(each.name, each.name)} over {each.axis}")
+            place.forward += each.forward
+            place.backward += each.backward
+    for path, size in again(found):
+        _place(made, path, "computed again, and sent again").backward += size
 
 
 def _add_parameters(made: Cost, found: Any, schedule: Schedule) -> None:

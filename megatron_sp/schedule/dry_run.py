@@ -26,7 +26,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.splits import Split
 
-_LATER = ("zero", "rng", "checkpoint")  # change no layout
+LATER = ("zero", "rng", "checkpoint")  # change no layout
 
 
 def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
@@ -39,12 +39,12 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         LayoutError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
-    mesh, directives = Mesh(tp=mesh.tp), [_without_weights_in(d) for d in directives]
-    model, said = _stand_in(model), [d for d in directives if d.do not in (*_LATER, "ulysses")]
+    mesh, directives = Mesh(tp=mesh.tp), [without_weights_in(d) for d in directives]
+    model, said = stand_in(model), [d for d in directives if d.do not in (*LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
         apply(model, said, mesh, seq_dim)
         return Flow()
-    batch = _inputs(batch)
+    batch = inputs_of(batch)
     record = _run_whole(model, batch)
     lines = _lines_by_path(model, directives)
     applied = apply(model, said, mesh, seq_dim)
@@ -59,14 +59,14 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     """
     if mesh.sp.size() == 1:
         return Flow()
-    said, batch = [_without_overlap(d) for d in directives if d.do not in _LATER], _inputs(batch)
+    said, batch = [without_overlap(d) for d in directives if d.do not in LATER], inputs_of(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
-    one = _stand_in(model)
-    apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+    one = stand_in(model)
+    apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
     record = _run_whole(one, batch)
-    model = _stand_in(model)
+    model = stand_in(model)
     lines = _lines_by_path(model, directives)
-    apply(model, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+    apply(model, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
     summed = Layout("R", since="gradients of parameters are summed over sp")
     parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
     line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
@@ -81,29 +81,29 @@ def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     """
     if mesh.dp.size() == 1 or not any(d.args.get("over") == "dp" for d in directives):
         return Flow()
-    said, batch = [d for d in directives if d.do not in (*_LATER, "ulysses")], _inputs(batch)
+    said, batch = [d for d in directives if d.do not in (*LATER, "ulysses")], inputs_of(batch)
     dim = 0 if seq_dim else 1
     rows = next((t.shape[dim] for t in tensors_in(batch) if t.ndim > dim), 0)
     cut = [t for t in tensors_in(batch) if t.ndim > dim and t.shape[dim] == rows]
     of_all = {name: torch.cat([t] * mesh.dp.size(), dim) if any(t is c for c in cut) else t for name, t in batch.items()}
-    one = _stand_in(model)
-    apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
+    one = stand_in(model)
+    apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
     record = _run_whole(one, of_all)
-    model = _stand_in(model)
+    model = stand_in(model)
     lines = _lines_by_path(model, directives)
-    apply(model, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
+    apply(model, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
     summed = Layout("R", since="gradients of parameters are summed over dp")
     known = {t: Layout("S", dim, since="each rank has rows of its own") for t in cut}
     parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
     return _run_split(model, Axis("dp", mesh.dp, same_program=True), lines, record, parameters, batch, known)
 
 
-def _without_overlap(line: Directive) -> Directive:
+def without_overlap(line: Directive) -> Directive:
     """Exchanges one by one: what is sent is the same, if it could start early, which is looked at."""
     return replace(line, args={**line.args, "only_looks": True}) if line.do == "ulysses" else line
 
 
-def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
@@ -142,7 +142,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stand_in(model: nn.Module) -> nn.Module:
+def stand_in(model: nn.Module) -> nn.Module:
     """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts."""
     made = without_weights(model).train()
     _compute_attention_here(made)
@@ -157,7 +157,7 @@ def _compute_attention_here(model: nn.Module) -> None:
             config._attn_implementation = "sdpa"
 
 
-def _without_weights_in(directive: Directive) -> Directive:
+def without_weights_in(directive: Directive) -> Directive:
     """A line whose module, if it brings one, is a copy: splitting that one must not split the real one."""
     new = directive.args.get("new")
     return replace(directive, args={**directive.args, "new": without_weights(new)}) if isinstance(new, nn.Module) else directive
