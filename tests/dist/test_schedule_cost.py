@@ -42,7 +42,8 @@ def sends_what_it_costs(cases: list[Any]) -> None:
         assert counted == told, f"{(name, options, ulysses)}: {counted} bytes were sent, cost() tells {told}: {wire.num_bytes}\n{price}"
 
 
-def test_costs_are_what_is_sent(tmp_path: Path) -> None:
-    for name, *_ in CASES:
+@pytest.mark.parametrize("cases", [CASES[1:5:2], pytest.param(CASES, marks=pytest.mark.long)], ids=["two", "all"])
+def test_costs_are_what_is_sent(tmp_path: Path, cases: list[Any]) -> None:
+    for name, *_ in cases:
         make(name)  # everything is imported once, before the fork
-    run_ranks(sends_what_it_costs, 2, tmp_path, CASES)
+    run_ranks(sends_what_it_costs, 2, tmp_path, cases)
