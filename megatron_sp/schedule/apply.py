@@ -10,6 +10,7 @@ ulysses, zero    last
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -265,12 +266,27 @@ class _Compiler:
             if not hasattr(module, attribute):
                 raise ConfigError(f"{path} has no attribute {attribute!r} to set ({where})")
             old, value = getattr(module, attribute), directive.args.get("value")
+            self.require_settable(path, module, directive)
             if (axis := directive.args.get("divide")) is not None:
                 size = self.mesh.group(axis).size()
                 if not isinstance(old, int) or old % size:
                     raise ConfigError(f"{path}.{attribute} ({old!r}) must be a multiple of {axis} ({size}) ({where})")
                 value = old // size
             setattr(module, attribute, value(old) if callable(value) else value)
+
+    def require_settable(self, path: str, module: nn.Module, line: Directive) -> None:
+        """Raises ConfigError: it has two values, or what it sets is no setting: a method, a parameter, something of Python's."""
+        attribute, value = line.args["attribute"], line.args.get("value")
+        if value is not None and "divide" in line.args:
+            raise ConfigError(f"set {attribute!r} on {path} wants a value, or divide=, and not both ({line.where})")
+        if callable(value):  # code that knows what it puts there
+            return
+        is_tensor = any(attribute in named for named in (module._parameters, module._buffers, module._modules))
+        if attribute.startswith("__") or is_tensor or inspect.ismethod(getattr(module, attribute)):
+            raise ConfigError(
+                f"set on {path}: {attribute!r} is a method, a tensor or a module, and no setting: .shard() and .replace() are for these"
+                f" ({line.where})"
+            )
 
     # parameters
 
@@ -531,6 +547,10 @@ class _Compiler:
         first = self.first_names()
         for directive, path, module in self.each("sum_gradients"):
             names = directive.args.get("names") or [name for name, _ in module.named_parameters(recurse=False)]
+            have = {name for name, _ in module.named_parameters()}
+            for name in names:
+                if name not in have:
+                    raise ConfigError(no_parameter(path, module, name, directive.where))
             self.summed |= {first.get(id(module.get_parameter(name)), _joined(path, name)) for name in names}
 
     # notes, random numbers, recomputation
@@ -541,6 +561,10 @@ class _Compiler:
             parameter = module._parameters.get(name)
             if parameter is None:
                 raise ConfigError(no_parameter(path, module, name, directive.where))
+            if key not in parameter.__dict__ and hasattr(parameter, key):
+                raise ConfigError(
+                    f"annotate on {path}: {key!r} is something that every tensor has: a note needs a name of its own ({directive.where})"
+                )
             setattr(parameter, key, directive.args.get("value"))
 
     def put_random(self) -> None:

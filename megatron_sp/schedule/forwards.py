@@ -101,6 +101,10 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> 
         weight, bias = _matrix(module, kind)
         if reduce == "all_reduce":
             return split_row(x, weight, bias, group)
+        if not -x.ndim <= axis < x.ndim:
+            raise ConfigError(
+                f"a {type(module).__name__} that is split by rows scatters along axis {axis} of {list(x.shape)}, which is not there (E13)"
+            )
         y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
         return y if bias is None else y + _bias_of(y, bias, group, axis, -1)
 

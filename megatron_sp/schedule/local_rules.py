@@ -329,6 +329,13 @@ def once(lines: Lines) -> Problem:
             yield f"{_called(lines)}: {do} was asked for twice, at {' and at '.join(d.where for d in found)}: leave one out (E5)"
 
 
+def of_the_model(lines: Lines) -> Problem:
+    """E10: a line about the whole model that stands on a part of it."""
+    for d in lines.directives:
+        if d.do in ("ulysses", "zero") and d.on:
+            yield f"{d.do} is about {_called(lines)} as a whole, and stands on {d.on!r}: say on: '' ({d.where}, E10)"
+
+
 def cut_over(lines: Lines) -> Problem:
     """E10: sequences that are cut over ranks of which each has a batch, or parameters, of its own."""
     for d in (d for d in lines.directives if d.do == "ulysses" and d.args.get("axis", "sp") != "sp"):
@@ -352,7 +359,7 @@ def _called(lines: Lines) -> str:
 
 
 RULES: tuple[Callable[[Lines], Problem], ...] = (
-    compiled, parameters, once, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
+    compiled, parameters, once, of_the_model, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
 )  # fmt: skip
 
 
@@ -363,7 +370,7 @@ def problems(model: nn.Module, directives: list[Directive], mesh: Mesh, *, uses_
         uses_sp: also ask whether anything is done over sp, which a training loop may see to.
     """
     lines = Lines(model, directives, mesh)
-    rules = RULES if lines.size > 1 else (compiled, parameters, once, cut_over, packed)
+    rules = RULES if lines.size > 1 else (compiled, parameters, once, of_the_model, cut_over, packed)
     return [problem for rule in (*rules, *([spoken_of] if uses_sp else [])) for problem in rule(lines)]
 
 

@@ -159,6 +159,10 @@ class Schedule:
             self.directives[-1] = line
         return self
 
+    def remember(self, batch: Mapping[str, Any] | None) -> None:
+        """Keyword arguments of the model for the dry runs to come, where none are given there."""
+        self._batch = batch
+
     def check(self, batch: Mapping[str, Any] | None = None) -> Report:
         """Look for mistakes without ranks, a GPU, or the model's numbers; see ``check.py``. Adjoints that it works out are kept.
 

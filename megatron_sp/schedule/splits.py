@@ -55,6 +55,8 @@ def make_split(
     dim = axis % len(shape)
     rows = shape[dim]
     parts = _parts(name, rows, blocks, where)
+    if heads is not None and heads < 1:
+        raise ConfigError(f"{name}: heads must be a positive number, not {heads} ({where}, E2)")
     if padded:
         return Split(name, dim, None, None, True, where)
     copies = size // heads if replicas and heads is not None and heads < size and size % heads == 0 else 1
@@ -71,6 +73,8 @@ def make_split(
 def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str) -> list[int]:
     if blocks is None:
         return [rows]
+    if isinstance(blocks, int) and blocks > rows:  # before a list of so many is made
+        raise ConfigError(f"{name} has {rows} rows along the axis, which cannot be {blocks} blocks ({where})")
     parts = [rows // blocks] * blocks if isinstance(blocks, int) and blocks > 0 else list(blocks) if not isinstance(blocks, int) else []
     if sum(parts) != rows or not parts:
         raise ConfigError(f"{name} has {rows} rows along the axis, blocks={blocks} makes {sum(parts)} ({where})")

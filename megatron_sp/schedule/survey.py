@@ -138,6 +138,7 @@ class Survey:
         whole, local: numbers of parameters, of the model and of this rank.
         warnings: of ``check()``.
         problem: what ``check()`` refuses, or "".
+        why_not: what stood in the way of a dry run, or "".
     """
 
     root: Node
@@ -149,6 +150,7 @@ class Survey:
     local: int = 0
     warnings: list[str] = field(default_factory=list)
     problem: str = ""
+    why_not: str = ""
 
     def at(self, path: str) -> Node:
         return next(node for node in self.root.walk() if node.path == path)
@@ -197,7 +199,8 @@ def survey(schedule: Schedule) -> Survey:
     warnings = (
         list(report.warnings) if report is not None and report.dry else []
     )  # else it asks for a batch, which nobody needs to give here
-    return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, warnings, problem)
+    why_not = "" if report is None else report.why_not
+    return Survey(found, str(schedule.mesh), tp.rank(), tp.size(), schedule.directives, whole, local, warnings, problem, why_not)
 
 
 def _report(schedule: Schedule) -> tuple[Any, str]:

@@ -14,6 +14,8 @@ loss is divided by the number of tokens of all ranks. The norm counts every elem
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
@@ -141,6 +143,9 @@ def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
     stage = args.get("stage")
     if stage not in _STAGES:
         raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
+    count = args.get("micro_batches", 1)
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"zero: micro_batches must be a positive number, not {count!r} ({where})")
     return stage, _config(args.get("optimizer"), where)
 
 
@@ -152,8 +157,18 @@ def _config(given: Any, where: str) -> OptimizerConfig:
         unknown = sorted(set(given) - known)
         if unknown:
             raise ConfigError(f"zero: the optimizer has no {', '.join(unknown)}: it has {', '.join(sorted(known))} ({where})")
+        for field in fields(OptimizerConfig):
+            if field.name in given and "float" in str(field.type):
+                _require_number(field.name, given[field.name], field.metadata["low"] or 0, where)
         return OptimizerConfig(**given)
     raise ConfigError(
         f"zero: optimizer must be an OptimizerConfig or a dict of its fields, not a {type(given).__name__}: the units are updated by the"
         f" project's own AdamW and SGD ({where})"
     )
+
+
+def _require_number(name: str, value: Any, low: float, where: str) -> None:
+    """Raises ConfigError: it is none, or too small; None is what nobody has said."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and isfinite(value) and value >= low):
+        raise ConfigError(f"zero: {name} of the optimizer must be a number from {low} on, not {value!r} ({where})")

@@ -25,6 +25,8 @@ def make():
     return model, {"input": torch.linspace(-1, 1, 24).view(2, 3, 4)}
 def nothing():
     return None
+def fails():
+    raise KeyError("mine")
 """
 
 
@@ -34,6 +36,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("plan.yaml").write_text(PLAN)
     Path("wrong.yaml").write_text(PLAN.replace("do: column", "do: shard, tensor: weight, axis: 0"))
     Path("mine.py").write_text(FACTORY)
+    Path("broken.py").write_text("def make(:\n")
     return tmp_path
 
 
@@ -99,6 +102,8 @@ def test_a_model_from_a_config(files: Path, capsys: pytest.CaptureFixture[str]) 
         (["--factory", "absent.py:make"], "there is no file absent.py"),
         (["--factory", "no_such_module:make"], "looked for from here"),
         (["--factory", "mine"], "want MODULE:FUNCTION"),
+        (["--factory", "mine.py:fails"], "mine.py:fails: the function fails at "),
+        (["--factory", "broken.py:make"], "broken.py:1: SyntaxError"),
         (["--factory", "mine.py:make", "--set", "a=1"], "with --factory your function decides"),
         (["--factory", "mine.py:make", "--seq-parallel"], "is for the preset"),
         (["--model", "absent"], "is a folder on this machine"),
@@ -108,6 +113,43 @@ def test_a_model_from_a_config(files: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_is_refused(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["schedule", "check", "plan.yaml", *words]) == EXIT_CONFIG
     assert said in capsys.readouterr().err
+
+
+LINE = "schema: 1\nlines:\n  - {%s}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("on: '2', do: row, reduce: all_reduce", "2 (Linear): split_row: sizes do not fit"),  # only a dry run, with the batch, shows it
+        ("on: '0', do: sync, mode: fwd_pre, op: scatter, axis: 7", "axis 7 of [2, 3, 4] does not exist"),
+        ("on: '0', do: sync, mode: fwd_post, op: all_reduce, out: 3", "0 has no output 3"),
+        ("on: '0', do: column, blocks: 1000000000000", "which cannot be 1000000000000 blocks"),
+        ("on: '0', do: column, heads: 0", "heads must be a positive number, not 0"),
+        ("on: '0', do: column, heads: -2", "heads must be a positive number, not -2"),
+        ("on: '0', do: set, attribute: forward, value: 3", "'forward' is a method, a tensor or a module"),
+        ("on: '0', do: set, attribute: weight, value: 3", "'weight' is a method, a tensor or a module"),
+        ("on: '0', do: set, attribute: __class__, value: 3", "'__class__' is a method"),
+        ("on: '0', do: set, attribute: in_features, value: 3, divide: tp", "wants a value, or divide=, and not both"),
+        ("on: '0', do: sum_gradients, names: [nope]", "0 has no parameter 'nope'"),
+        ("on: '0', do: annotate, parameter: weight, key: data, value: 3", "'data' is something that every tensor has"),
+        ("on: '0', do: ulysses, axis: sp", "ulysses is about the model (Sequential) as a whole, and stands on '0'"),
+        ("on: '', do: zero, stage: 1, optimizer: {lr: fast}", "lr of the optimizer must be a number from 0 on, not 'fast'"),
+        ("on: '', do: zero, stage: 1, optimizer: {lr: .nan}", "lr of the optimizer must be a number from 0 on, not nan"),
+        ("on: '', do: zero, stage: 1, micro_batches: 0", "micro_batches must be a positive number, not 0"),
+    ],
+)
+def test_lines_that_cannot_be(files: Path, capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+    Path("plan.yaml").write_text(LINE % line)
+    assert call("check", "plan.yaml") == EXIT_CONFIG
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("megatron-sp: ") and len(err.splitlines()) == 1
+
+
+def test_check_says_when_there_was_no_dry_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(FACTORY.replace('{"input": torch.linspace(-1, 1, 24).view(2, 3, 4)}', "None"))
+    assert call("check", "plan.yaml") == 0
+    assert "only the lines were looked at, there was no dry run" in capsys.readouterr().out
 
 
 def test_a_batch_is_made_from_a_signature() -> None:

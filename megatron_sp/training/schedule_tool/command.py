@@ -23,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "verify":
         return ranks.verify(args, prepare)
     s, batch = prepare(args, Mesh.sizes(args.tp, args.sp, args.dp), meta=True)
-    {"check": _check, "show": _show, "explain": _explain}[args.action](s, batch, args)
+    s.remember(batch)
+    {"check": _check, "show": _show, "explain": _explain}[args.action](s, args)
     return 0
 
 
@@ -45,19 +46,21 @@ def _read(args: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Schedule:
     return schedule(model, mesh).load(args.plan)
 
 
-def _check(s: Schedule, batch: source.Batch | None, args: argparse.Namespace) -> None:
+def _check(s: Schedule, args: argparse.Namespace) -> None:
     found = survey(s)
     if found.problem:
         raise ConfigError(found.problem)
     if args.json:
-        print(json.dumps({"ok": True, "lines": len(s.directives), "warnings": found.warnings}))
+        print(json.dumps({"ok": True, "lines": len(s.directives), "warnings": found.warnings, "dry_run": not found.why_not}))
         return
+    if found.why_not:
+        print(f"warning: only the lines were looked at, there was no dry run: {found.why_not}")
     print(f"sound: {len(s.directives)} lines on {type(s.model).__name__}, {s.mesh}")
     for warning in found.warnings:
         print(f"warning: {warning}")
 
 
-def _show(s: Schedule, batch: source.Batch | None, args: argparse.Namespace) -> None:
+def _show(s: Schedule, args: argparse.Namespace) -> None:
     price: Any = s.cost(*args.cost) if args.cost else None
     if args.html:
         s.picture(args.html)
@@ -72,7 +75,7 @@ def _show(s: Schedule, batch: source.Batch | None, args: argparse.Namespace) -> 
         print(f"\n{price}")
 
 
-def _explain(s: Schedule, batch: source.Batch | None, args: argparse.Namespace) -> None:
+def _explain(s: Schedule, args: argparse.Namespace) -> None:
     paths = expand(s.model, args.path)
     found = survey(s)
     if args.json:

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron_sp.ops import availability
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import ConfigError, ReportedError
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 Batch = dict[str, Any]
@@ -119,7 +120,12 @@ def from_factory(name: str) -> tuple[nn.Module, Batch | None]:
     made = getattr(_module(place, name), function, None)
     if not callable(made):
         raise ConfigError(f"--factory {name}: {place} has no function {function}")
-    result = made()
+    try:
+        result = made()
+    except ReportedError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--factory {name}: {_told(error, made)}") from error
     model, batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module) or not (batch is None or isinstance(batch, dict)):
         raise ConfigError(
@@ -135,7 +141,10 @@ def _module(place: str, name: str) -> ModuleType:
             raise ConfigError(f"--factory {name}: there is no file {place}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise ConfigError(f"--factory {name}: {_told(error)}") from error
         return module
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -143,6 +152,16 @@ def _module(place: str, name: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--factory {name}: {error}; modules are looked for from here and among installed packages") from None
+    except Exception as error:
+        raise ConfigError(f"--factory {name}: {_told(error)}") from error
+
+
+def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
+    """What the user's own code has raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frames[-1].filename}:{frames[-1].lineno}"
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return f"{'the file fails' if made is None else 'the function fails'} at {place}: {what}"
 
 
 def example(model: nn.Module, rows: int, tokens: int, seed: int) -> Batch:
@@ -162,6 +181,7 @@ def example(model: nn.Module, rows: int, tokens: int, seed: int) -> Batch:
         if "labels" in names and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
             made["labels"] = torch.where(made["attention_mask"].bool(), ids, -100) if "attention_mask" in made else ids
         return made
-    if "pixel_values" in names and isinstance(size := getattr(config, "image_size", None), int):
-        return {"pixel_values": torch.randn(rows, getattr(config, "num_channels", 3), size, size, generator=draw)}
+    if "pixel_values" in names and isinstance(size := getattr(config, "image_size", None), (int, tuple, list)):
+        sides = [size, size] if isinstance(size, int) else size
+        return {"pixel_values": torch.randn(rows, getattr(config, "num_channels", 3), *sides, generator=draw)}
     raise ConfigError(f"it is not known what {type(model).__name__} takes: give --factory a function that returns (model, batch)")
