@@ -136,22 +136,41 @@ class Applied:
         return found
 
     def load_full(self, state: dict[str, Tensor]) -> None:
-        """Take whole tensors, such as ``full_state_dict`` returns.
+        """Take whole tensors, such as ``full_state_dict`` returns. What is on the meta device is made here, of this rank's size.
 
         Raises:
-            ConfigError: one is missing, or has another shape.
+            ConfigError: one is missing, or has another shape; or a buffer without numbers is not among them.
         """
         if self.zero is not None:
             raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
-        for name, parameter in self.model.named_parameters():
+        names = names_of(self.model)
+        for name, parameter in list(self.model.named_parameters()):
             if name not in state or tuple(state[name].shape) != self.specs[name].shape:
                 found = list(state[name].shape) if name in state else "missing"
                 raise ConfigError(f"{name} must be {list(self.specs[name].shape)}, and is {found}")
+            part = self._part(name, state[name])
+            if parameter.is_meta:
+                new = replaced(parameter, part.detach().to(parameter.dtype).clone())
+                for alias in names[id(parameter)]:
+                    put(self.model, alias, new)
+                continue
             with torch.no_grad():
-                parameter.copy_(self._part(name, state[name]))
-        for name, buffer in self.model.named_buffers():
-            if name in state:
+                parameter.copy_(part)
+        for name, buffer in list(self.model.named_buffers()):
+            if buffer.is_meta:
+                self._fill(name, buffer, state)
+            elif name in state:
                 buffer.copy_(self._part(name, state[name]))
+
+    def _fill(self, name: str, buffer: Tensor, state: dict[str, Tensor]) -> None:
+        """Raises ConfigError: nobody knows the numbers of a buffer that was made on the meta device."""
+        if name not in state:
+            raise ConfigError(
+                f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model with its buffers"
+                " (init_empty_weights() leaves them, torch.device('meta') does not)"
+            )
+        path, _, last = name.rpartition(".")
+        self.model.get_submodule(path)._buffers[last] = self._part(name, state[name]).to(buffer.dtype).clone()
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         split = self.splits.get(name)

@@ -62,7 +62,7 @@ def _explain(paths: Iterable[str], glob: str) -> str:
     near = difflib.get_close_matches(tokens[length], children, 3, 0.5)
     where = f"{parents[0] or 'the model'} has {', '.join(children[:12]) or 'no modules inside'}{', ...' if len(children) > 12 else ''}"
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"{glob!r} names no module: there is no {tokens[length]!r}, {where}{hint}"
+    return f"{glob!r} names no module: there is no {tokens[length]!r}, {where}{hint} (E1)"
 
 
 def _child(path: str, parent: str) -> str:

@@ -69,7 +69,7 @@ class Schedule:
         """
         if self.applied is not None:
             raise ConfigError(
-                f"{do} on {on!r} comes after apply(): a schedule is applied once, as a whole; write all lines first, then apply()"
+                f"{do} on {on!r} comes after apply(): a schedule is applied once, as a whole; write all lines first, then apply() (E15)"
             )
         self.directives.append(Directive(on, do, {k: v for k, v in args.items() if v is not None}, caller()))
 

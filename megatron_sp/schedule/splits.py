@@ -84,7 +84,7 @@ def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str)
 def cannot(name: str, what: str, number: int, size: int, where: str) -> str:
     """The message of a number that so many ranks cannot share."""
     works = [str(n) for n in range(2, min(number, 64) + 1) if number % n == 0]
-    return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {', '.join(works) or '1 only'} would work ({where})"
+    return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {', '.join(works) or '1 only'} would work ({where}, E2)"
 
 
 def collect(splits: Iterable[Split]) -> dict[str, Split]:

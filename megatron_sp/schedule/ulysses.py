@@ -98,7 +98,7 @@ class Ulysses:
 
     def _require_one_sequence(self) -> None:
         """Raises ConfigError: it has two, or computes its attention where no exchange can stand around it."""
-        name, instead = type(self.model).__name__, f"give these {self.group.size()} ranks to tp or dp ({self.where})"
+        name, instead = type(self.model).__name__, f"give the ranks of sp to tp or dp ({self.where})"
         config: Any = self.model.config
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigError(f"{name} has an encoder and a decoder, two sequences of which each has its own length: {instead}")
@@ -115,7 +115,7 @@ class Ulysses:
             if self._hugging_face and (wide or isinstance(module, nn.RNNBase)):
                 raise ConfigError(
                     f"{path} ({type(module).__name__}) of {type(self.model).__name__} goes from position to position outside of attention,"
-                    f" and each rank has its own positions only: give these {self.group.size()} ranks to tp or dp ({self.where})"
+                    f" and each rank has its own positions only: give the ranks of sp to tp or dp ({self.where})"
                 )
 
     def _wrap_core(self, path: str, args: Mapping[str, Any]) -> None:

@@ -68,3 +68,39 @@ def test_hooks_of_a_split_parameter_go_on() -> None:
         for handle in handles:
             handle.remove()
     assert seen == [torch.Size([4, 4]), "after", "bias", "bias"]
+
+
+class Buffered(Model):
+    """With a buffer that no state dict has, and a weight of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = nn.Linear(4, 8, bias=False)
+        self.twin.weight = self.up.weight
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+def test_a_model_that_was_split_without_its_weights_is_filled() -> None:
+    """load_full() was nothing but a copy into the meta device."""
+    whole = Buffered()
+    with torch.device("meta"):
+        empty = Buffered()
+    made, expected = (schedule(m, Mesh.sizes(tp=2)) for m in (empty, copy.deepcopy(whole)))
+    for s in (made, expected):
+        s["up"].column()
+        s["twin"].column()
+        s["down"].row()
+        s.apply()
+    assert made.applied is not None
+    with pytest.raises(
+        ConfigError, match=r"angles is a buffer on the meta device, and no state has it.*init_empty_weights\(\) leaves them"
+    ):
+        made.applied.load_full(whole.state_dict())
+    empty.angles = whole.angles
+    made.applied.load_full(whole.state_dict())
+    found, right = dict(empty.named_parameters()), dict(expected.model.named_parameters())
+    assert found.keys() == right.keys() and all(torch.equal(p, right[name]) for name, p in found.items())
+    assert empty.twin.weight is empty.up.weight and empty.up.weight.shape == (4, 4)
+    assert empty.up.weight.untyped_storage().nbytes() == 4 * 4 * 4, "this rank's part alone is held"
+    x = torch.ones(2, 4)
+    assert torch.equal(empty.up(x), expected.model.get_submodule("up")(x))
