@@ -167,7 +167,7 @@ class Applied:
         if name not in state:
             raise ConfigError(
                 f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model with its buffers"
-                " (init_empty_weights() leaves them, torch.device('meta') does not)"
+                " (schedule.slapo.init_empty_weights() leaves them, torch.device('meta') does not)"
             )
         path, _, last = name.rpartition(".")
         self.model.get_submodule(path)._buffers[last] = self._part(name, state[name]).to(buffer.dtype).clone()
