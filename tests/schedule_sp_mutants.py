@@ -55,12 +55,15 @@ PAGE = Path(__file__).parents[1] / "docs" / "mutants_schedule.md"
 
 
 def right(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], tuple[str, str, str]]:
-    """(schedule, batch, (first block, second block, where sequences are whole again))."""
+    """(schedule, batch, (first block, second block, where sequences are whole again)); of "llama+overlap" exchanges start early."""
+    name, _, overlap = name.partition("+")
     if name == "core":
         ids = torch.arange(24).reshape(3, 8) % 37
         s = schedule(Toy(), mesh).ulysses(core="blocks.*.core", q="query", k="k", v="v", inputs=["ids"], positions="at", layout="bshd")
         return s, {"ids": ids}, ("blocks.0", "blocks.1", "norm")
     s = auto(make(name), mesh, seq=seq)
+    if overlap:
+        s.directives = [_but(d, overlap_qkv=True) if d.do == "ulysses" else d for d in s.directives]
     cuts = next(d for d in auto(make(name), Mesh.sizes(tp=2), seq=True).directives if d.do == "sequence")
     return s, batch_of(name), (cuts.on, cuts.on.replace("0", "1"), cuts.args["leave"])
 
@@ -168,6 +171,7 @@ def said(s: Schedule, lines: list[Directive], batch: dict[str, Any]) -> str:
 
 def is_right(name: str, seq: bool, what: str) -> bool:
     """Whether a mutant is another way to say the same, as verify() finds; everything else is a mistake."""
+    name = name.partition("+")[0]
     per_token = name in ("bert", "roberta")
     return what in {
         "ulysses: between blocks",

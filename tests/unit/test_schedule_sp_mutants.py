@@ -35,6 +35,14 @@ def test_no_mutant_passes(name: str, seq: bool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", [f"{name}+overlap" for name in ("bert", "roberta", "llama", "mistral", "qwen2", "vit")])
+def test_early_exchanges(tmp_path: Path, name: str) -> None:
+    """Every mutant: check() refuses what verify() finds to be different, and nothing else."""
+    found = computed(name, False, tmp_path)
+    assert found == {what: not answer for what, answer in judged(name, False).items()}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name, seq", CASES, ids=IDS)
 def test_what_is_said_in_another_way_is_equal(tmp_path: Path, name: str, seq: bool) -> None:
     same = [what for what in judged(name, seq) if is_right(name, seq, what)]
