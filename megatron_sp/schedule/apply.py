@@ -466,8 +466,11 @@ class _Compiler:
             raise ConfigError(f"{path}: reduce must be all_reduce or reduce_scatter, not {reduce!r}")
         if reduce == "reduce_scatter" and module._parameters.get("bias") is not None:
             self.summed.add(_joined(path, "bias"))  # each rank adds it to a share of the result
-        make = forwards.row if forwards.is_matrix(module, kind) else forwards.other_row
-        module.forward = make(module, kind, self.group, reduce, self.seq_dim if axis is None else axis)  # type: ignore[method-assign]
+        axis = self.seq_dim if axis is None else axis
+        if forwards.is_matrix(module, kind):
+            module.forward = forwards.row(module, kind, self.group, reduce, axis, path, where)  # type: ignore[method-assign]
+        else:
+            module.forward = forwards.other_row(module, kind, self.group, reduce, axis)  # type: ignore[method-assign]
 
     def follow(self, module: nn.Module, kind: Kind, attribute: str | None, dim: int) -> None:
         """An attribute that holds a size holds this rank's."""

@@ -93,8 +93,8 @@ def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, g
     return forward
 
 
-def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
-    """Ranks' results are summed, then the bias is added, once."""
+def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, path: str, where: str) -> Forward:
+    """Ranks' results are summed, then the bias is added, once; ``path`` and ``where`` are for messages."""
 
     @_called_as(module)
     def forward(x: Tensor) -> Tensor:
@@ -102,9 +102,7 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> 
         if reduce == "all_reduce":
             return split_row(x, weight, bias, group)
         if not -x.ndim <= axis < x.ndim:
-            raise ConfigError(
-                f"a {type(module).__name__} that is split by rows scatters along axis {axis} of {list(x.shape)}, which is not there (E13)"
-            )
+            raise ConfigError(f"{path}: axis {axis} of {list(x.shape)}, along which row scatters, does not exist ({where}, E13)")
         y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
         return y if bias is None else y + _bias_of(y, bias, group, axis, -1)
 
