@@ -26,8 +26,9 @@ from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.early import projecting
+from megatron_sp.schedule.experts import use_first_expert
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
-from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
+from megatron_sp.schedule.layout_rules import ELEMENTWISE, EXPANSIONS, RULES, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 from megatron_sp.schedule.mesh import Mesh
@@ -184,6 +185,7 @@ def _stand_in(model: nn.Module) -> nn.Module:
     """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts."""
     made = without_weights(model).train()
     _compute_attention_here(made)
+    use_first_expert(made)
     return made
 
 
@@ -376,7 +378,7 @@ class _Follower(TorchFunctionMode):
             return UNIFORM
         if kinds == {"U"} and (step.name in ELEMENTWISE or step.name in _MOVES):
             return UNIFORM
-        if not kinds & {"S", "P"}:
+        if not kinds & {"S", "P"} and step.name not in EXPANSIONS:
             return join(step, operands)
         rule: Rule = RULES.get(step.name, ask)
         return rule(step)

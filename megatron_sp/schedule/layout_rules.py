@@ -38,6 +38,7 @@ ELEMENTWISE = LINEAR | set(
     copysign threshold alpha_dropout
     """)
 )
+EXPANSIONS = set(_words("expand expand_as broadcast_to"))
 UNIFORM_FACTORIES = set(
     _words("""
     zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
@@ -51,7 +52,8 @@ def elementwise(step: Step) -> Layout:
     if partial:
         others = [o for o in operands if o.kind != "P"]
         sums = step.name in ("add", "sub", "rsub")
-        if step.name not in LINEAR or (others and (sums or not all(o.neutral for o in others))) or (sums and len(partial) < 2):
+        weighs = all(o.neutral or o.kind == "R" for o in others)  # a factor whose gradient is summed later (a router's weight of an expert)
+        if step.name not in LINEAR or (others and (sums or not weighs)) or (sums and len(partial) < 2):
             refuse_partial(step, partial[0])
         divided = step.name in ("div", "truediv") and step.operand(0, "input") not in partial
         if divided or (len(partial) > 1 and not sums):
@@ -147,8 +149,22 @@ def squeeze(step: Step, x: Operand) -> Layout:
     return x.layout.at(x.layout.dim - sum(d < x.layout.dim for d in gone))
 
 
-def expand(step: Step, x: Operand) -> Layout:
-    return x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim)
+def expand(step: Step) -> Layout:
+    x = step.operands()[0]
+    return x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim) if x.kind == "S" else expand_whole(step)
+
+
+def expand_whole(step: Step) -> Layout:
+    """A dim of one that is repeated as often as a share is long: for the heads of this rank, say."""
+    x, local = step.operands()[0], tuple(step.result.shape)
+    whole = step.whole[0] if step.whole else local
+    new = len(local) - x.tensor.ndim
+    for j, n in enumerate(local):
+        if (j < new or x.tensor.shape[j - new] == 1) and n != whole[j] and _is_whole(local, j, step.size, whole) and x.kind != "P":
+            made = Layout("S", j, since=f"{step.place} {step.name} to the size of a share")
+            require_parts(step, [x], Operand(step.result, made))
+            return made
+    return x.layout if x.kind in "PU" else join(step, step.operands())
 
 
 def split(step: Step, x: Operand) -> Layout | list[Layout]:
@@ -459,7 +475,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("addmm baddbmm"), addmm),
     **dict.fromkeys(_words("split chunk tensor_split split_with_sizes"), moved(split)),
     **dict.fromkeys(_words("cat concat concatenate stack"), cat),
-    **dict.fromkeys(_words("expand expand_as broadcast_to"), moved(expand)),
+    **dict.fromkeys(EXPANSIONS, expand),
     **dict.fromkeys(_words("unbind select"), moved(unbind)),
     **dict.fromkeys(_words("layer_norm rms_norm"), norm),
     **dict.fromkeys(_words("tril triu"), moved(triangle)),

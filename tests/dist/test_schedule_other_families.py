@@ -41,8 +41,31 @@ def experts() -> None:
     s = schedule(model_of("Mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2), mesh())
     inside = s["model.layers.*.mlp.experts"].sync("fwd_pre", "copy", arg="hidden_states").sync("fwd_pre", "copy", arg="top_k_weights")
     inside.shard("gate_up_proj", 1, blocks=2).shard("down_proj", 2).sync("fwd_post", "all_reduce")
+    s.check()
     s.verify(batch_of("llama"))
     assert s.model.config._experts_implementation != "eager"
+
+
+def plans_with_more_than_layers() -> None:
+    """Experts in one tensor, DeepSeek's latent keys, norms with a weight for each head, activations that learn."""
+    latent = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    some = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    for model in (
+        model_of("Mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2),
+        model_of("DeepseekV3", **{**LLAMA, "num_key_value_heads": 4}, **latent, **some),
+        model_of("Cohere", **LLAMA, use_qk_norm=True),
+        model_of("Apertus", **LLAMA),
+    ):
+        s = from_hf_plan(model, mesh())
+        s.check(batch_of("llama"))
+        s.verify(batch_of("llama"))
 
 
 def what_fails_is_told() -> None:
@@ -62,7 +85,7 @@ def shapes_are_told() -> None:
 
 
 def test_models_without_a_preset(tmp_path: Path) -> None:
-    for family in ("Gemma", "Mixtral"):
+    for family in ("Gemma", "Mixtral", "DeepseekV3", "Cohere", "Apertus"):
         getattr(transformers, f"{family}ForCausalLM")
     make("bert"), make("gpt2"), make("llama")
     run_ranks(all_of_them, 2, tmp_path)
@@ -72,6 +95,7 @@ def all_of_them() -> None:
     embeddings_with_a_forward_of_their_own()
     dropout_is_off()
     experts()
+    plans_with_more_than_layers()
     what_fails_is_told()
     shapes_are_told()
 

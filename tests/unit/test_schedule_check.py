@@ -227,6 +227,44 @@ def test_e8_packed_projections(name: str, outputs: int) -> None:
     s.check(data)
 
 
+def test_e8_what_is_three_times_as_wide_need_not_be_packed() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj, self.qkv, self.down = nn.Linear(H, 3 * H), nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up_proj(x)) + sum(self.qkv(x).chunk(3, -1))  # type: ignore[no-any-return]
+
+    s = schedule(Wide(), Mesh.sizes(tp=2))
+    s["up_proj"].column()
+    s["qkv"].column(gather=True)  # whole again where it is taken apart
+    s["down"].row()
+    s.check({"x": torch.zeros(B, S, H)})
+
+
+def test_a_dim_that_is_repeated_for_the_heads_of_a_rank() -> None:
+    """One key for all heads: its gradient is a part on each rank, wherever it was copied to them."""
+
+    class OneKey(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = nn.Linear(H, H), nn.Linear(H, D), nn.Linear(H, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).unflatten(-1, (-1, D)).transpose(1, 2)
+            k = self.k(x)[:, None].expand(*q.shape)
+            return self.o((q * k).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    s = schedule(OneKey(), Mesh.sizes(tp=2))
+    s["q"].column()
+    s["o"].row()
+    data = {"x": torch.zeros(B, S, H)}
+    refused(s, "the model (OneKey): expand:", "copy", "E6", data=data)
+    s["k"].sync("fwd_post", "copy")
+    s.check(data)
+
+
 def test_e9_tied_parameters() -> None:
     s = toy(seq=False, tied=True)
     s["embed"].vocab_parallel()
