@@ -129,7 +129,7 @@ def test_plans_that_are_refused() -> None:
 def test_plans_may_name_what_another_configuration_has() -> None:
     model = Named({"mlp.up": nn.Linear(4, 4)}, {"mlp.up": "colwise", "linear_attn.q": "grouped_gemm"}, base_model_tp_plan={})
     assert [d.on for d in from_hf_plan(model, Mesh.sizes(tp=2)).directives] == ["mlp.up"]
-    with pytest.raises(ConfigError, match="the plan of Named names no module of it: linear_attn.q; write the lines"):
+    with pytest.raises(ConfigError, match=r"the plan of Named names no module of it: linear_attn\.q; write the lines"):
         from_hf_plan(Named({}, {"linear_attn.q": "colwise"}, base_model_tp_plan={}))
 
 

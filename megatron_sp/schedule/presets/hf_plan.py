@@ -1,8 +1,8 @@
 """The plan that transformers itself has for many models, ``config.base_model_tp_plan`` and the head's ``_tp_plan``, as lines of a schedule.
 
-A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What these strings do not say, heads and norms inside of
-heads, is taken from the configuration and the modules. A style that is not known is refused by name: a plan of which a part is ignored would
-compute something else. Names of which this configuration has no module (another kind of layer) have nothing to split.
+A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What these strings do not say, heads and norms inside
+of heads, is taken from the configuration and the modules. A style that is not known is refused by name: a plan of which a part is ignored
+would compute something else. Names of which this configuration has no module (another kind of layer) have nothing to split.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@
     embedding_rowwise               vocab_parallel
     embedding_colwise               column, and the result made whole
     replicated_with_grad_allreduce  sum_gradients
-    mla_kv_a_proj                   whole: its result, in part the keys of all heads, is copied to the ranks, each of which uses it on its heads
+    mla_kv_a_proj                   whole: its result, in part the keys of all heads, is copied to the ranks, which use it on their heads
     moe_tp_experts                  rows and the router's weights are copied to the ranks, and the results summed
     replicate, local_params         nothing
 
-Of a parameter (of experts, [experts, out, in], or sinks of attention, [heads]): colwise cuts outputs, rowwise the last dim, packed ones each
-of two halves.
+Of a parameter (of experts, [experts, out, in], or sinks of attention, [heads]): colwise cuts outputs, rowwise the last dim, packed ones
+each of two halves.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Plan:
 def _column(plan: Plan, path: str) -> None:
     latent = plan.near(path, "kv_a_proj_with_mqa") if path.endswith(".kv_b_proj") else None
     prepared = latent is not None and plan.modules.get(latent) == "mla_kv_a_proj"
-    plan.s[path].column(**plan.heads(path), **({"input": "prepared"} if prepared else {}))
+    plan.s[path].column(input="prepared" if prepared else "copy", **plan.heads(path))
 
 
 def _gathered(plan: Plan, path: str) -> None:
@@ -97,8 +97,8 @@ def _experts(plan: Plan, path: str) -> None:
     for name, has in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
         if getattr(module, has, False):
             raise ConfigError(
-                f"{path} ({type(module).__name__}) has {name} behind the product of each expert, whose sum over the ranks comes later: leave"
-                " the experts whole, with lines of schedule(model, mesh) for everything else"
+                f"{path} ({type(module).__name__}) has {name} behind the product of each expert, whose sum over the ranks comes later:"
+                " leave the experts whole, with lines of schedule(model, mesh) for everything else"
             )
     names = parameter_names(module)
     plan.s[path].sync("fwd_pre", "copy", arg=names[0] if names else 0)
@@ -128,25 +128,27 @@ MODULES: dict[str, Callable[[Plan, str], object]] = {
 def _cut(axis: int, blocks: int | None = None) -> Callable[[Schedule, str, str], None]:
     def write(s: Schedule, owner: str, name: str) -> None:
         for path in s[owner]:
-            parameter = s.model.get_submodule(path)._parameters.get(name)
+            module = s.model.get_submodule(path)
+            parameter = module._parameters.get(name)
             if parameter is not None:
-                s[path].shard(name, axis % parameter.ndim if parameter.ndim > 1 else 0, blocks=blocks)
+                by_pairs = not getattr(module, "is_concatenated", True)  # gate and up of one feature lie side by side
+                s[path].shard(name, axis % parameter.ndim if parameter.ndim > 1 else 0, blocks=None if by_pairs else blocks)
 
     return write
 
 
-TENSORS: dict[str, Callable[[Schedule, str, str], None]] = {
+TENSORS: dict[str, Callable[[Schedule, str, str], object]] = {
     "colwise": _cut(-2),
     "packed_colwise": _cut(-2, 2),
     "rowwise": _cut(-1),
     "packed_rowwise": _cut(-1, 2),
-    "replicated_with_grad_allreduce": lambda s, owner, name: None if s[owner].sum_gradients(name) else None,
+    "replicated_with_grad_allreduce": lambda s, owner, name: s[owner].sum_gradients(name),
     "replicate": lambda s, owner, name: None,
 }
 
 
 def finish(plan: Plan) -> None:
-    """Parameters of which plans do not speak, though ranks use them on shares: norms with a weight for each head, activations that learn."""
+    """Parameters of which plans do not speak, though ranks use them on shares: norms with a weight for each head, learning activations."""
     s = plan.s
     for path, style in plan.modules.items():
         name = path.rpartition(".")[2]
