@@ -28,10 +28,11 @@ from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.early import projecting
 from megatron_sp.schedule.experts import use_first_expert
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
-from megatron_sp.schedule.layout_rules import ELEMENTWISE, EXPANSIONS, RULES, UNIFORM_FACTORIES, Rule, ask
+from megatron_sp.schedule.layout_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 from megatron_sp.schedule.mesh import Mesh
+from megatron_sp.schedule.more_rules import EXPANSIONS, RULES
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.records import HEADS, HIDDEN
 from megatron_sp.schedule.splits import Split
@@ -102,15 +103,20 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
     mesh, directives = Mesh(tp=mesh.tp), [_without_weights_in(d) for d in directives]
-    model, said = _stand_in(model), [d for d in directives if d.do not in (*_LATER, "ulysses")]
+    said = [d for d in directives if d.do not in (*_LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
-        apply(model, said, mesh, seq_dim)
+        apply(_stand_in(model), said, mesh, seq_dim)
         return Flow()
     batch = _inputs(batch)
-    record = _run_whole(model, batch)
-    lines = _lines_by_path(model, directives)
-    applied = apply(model, said, mesh, seq_dim)
-    return _run_split(model, Axis("tp", mesh.tp), lines, record, layouts_of(applied, directives), batch)
+
+    def run(late: bool) -> Flow:
+        made = _stand_in(model)
+        record = _run_whole(made, batch, late)
+        lines = _lines_by_path(made, directives)
+        applied = apply(made, said, mesh, seq_dim)
+        return _run_split(made, Axis("tp", mesh.tp), lines, record, layouts_of(applied, directives), batch, late)
+
+    return _once_or_late(run)
 
 
 def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
@@ -123,16 +129,31 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
         return Flow()
     said, batch = [_without_overlap(model, d) for d in directives if d.do not in _LATER], _inputs(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
-    one = _stand_in(model)
-    apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
-    record = _run_whole(one, batch)
-    model = _stand_in(model)
-    lines = _lines_by_path(model, directives)
-    apply(model, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
-    summed = Layout("R", since="gradients of parameters are summed over sp")
-    parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
     line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
-    return _run_split(model, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch)
+    summed = Layout("R", since="gradients of parameters are summed over sp")
+
+    def run(late: bool) -> Flow:
+        one, made = _stand_in(model), _stand_in(model)
+        apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+        record = _run_whole(one, batch, late)
+        lines = _lines_by_path(made, directives)
+        apply(made, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+        parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
+        return _run_split(made, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch, late)
+
+    return _once_or_late(run)
+
+
+class _WrittenLater(NotFollowed):
+    """Something that depends on weights is written into a tensor that was made with numbers."""
+
+
+def _once_or_late(run: Callable[[bool], Flow]) -> Flow:
+    """What a model makes of zeros has numbers, for it may look at them; where it writes results into them instead, they have none."""
+    try:
+        return run(False)
+    except _WrittenLater:
+        return run(True)
 
 
 def _without_overlap(model: nn.Module, line: Directive) -> Directive:
@@ -147,9 +168,9 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[str, Shapes]]]:
+def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[tuple[str, Shapes]]]:
     """Shapes of all steps."""
-    whole = _Follower(model)
+    whole = _Follower(model, late=late)
     with whole.inside(), one_sequence_a_row():
         model(**batch)
     return whole.record
@@ -157,9 +178,9 @@ def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[
 
 def _run_split(
     model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[tuple[str, Shapes]]],
-    parameters: Mapping[str, Layout], batch: dict[str, Any],
+    parameters: Mapping[str, Layout], batch: dict[str, Any], late: bool,
 ) -> Flow:  # fmt: skip
-    split = _Follower(model, axis, lines, expected, parameters)
+    split = _Follower(model, axis, lines, expected, parameters, late)
     if axis.name == "sp":
         split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
     with split.inside(), one_sequence_a_row():
@@ -250,9 +271,10 @@ class _Follower(TorchFunctionMode):
 
     def __init__(
         self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
-        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None,
+        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None, late: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.late = late
         self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
         self.modules: list[tuple[str, nn.Module]] = []
         self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
@@ -340,9 +362,16 @@ class _Follower(TorchFunctionMode):
             return _converted(args, kwargs)
         if any(t.is_meta for t in tensors_in((args, kwargs))):
             if (func.__name__.endswith("_") or name == "setitem") and not args[0].is_meta and not func.__name__.startswith("__get"):
-                raise NotFollowed(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
+                raise _WrittenLater(
+                    f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
+                )
+            if name in ("getitem", "setitem"):
+                args = (args[0], _numbered(args[1]), *args[2:])
             args, kwargs = _on_meta(args), _on_meta(kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.late and name in UNIFORM_FACTORIES and result.is_floating_point():
+            return result.to("meta")
+        return result
 
     def _follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.axis is not None
@@ -360,21 +389,34 @@ class _Follower(TorchFunctionMode):
             self._explain(step, operands, error)
         results = list(tensors_in(result))
         if not results:
-            if name == "setitem" and any(o.kind in "SP" for o in operands):
-                ask(step)
+            if name == "setitem":
+                layout = RULES[name](step)
+                assert isinstance(layout, Layout)
+                self._require_seen(step, operands[0], layout)
+                self.known[args[0]] = layout
             return result
         step.result, step.whole = result, self._next(name)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
+        if len(results) == 1 and args and results[0] is args[0]:
+            self._require_seen(step, operands[0], layouts[0])
         for tensor, layout in zip(results, layouts, strict=True):
             self.known[tensor] = layout
         self._require_shapes(step, results, layouts)
         self._note_dropout(step)
         return result
 
+    def _require_seen(self, step: Step, before: Operand, after: Layout) -> None:
+        """Written in place. Raises NotFollowed: into a part of something else, which lies otherwise from now on, and nobody sees that."""
+        if before.tensor._base is not None and after.kind != before.kind and not (before.neutral and after.kind in "IU"):
+            step.fail(
+                f"{before.called}, a part of another tensor, was {before.layout.told()} and is {after.told()} now; verify() can tell",
+                "unknown",
+            )
+
     def _rule(self, step: Step, operands: list[Operand]) -> Layout | list[Layout]:
         kinds = {o.kind for o in operands}
-        if step.name in UNIFORM_FACTORIES and not kinds & {"S", "P"}:
+        if step.name in UNIFORM_FACTORIES and (not kinds & {"S", "P"} or step.name.startswith("new_")):
             return UNIFORM
         if kinds == {"U"} and (step.name in ELEMENTWISE or step.name in _MOVES):
             return UNIFORM
@@ -421,6 +463,13 @@ class _Follower(TorchFunctionMode):
         name = self.names.get(id(tensor), "")
         if name:
             return Operand(tensor, self.parameters.get(name, WHOLE), name)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            inside = self.look(torch._C._functorch.get_unwrapped(tensor))
+            if inside.kind in "RSP":
+                raise NotFollowed(
+                    f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.layout.told()};"
+                    " verify() can tell (unknown)"
+                )
         layout = self.known.get(tensor)
         hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
@@ -569,6 +618,16 @@ def _on_meta(value: Any) -> Any:
             return type(value)(*items)
         return type(value)(items) if type(value) in (tuple, list) else tuple(items)
     return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _numbered(index: Any) -> Any:
+    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is."""
+    items = index if isinstance(index, tuple) else (index,)
+    made: list[Any] = []
+    for i in items:
+        is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
+        made += i.nonzero(as_tuple=True) if is_mask else [i]
+    return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
 
 def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

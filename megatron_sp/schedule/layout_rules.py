@@ -17,6 +17,7 @@ from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contrac
 from megatron_sp.schedule.layouts import Layout, Operand
 
 Rule = Callable[[Step], "Layout | list[Layout]"]
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def _words(text: str) -> list[str]:
@@ -113,7 +114,7 @@ def _is_whole(local: tuple[int, ...], dim: int, size: int, whole: tuple[int, ...
 
 def transpose(step: Step, x: Operand) -> Layout:
     ndim = x.tensor.ndim
-    if step.name in ("t", "T", "mT"):
+    if step.name in ("t", "T", "mT", "H", "mH", "adjoint"):
         first, second = ndim - 2, ndim - 1
     else:
         first, second = (step.arg(i, name) % ndim for i, name in ((1, "dim0"), (2, "dim1")))
@@ -155,12 +156,11 @@ def expand(step: Step) -> Layout:
 
 
 def expand_whole(step: Step) -> Layout:
-    """A dim of one that is repeated as often as a share is long: for the heads of this rank, say."""
+    """expand, repeat: as often as a share is long, for the heads of this rank, say. Any share of what is repeated is like any other."""
     x, local = step.operands()[0], tuple(step.result.shape)
     whole = step.whole[0] if step.whole else local
-    new = len(local) - x.tensor.ndim
-    for j, n in enumerate(local):
-        if (j < new or x.tensor.shape[j - new] == 1) and n != whole[j] and _is_whole(local, j, step.size, whole) and x.kind != "P":
+    for j, n in enumerate(local if len(local) == len(whole) else ()):
+        if n != whole[j] and _is_whole(local, j, step.size, whole) and x.kind != "P":
             made = Layout("S", j, since=f"{step.place} {step.name} to the size of a share")
             require_parts(step, [x], Operand(step.result, made))
             return made
@@ -270,12 +270,6 @@ def triangle(step: Step, x: Operand) -> Layout:
     return x.layout if x.layout.dim < x.tensor.ndim - 2 else ask(step)
 
 
-def pad(step: Step, x: Operand) -> Layout:
-    if x.layout.dim >= x.tensor.ndim - len(step.arg(1, "pad")) // 2:
-        conflict(step, [x], "padded along a cut dim, each share would get what belongs to the end of the whole: shift before it is cut")
-    return x.layout
-
-
 # sums, norms, products
 
 
@@ -377,11 +371,17 @@ def matmul(step: Step) -> Layout:
 
 
 def einsum(step: Step) -> Layout:
-    equation = str(step.args[0]).replace(" ", "")
-    if "." in equation or "->" not in equation:
-        return ask(step)
-    left, out = equation.split("->")
-    return contract(step, list(zip(step.operands(), left.split(","), strict=True)), out)
+    """With dots and without an arrow, too: what they stand for is written out."""
+    equation, operands = str(step.args[0]).replace(" ", ""), step.operands()
+    left, arrow, out = equation.partition("->")
+    names = left.split(",")
+    if not arrow:
+        out = "..." * ("." in left) + "".join(sorted(c for c in set(left) - set(",.") if left.count(c) == 1))
+    free = [c for c in _LETTERS if c not in equation]
+    dots = max((o.tensor.ndim - len(n.replace("...", "")) for o, n in zip(operands, names, strict=True) if "..." in n), default=0)
+    rest = "".join(free[:dots])
+    names = [n.replace("...", rest[dots - (o.tensor.ndim - len(n.replace("...", ""))) :]) for o, n in zip(operands, names, strict=True)]
+    return contract(step, list(zip(operands, names, strict=True)), out.replace("...", rest))
 
 
 def attention(step: Step) -> Layout:
@@ -430,7 +430,13 @@ def gather(step: Step) -> Layout:
     return index.layout
 
 
-_REDUCTION = {"cross_entropy": 6, "nll_loss": 6, "binary_cross_entropy_with_logits": 5}  # its place; else it is the fifth
+_REDUCTION = {
+    "cross_entropy": 6,
+    "nll_loss": 6,
+    "binary_cross_entropy_with_logits": 5,
+    "binary_cross_entropy": 5,
+    "huber_loss": 2,
+}  # its place; else it is the fifth
 
 
 def loss(step: Step) -> Layout:
@@ -468,7 +474,7 @@ def ask(step: Step) -> Layout:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(_words("view reshape flatten unflatten view_as reshape_as"), moved(reshape)),
-    **dict.fromkeys(_words("transpose swapaxes swapdims t T mT"), moved(transpose)),
+    **dict.fromkeys(_words("transpose swapaxes swapdims t T mT H mH adjoint"), moved(transpose)),
     **dict.fromkeys(_words("softmax log_softmax cumsum logcumsumexp"), over(1, keeps=True)),
     **dict.fromkeys(_words("mean amax amin max min argmax argmin all any prod std var logsumexp"), over(1)),
     **dict.fromkeys(_words("matmul mm bmm rmatmul"), matmul),
@@ -483,7 +489,7 @@ RULES: dict[str, Rule] = {
     "sum": over(1, sums=True), "permute": moved(permute), "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
     "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave),
     "flip": moved(flip), "roll": moved(roll),
-    "pad": moved(pad), "linear": linear, "gather": gather,
+    "linear": linear, "gather": gather,
     "einsum": einsum, "scaled_dot_product_attention": attention, "embedding": embedding,
 }  # fmt: skip
 

@@ -204,7 +204,7 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
     for o, names in operands:
         if o.kind == "S" and (names[o.layout.dim], o.layout.outer, o.layout.blocks) != (letter, first.layout.outer, first.layout.blocks):
             conflict(step, [first, o], "they are cut in different ways")
-        if o.kind != "S" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
+        if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
             conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
     require_parts(step, every, first)
     if letter not in out:
