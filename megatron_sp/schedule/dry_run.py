@@ -51,6 +51,7 @@ _OPERATORS = {
     "ror": "or",
 }
 _DESCRIPTORS = ("T", "mT", "H", "mH", "data", "real", "imag")
+_AUGMENTED = ("__iand__", "__ior__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _BY_ROWS = {*ELEMENTWISE, "linear", "split_column", "split_row", "copy_to", "reduce_from"}
 _MOVES = ("view", "reshape", "expand", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "expand_as")
 
@@ -280,6 +281,7 @@ class _Follower(TorchFunctionMode):
         self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
         self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
         self.known: Any = WeakIdKeyDictionary()
+        self.views: Any = WeakIdKeyDictionary()  # of what is filled with one value: (it, index)
         self.names = {id(t): name for named in (model.named_buffers, model.named_parameters) for name, t in named()}
         self.parameters = parameters or {}
         self.flow = Flow()
@@ -361,7 +363,9 @@ class _Follower(TorchFunctionMode):
         if name in ("to", "cuda", "cpu"):
             return _converted(args, kwargs)
         if any(t.is_meta for t in tensors_in((args, kwargs))):
-            if (func.__name__.endswith("_") or name == "setitem") and not args[0].is_meta and not func.__name__.startswith("__get"):
+            if func.__name__ in _AUGMENTED and not args[0].is_meta:
+                func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without numbers
+            elif (_in_place(func) or name == "setitem") and not args[0].is_meta:
                 raise _WrittenLater(
                     f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
                 )
@@ -392,27 +396,39 @@ class _Follower(TorchFunctionMode):
             if name == "setitem":
                 layout = RULES[name](step)
                 assert isinstance(layout, Layout)
-                self._require_seen(step, operands[0], layout)
+                self._written(step, operands[0], layout)
                 self.known[args[0]] = layout
             return result
         step.result, step.whole = result, self._next(name)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
+        if func.__name__ in _AUGMENTED and results[0] is not args[0] and layouts[0].kind in "RSP":
+            step.fail("what has numbers takes in a share that has none; verify() can tell", "unknown")
         if len(results) == 1 and args and results[0] is args[0]:
-            self._require_seen(step, operands[0], layouts[0])
+            self._written(step, operands[0], layouts[0])
         for tensor, layout in zip(results, layouts, strict=True):
             self.known[tensor] = layout
+        if name == "getitem" and results[0]._base is not None and layouts[0].kind == "U":
+            self.views[results[0]] = args
         self._require_shapes(step, results, layouts)
         self._note_dropout(step)
         return result
 
-    def _require_seen(self, step: Step, before: Operand, after: Layout) -> None:
-        """Written in place. Raises NotFollowed: into a part of something else, which lies otherwise from now on, and nobody sees that."""
-        if before.tensor._base is not None and after.kind != before.kind and not (before.neutral and after.kind in "IU"):
+    def _written(self, step: Step, before: Operand, after: Layout) -> None:
+        """In place: what it is a part of lies otherwise from now on, too. Raises NotFollowed: nobody sees how."""
+        if before.tensor._base is None or after.kind == before.kind or (before.neutral and after.kind in "IU"):
+            return
+        base, index = self.views.get(before.tensor, (None, None))
+        if base is None or base._base is not None:
             step.fail(
                 f"{before.called}, a part of another tensor, was {before.layout.told()} and is {after.told()} now; verify() can tell",
                 "unknown",
             )
+        written = replace(step, name="setitem", args=(base, index, before.tensor), kwargs={})
+        written.look = lambda t: Operand(t, after) if t is before.tensor else self.look(t)
+        made = RULES["setitem"](written)
+        assert isinstance(made, Layout)
+        self.known[base] = made
 
     def _rule(self, step: Step, operands: list[Operand]) -> Layout | list[Layout]:
         kinds = {o.kind for o in operands}
@@ -471,6 +487,8 @@ class _Follower(TorchFunctionMode):
                     " verify() can tell (unknown)"
                 )
         layout = self.known.get(tensor)
+        if layout is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
+            raise NotFollowed(f"{self.place()}: a view of what was written to since; verify() can tell (unknown)")
         hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
         hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
@@ -597,6 +615,10 @@ class _Follower(TorchFunctionMode):
             if operand.kind == "S" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
                 words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
                 self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
+
+
+def _in_place(func: Any) -> bool:
+    return bool(func.__name__.endswith("_")) and not func.__name__.startswith("__")
 
 
 def _plain(name: str) -> str:

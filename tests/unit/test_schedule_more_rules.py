@@ -52,6 +52,7 @@ RIGHT: list[Between] = [
     lambda m, h, x: h.index_select(1, torch.arange(S)) + h[:, [1, 0, 2, 3, 4]] + h.gather(1, torch.zeros_like(h, dtype=torch.long)),
     lambda m, h, x: h.permute(0, 2, 1)[torch.arange(B), :, torch.tensor([1, 0, 2])][:, None] + h[torch.arange(B), torch.tensor([1, 0, 2])],
     lambda m, h, x: h[torch.tensor([True, False, True])] * torch.einsum("...h,...h->...h", h, h)[:2],
+    lambda m, h, x: shifted(h, h, view=True),
     lambda m, h, x: shifted(h, h) + torch.zeros_like(h).index_add(0, torch.tensor([0, 1, 1]), h) + h.new_zeros(h.shape),
     lambda m, h, x: (
         F.pad(h, (0, 0, 1, -1)) + F.avg_pool1d(h.mT, 1).mT + torch.hypot(h, h) + F.batch_norm(h.mT, None, None, training=True).mT
@@ -87,10 +88,17 @@ def test_what_each_rank_may_not_do_by_itself(between: Between, words: str) -> No
         check(between)
 
 
+def twice_seen(h: Tensor) -> Tensor:
+    z = torch.zeros(h.shape)
+    first, again = z[:, 1:], z[:, 1:]
+    first.copy_(h[:, 1:])
+    return again * h[:, 1:]
+
+
 @pytest.mark.parametrize(
     "between",
     [
-        lambda m, h, x: shifted(h, h, view=True),  # whoever uses the zeros would find them whole
+        lambda m, h, x: twice_seen(h),
         lambda m, h, x: torch.vmap(lambda t: t.softmax(-1))(h),  # dims are others inside
     ],
 )
