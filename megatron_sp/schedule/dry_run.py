@@ -362,6 +362,9 @@ class _Follower(TorchFunctionMode):
             kwargs = {**kwargs, "device": None}
         if name in ("to", "cuda", "cpu"):
             return _converted(args, kwargs)
+        if name == "ctc_loss" and args[0].is_meta:  # torch has none for tensors without numbers
+            reduction = kwargs.get("reduction", args[5] if len(args) > 5 else "mean")
+            return args[0].sum((0, -1)) if reduction == "none" else args[0].sum()
         if any(t.is_meta for t in tensors_in((args, kwargs))):
             if func.__name__ in _AUGMENTED and not args[0].is_meta:
                 func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without numbers

@@ -331,7 +331,8 @@ def linear(step: Step) -> Layout:
 
 
 def addmm(step: Step) -> Layout:
-    bias, x, weight = (step.operand(i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    names = ("input", "batch1", "batch2") if step.name == "baddbmm" else ("input", "mat1", "mat2")
+    bias, x, weight = (step.operand(i, name) for i, name in enumerate(names))
     assert x is not None and weight is not None
     batch = "b" * (x.tensor.ndim - 2)
     return _biased(step, contract(step, [(x, batch + "mk"), (weight, batch + "kn")], batch + "mn"), bias)
@@ -350,10 +351,9 @@ def _biased(step: Step, product: Layout, bias: Operand | None) -> Layout:
         last = product.dim == step.result.ndim - 1
         if last and bias.tensor.shape[-1:] != (1,):
             step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.told()}: split it along", "E4")
-        require_parts(step, [bias], Operand(step.result, product))
-        return product
-    if product.kind == "S" and product.dim != step.result.ndim - 1:
-        step.fail(f"{bias.called} is {bias.layout.told()}, and what it is added to is {product.told()}", "E10")
+        return broadcast(step, [Operand(step.result, product), bias], step.result.ndim)
+    if product.kind == "S" and bias.kind == "S":
+        return broadcast(step, [Operand(step.result, product), bias], step.result.ndim)
     if bias.kind == "S" and product.kind != "S":
         step.fail(f"{bias.called} is {bias.layout.told()}, and what it is added to is whole: split the weight along", "E4")
     return product if product.kind == "S" else join(step, [Operand(step.result, product), bias])

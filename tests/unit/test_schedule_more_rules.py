@@ -138,3 +138,31 @@ def test_convolutions_by_channels() -> None:
         made(norm=False)
     with pytest.raises(LayoutError, match=r"last \(Conv2d\): conv2d"):
         made(row=False)
+
+
+class Scores(nn.Module):
+    """Bloom's way: scores [b * n, s, s] are added to what is said by name; a loss over times that a GPU-less copy has no numbers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q = self.q(x).view(1, S, -1, 2).transpose(1, 2).flatten(0, 1)
+        p = bias.baddbmm(batch1=q, batch2=q.mT).softmax(-1)
+        y = self.o((p @ q).unflatten(0, (1, -1)).transpose(1, 2).flatten(2))
+        return F.ctc_loss(y.log_softmax(-1), torch.ones(S, 2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+
+
+def test_scores_with_a_bias_for_each_head() -> None:
+    def made(scatters: bool) -> None:
+        s = schedule(Scores(), Mesh.sizes(tp=2))
+        s["q"].column()
+        s["o"].row()
+        if scatters:
+            s[""].sync("fwd_pre", "scatter", arg="bias", axis=0)
+        s.check({"x": torch.zeros(1, S, H), "bias": torch.zeros(4, S, S)})
+
+    made(True)
+    with pytest.raises(LayoutError, match=r"baddbmm: sizes do not fit.*E10"):
+        made(False)
