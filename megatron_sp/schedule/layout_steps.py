@@ -176,10 +176,11 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
         if operands and all(o.kind == "U" for o in operands):
             return UNIFORM
         return join(step, operands)
-    first = shares[0]
+    first = next((o for o in shares if not o.layout.as_needed), shares[0])
     dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
-    for o in shares[1:]:
-        if (o.layout.dim - o.tensor.ndim, o.layout.outer, o.layout.blocks) != (dim, first.layout.outer, first.layout.blocks):
+    for o in shares:
+        parts = (first.layout.outer, first.layout.blocks) if o.layout.as_needed else (o.layout.outer, o.layout.blocks)
+        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks):
             conflict(step, [first, o], "they are cut in different ways")
     for o in operands:
         if o.kind == "P":
