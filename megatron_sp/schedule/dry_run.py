@@ -12,7 +12,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
     batch = _inputs(batch)
 
     def run(late: bool) -> Flow:
-        made = _stand_in(model)
+        made = _stand_in(model, late)
         record = _run_whole(made, batch, late)
         lines = _lines_by_path(made, directives)
         applied = apply(made, said, mesh, seq_dim)
@@ -134,7 +134,7 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     summed = Layout("R", since="gradients of parameters are summed over sp")
 
     def run(late: bool) -> Flow:
-        one, made = _stand_in(model), _stand_in(model)
+        one, made = _stand_in(model, late), _stand_in(model, late)
         apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
         record = _run_whole(one, batch, late)
         lines = _lines_by_path(made, directives)
@@ -154,7 +154,11 @@ def _once_or_late(run: Callable[[bool], Flow]) -> Flow:
     try:
         return run(False)
     except _WrittenLater:
+        pass
+    try:
         return run(True)
+    except _WrittenLater as error:
+        raise NotFollowed(str(error)) from None
 
 
 def _without_overlap(model: nn.Module, line: Directive) -> Directive:
@@ -203,9 +207,15 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stand_in(model: nn.Module) -> nn.Module:
-    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts."""
+def _stand_in(model: nn.Module, late: bool = False) -> nn.Module:
+    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts.
+
+    Args:
+        late: buffers have no numbers either, for results are written into them.
+    """
     made = without_weights(model).train()
+    for module in made.modules() if late else ():
+        module._buffers.update({k: b.to("meta") for k, b in module._buffers.items() if b is not None and b.is_floating_point()})
     _compute_attention_here(made)
     use_first_expert(made)
     return made
@@ -303,7 +313,8 @@ class _Follower(TorchFunctionMode):
         except Exception as error:
             which = "whole" if self.axis is None else "split"
             raise NotFollowed(
-                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error}"
+                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error};"
+                " verify() can tell, on ranks"
             ) from error
         finally:
             for handle in handles:
@@ -674,6 +685,8 @@ def _integers(value: Any) -> Iterator[int]:
 def _named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(result, Tensor):
         yield prefix or "0", result
-    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result) and not isinstance(result, (dict, type)):
+        items = ((place.name, getattr(result, place.name)) for place in fields(result))
     for key, value in items:
         yield from _named(value, f"{prefix}.{key}" if prefix else str(key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -75,7 +75,7 @@ class Step:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -84,6 +84,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for place in fields(value):
+            yield from tensors_in(getattr(value, place.name))
 
 
 def join(step: Step, operands: Iterable[Operand]) -> Layout:

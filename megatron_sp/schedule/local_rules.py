@@ -228,7 +228,7 @@ def packed(lines: Lines) -> Problem:
             continue  # the parts are whole again before anybody takes them apart
         out, into = (weight.shape[dim] for dim in dims)
         name = path.rpartition(".")[2]
-        if (out == 3 * into and not _is_plain(path)) or name.lower() in _PACKED:
+        if (out == 3 * into and not _is_plain(lines.model, path)) or name.lower() in _PACKED:
             parts = 2 if "gate_up" in name or "kv" == name[:2] else 3
             yield (
                 f"{path} has {out} outputs of {into} inputs, as a packed projection has: cut in one piece, rank 0 would get"
@@ -238,10 +238,12 @@ def packed(lines: Lines) -> Problem:
             )
 
 
-def _is_plain(path: str) -> bool:
+def _is_plain(model: nn.Module, path: str) -> bool:
     """Whether a layer's name, or that of the module around it, says that it is one projection: an MLP may be three times as wide, too."""
-    around, _, name = path.lower().rpartition(".")
-    return bool(set(re.split(r"[_\d]+", name)) & _PLAIN or around.rpartition(".")[2] in _MLPS)
+    around, _, name = path.rpartition(".")
+    words = set(re.split(r"[_\d]+", name.lower()))
+    has_second = name.endswith("1") and hasattr(model.get_submodule(around), f"{name[:-1]}2")  # linear1 and linear2
+    return bool(words & _PLAIN) or around.lower().rpartition(".")[2] in _MLPS or has_second
 
 
 def heads(lines: Lines) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -241,6 +242,37 @@ def test_e8_what_is_three_times_as_wide_need_not_be_packed() -> None:
     s["qkv"].column(gather=True)  # whole again where it is taken apart
     s["down"].row()
     s.check({"x": torch.zeros(B, S, H)})
+
+
+@dataclass
+class Made:
+    loss: Tensor
+    y: Tensor
+
+
+class Averaged(nn.Module):
+    """A dataclass of results, a running mean of activations, and torch's names for the two layers of an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear1, self.linear2 = nn.Linear(H, H), nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+        self.register_buffer("mean", torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Made:
+        x = self.first(x)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))  # type: ignore[operator, union-attr]
+        y = self.linear2(self.linear1(x - self.mean))
+        return Made(y.square().mean(), y)
+
+
+def test_results_in_a_dataclass_and_buffers_that_are_written() -> None:
+    data = {"x": torch.zeros(B, S, H)}
+    s = schedule(Averaged(), Mesh.sizes(tp=2))
+    s["linear1"].column()
+    s["linear2"].row()
+    s.check(data)
+    s["linear2"].sync("fwd_post", "copy")
+    refused(s, "result loss: is whole, with a part of its gradient", HERE, "E5", data=data)
 
 
 def test_a_dim_that_is_repeated_for_the_heads_of_a_rank() -> None:
