@@ -8,11 +8,10 @@ letters R and I carry what it would do (``layouts.py``).
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,9 +23,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
+from megatron_sp.schedule.call_values import (
+    Shapes,
+    converted,
+    in_place,
+    integers,
+    named,
+    numbered,
+    on_meta,
+    plain,
+    shapes,
+)  # fmt: skip
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.early import projecting
-from megatron_sp.schedule.experts import use_first_expert
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
@@ -36,20 +45,10 @@ from megatron_sp.schedule.more_rules import EXPANSIONS, RULES
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.records import HEADS, HIDDEN
 from megatron_sp.schedule.splits import Split
+from megatron_sp.schedule.stand_in import input_of, stand_in, without_weights_in
 from megatron_sp.utils.errors import ConfigError
 
-Shapes = list[tuple[int, ...]]
 _LATER = ("zero", "rng", "checkpoint")  # change no layout
-_OPERATORS = {
-    "imatmul": "matmul",
-    "itruediv": "truediv",
-    "radd": "add",
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "rand": "and",
-    "ror": "or",
-}
 _DESCRIPTORS = ("T", "mT", "H", "mH", "data", "real", "imag")
 _AUGMENTED = ("__iand__", "__ior__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _BY_ROWS = {*ELEMENTWISE, "linear", "split_column", "split_row", "copy_to", "reduce_from"}
@@ -103,15 +102,15 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         LayoutError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
-    mesh, directives = Mesh(tp=mesh.tp), [_without_weights_in(d) for d in directives]
+    mesh, directives = Mesh(tp=mesh.tp), [without_weights_in(d) for d in directives]
     said = [d for d in directives if d.do not in (*_LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
-        apply(_stand_in(model), said, mesh, seq_dim)
+        apply(stand_in(model), said, mesh, seq_dim)
         return Flow()
     batch = _inputs(batch)
 
     def run(late: bool) -> Flow:
-        made = _stand_in(model, late)
+        made = stand_in(model, late)
         record = _run_whole(made, batch, late)
         lines = _lines_by_path(made, directives)
         applied = apply(made, said, mesh, seq_dim)
@@ -134,11 +133,11 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     summed = Layout("R", since="gradients of parameters are summed over sp")
 
     def run(late: bool) -> Flow:
-        one, made = _stand_in(model, late), _stand_in(model, late)
-        apply(one, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+        one, made = stand_in(model, late), stand_in(model, late)
+        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
         record = _run_whole(one, batch, late)
         lines = _lines_by_path(made, directives)
-        apply(made, [_without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
         parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
         return _run_split(made, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch, late)
 
@@ -170,7 +169,7 @@ def _without_overlap(model: nn.Module, line: Directive) -> Directive:
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {name: input_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[tuple[str, Shapes]]]:
@@ -192,47 +191,6 @@ def _run_split(
         result = model(**batch)
     split.finish(result)
     return split.flow
-
-
-def _input(value: Tensor) -> Tensor:
-    return value.detach().cpu().requires_grad_(value.requires_grad)
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have shapes only; buffers are real."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        new.__dict__.update(p.__dict__)
-    return copy.deepcopy(model, memo)
-
-
-def _stand_in(model: nn.Module, late: bool = False) -> nn.Module:
-    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts.
-
-    Args:
-        late: buffers have no numbers either, for results are written into them.
-    """
-    made = without_weights(model).train()
-    for module in made.modules() if late else ():
-        module._buffers.update({k: b.to("meta") for k, b in module._buffers.items() if b is not None and b.is_floating_point()})
-    _compute_attention_here(made)
-    use_first_expert(made)
-    return made
-
-
-def _compute_attention_here(model: nn.Module) -> None:
-    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to layouts."""
-    configs: list[Any] = [getattr(m, "config", None) for m in model.modules()]
-    for config in {id(c): c for c in configs}.values():
-        if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
-            config._attn_implementation = "sdpa"
-
-
-def _without_weights_in(directive: Directive) -> Directive:
-    """A line whose module, if it brings one, is a copy: splitting that one must not split the real one."""
-    new = directive.args.get("new")
-    return replace(directive, args={**directive.args, "new": without_weights(new)}) if isinstance(new, nn.Module) else directive
 
 
 def layouts_of(applied: Applied, directives: list[Directive]) -> dict[str, Layout]:
@@ -355,13 +313,13 @@ class _Follower(TorchFunctionMode):
                 return torch.device("cpu")  # of a tensor without numbers too: what is made for it must have some
             if name not in _DESCRIPTORS:
                 return func(*args, **kwargs)
-        name = _plain(name)
+        name = plain(name)
         if self.axis is None:
             if name in exchange_rules.RULES:
-                return exchange_rules.shaped(name, _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
+                return exchange_rules.shaped(name, on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
             result = self._call(func, name, args, kwargs)
             if any(True for _ in tensors_in(result)):
-                self.record[self._path()].append((name, _shapes(result)))
+                self.record[self._path()].append((name, shapes(result)))
             return result
         return self._follow(func, name, args, kwargs)
 
@@ -372,20 +330,20 @@ class _Follower(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": None}
         if name in ("to", "cuda", "cpu"):
-            return _converted(args, kwargs)
+            return converted(args, kwargs)
         if name == "ctc_loss" and args[0].is_meta:  # torch has none for tensors without numbers
             reduction = kwargs.get("reduction", args[5] if len(args) > 5 else "mean")
             return args[0].sum((0, -1)) if reduction == "none" else args[0].sum()
         if any(t.is_meta for t in tensors_in((args, kwargs))):
             if func.__name__ in _AUGMENTED and not args[0].is_meta:
                 func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without numbers
-            elif (_in_place(func) or name == "setitem") and not args[0].is_meta:
+            elif (in_place(func) or name == "setitem") and not args[0].is_meta:
                 raise _WrittenLater(
                     f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
                 )
             if name in ("getitem", "setitem"):
-                args = (args[0], _numbered(args[1]), *args[2:])
-            args, kwargs = _on_meta(args), _on_meta(kwargs)
+                args = (args[0], numbered(args[1]), *args[2:])
+            args, kwargs = on_meta(args), on_meta(kwargs)
         result = func(*args, **kwargs)
         if self.late and name in UNIFORM_FACTORIES and result.is_floating_point():
             return result.to("meta")
@@ -461,7 +419,7 @@ class _Follower(TorchFunctionMode):
         args, layout = step.args, None
         elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
         step.lines = step.lines or self.axis.line
-        every = _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
+        every = on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
         try:
             if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
                 layout = exchange_rules.RULES[step.name](step)
@@ -581,7 +539,7 @@ class _Follower(TorchFunctionMode):
 
     def _hint(self, args: Any) -> str:
         """Attributes of the modules around that hold one of these numbers."""
-        numbers = {n for n in _integers(args) if n > 1}
+        numbers = {n for n in integers(args) if n > 1}
         found = [
             f"{path}.{name} = {value}"
             for path, module in self.modules[:0:-1][:3]
@@ -603,7 +561,7 @@ class _Follower(TorchFunctionMode):
     def finish(self, result: Any) -> None:
         """What leaves the model must be complete. Raises LayoutError."""
         assert self.axis is not None
-        for name, tensor in _named(result):
+        for name, tensor in named(result):
             operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
             step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
             if operand.kind == "P":
@@ -629,64 +587,3 @@ class _Follower(TorchFunctionMode):
             if operand.kind == "S" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
                 words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
                 self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
-
-
-def _in_place(func: Any) -> bool:
-    return bool(func.__name__.endswith("_")) and not func.__name__.startswith("__")
-
-
-def _plain(name: str) -> str:
-    """add of __add__, add_, __iadd__."""
-    bare = name.strip("_") if name.startswith("__") else name.rstrip("_") if name not in ("requires_grad_",) else name
-    return _OPERATORS.get(bare, bare)
-
-
-def _shapes(value: Any) -> Shapes:
-    return [tuple(t.shape) for t in tensors_in(value)]
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value if value.is_meta else value.to("meta")
-    if isinstance(value, (tuple, list)):
-        items = [_on_meta(v) for v in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
-    return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _numbered(index: Any) -> Any:
-    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is."""
-    items = index if isinstance(index, tuple) else (index,)
-    made: list[Any] = []
-    for i in items:
-        is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
-        made += i.nonzero(as_tuple=True) if is_mask else [i]
-    return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
-
-
-def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``x.to(...)`` that changes the type of numbers alone."""
-    given = [*args[1:], *kwargs.values()]
-    dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
-    x: Tensor = args[0]
-    return x if dtype is None or dtype == x.dtype else x.to(dtype)
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, (tuple, list)) or type(value).__name__ == "Size":
-        for item in value:
-            yield from _integers(item)
-
-
-def _named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(result, Tensor):
-        yield prefix or "0", result
-    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
-    if is_dataclass(result) and not isinstance(result, (dict, type)):
-        items = ((place.name, getattr(result, place.name)) for place in fields(result))
-    for key, value in items:
-        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))
