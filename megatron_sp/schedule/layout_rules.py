@@ -90,10 +90,16 @@ def reshape(step: Step, x: Operand) -> Layout:
     run = old[layout.dim] // layout.outer
     top = run * math.prod(old[layout.dim + 1 :])  # elements of one share that lie in one piece
     whole = step.whole[0] if step.whole else None
+    asked = step.args[1] if len(step.args) == 2 else step.args[1:]
+    left_open = list(asked).index(-1) if isinstance(asked, (tuple, list)) and -1 in asked else None
     for j in range(len(new)):
         behind = math.prod(new[j + 1 :])
-        size_one = new[j] == 1 and behind == top  # a share of one: only the whole model tells it from any other dim of one
-        if not (behind < top <= behind * new[j] or (size_one and whole is not None)) or top % behind or new[j] % (top // behind):
+        size_one = new[j] == 1 and behind == top  # a share of one: the whole model tells it from any other dim of one, or a size of -1 does
+        if (
+            not (behind < top <= behind * new[j] or (size_one and (whole is not None or j == left_open)))
+            or top % behind
+            or new[j] % (top // behind)
+        ):
             continue
         outer = new[j] // (top // behind)
         if whole is None or _is_whole(new, j, step.size // layout.copies, whole):

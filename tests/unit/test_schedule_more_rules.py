@@ -166,3 +166,24 @@ def test_scores_with_a_bias_for_each_head() -> None:
     made(True)
     with pytest.raises(LayoutError, match=r"baddbmm: sizes do not fit.*E10"):
         made(False)
+
+
+class Sinks(nn.Module):
+    """A number for each head, of which a rank may have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.sinks, self.odd = nn.Linear(H, H), nn.Linear(H, H), nn.Parameter(torch.zeros(2)), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        q = q * 2 if self.odd == 2 else q  # steps are no longer those of the whole model
+        return self.o((q + self.sinks.view(1, -1, 1, 1)).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_a_share_of_one() -> None:
+    s = schedule(Sinks(), Mesh.sizes(tp=2))
+    s["q"].column()
+    s["o"].row()
+    s[""].shard("sinks", 0).set("odd", divide="tp")
+    s.check({"x": torch.zeros(B, S, H)})
