@@ -32,7 +32,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
-from megatron_sp.schedule.records import HEADS, HIDDEN, RegionLength, change_records
+from megatron_sp.schedule.records import HEADS, HIDDEN, RegionLength, change_records, require_named
 from megatron_sp.schedule.soundness import no_parameter, require_axis, require_plain, require_sound, without_fast_paths
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
@@ -70,16 +70,26 @@ class Applied:
 
         Of a transformers result ``hidden_states`` and ``attentions`` are made whole too, if it was asked for them. A loss made of it, the
         same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
+
+        Raises:
+            ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
         """
         if self.ulysses is not None:
             self.ulysses.complete_heads(result)
         tp = self.mesh.tp
         if tp.size() > 1:
             heads = getattr(getattr(self.model, "config", None), "num_attention_heads", None)
+            require_named(result, partial(self._is_record_share, heads))
             change_records(result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t)
             dim, length = self.seq_dim, self.region.positions
             change_records(result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t)
         return result if self.ulysses is None else self.ulysses.complete(result)
+
+    def _is_record_share(self, heads: int | None, t: Tensor) -> bool:
+        """Whether it looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
+        size, length = self.mesh.tp.size(), self.region.positions
+        cut = t.ndim == 3 and length > 0 and t.shape[self.seq_dim] * size == length
+        return cut or (t.ndim == 4 and t.shape[1] * size == heads and t.shape[2] == t.shape[3])
 
     def finish_backward(self) -> None:
         """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.dry_run import inputs_of, stand_in
+from megatron_sp.schedule.dry_run import inputs_of
 from megatron_sp.schedule.follower import Follower
+from megatron_sp.schedule.stand_in import stand_in
 from megatron_sp.schedule.survey import Edge, survey, unapplied, without_numbers
 from megatron_sp.schedule.traffic import again, sent
 from megatron_sp.schedule.verify import tensors_of

@@ -1,12 +1,14 @@
 """What the lines of a schedule leave open, and the dry run decides: which adjoint an all_gather has, where random numbers must differ.
 
 ``check()`` keeps what it has worked out as lines that are marked (``Directive.derived``), so they go away and come again when it is asked
-again. ``apply()`` does the same for lines that were never checked; where a dry run cannot be made and something is open, it refuses: a
-guess would train with other gradients and say nothing.
+again. ``apply()`` does the same for lines that were never checked, and refuses what it finds wrong; where a dry run cannot be made and
+something is open, it refuses too: a guess would train with other gradients and say nothing. Lines that ``verify()`` has measured on ranks
+are believed whatever the dry run makes of them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,13 +43,15 @@ def with_derived(directives: list[Directive], report: Report) -> list[Directive]
 
 
 def complete(
-    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None, *, guess: bool = False
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None, *, guess: bool = False,
+    verified: bool = False,
 ) -> list[Directive]:  # fmt: skip
     """The lines with all that ``check()`` would add to them.
 
     Args:
         batch: keyword arguments of the model (default: token ids, where its configuration tells of them).
-        guess: leave open what cannot be worked out.
+        guess: leave open what cannot be worked out; where nothing is open there is no dry run.
+        verified: ``verify()`` has found these lines right, adjoints that they do not say included; dropout it has not seen.
     Raises:
         LayoutError: what the dry run found to be wrong.
         ConfigError: something is open, and there can be no dry run; names the lines and modules.
@@ -55,14 +59,16 @@ def complete(
     said = as_said(directives)
     over_dp = mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in said)  # verify() gives all ranks of dp the same rows
     is_open = over_dp or any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
-    if not is_open or (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp):
+    if (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp) or (not is_open and (guess or verified)):
         return said
     try:
         report = check(model, said, mesh, seq_dim, batch)
     except NotFollowed as error:
         reason = str(error)
-    except LayoutError:
-        raise
+    except LayoutError as error:
+        if not verified or over_dp:
+            raise
+        reason = str(error)
     except ConfigError as error:
         if not any(d.do == "ulysses" for d in said):  # which pads what the dry run cannot share
             raise
@@ -71,18 +77,28 @@ def complete(
         if report.dry:
             return with_derived(said, report)
         reason = report.why_not
-    found = [] if guess else [*open_gathers(said, mesh), *open_dropout(model, said, mesh)]
-    if found:
-        shown = [*found[:_SHOWN], *([f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
-        listed = "\n  ".join(shown)
-        raise ConfigError(f"the schedule leaves open what a dry run would decide, and there was none ({reason}):\n  {listed}")
+    _require_said(model, said, mesh, reason, guess=guess, verified=verified)
+    if not guess and not verified and mesh.tp.rank() == mesh.dp_sp.rank() == 0:
+        warnings.warn(f"apply(): no dry run has looked for missing sums ({reason}): verify(batch), on ranks, measures them", stacklevel=4)
     return said
+
+
+def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str, *, guess: bool, verified: bool) -> None:
+    """Raises ConfigError: something is open that nobody has worked out, measured, or allowed to be usual."""
+    gathers = [] if guess or verified else list(open_gathers(said, mesh))
+    found = [] if guess else [*gathers, *open_dropout(model, said, mesh)]
+    if not found:
+        return
+    shown = [*found[:_SHOWN], *([f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
+    listed = "\n  ".join(shown)
+    way = "" if not gathers else "\nor have verify(batch) measure on ranks that what is usual is right here; apply() then believes it"
+    raise ConfigError(f"the schedule leaves open what a dry run would decide, and there was none ({reason}):\n  {listed}{way}")
 
 
 def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
     """Of each all_gather that does not say its adjoint, what to say."""
     for d in directives:
-        if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args:
+        if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args or d.args.get("over") == "dp":
             continue
         if mesh.group(d.args.get("over", "tp")).size() > 1:
             yield (

@@ -7,9 +7,8 @@ shows at once. Who looks is ``follower.py``. Each axis has a run of its own; the
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
+from megatron_sp.schedule.call_values import Shapes
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.follower import Axis, Flow, Follower, Shapes
+from megatron_sp.schedule.follower import Axis, Flow, Follower, WrittenLater
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.layout_steps import tensors_in
-from megatron_sp.schedule.layouts import WHOLE, Layout
+from megatron_sp.schedule.layouts import WHOLE, Layout, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.splits import Split
+from megatron_sp.schedule.stand_in import input_of, stand_in, without_weights_in
 
 LATER = ("zero", "rng", "checkpoint")  # change no layout
 
@@ -39,16 +40,21 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         LayoutError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
-    mesh, directives = Mesh(tp=mesh.tp), [without_weights_in(d) for d in directives]
-    model, said = stand_in(model), [d for d in directives if d.do not in (*LATER, "ulysses")]
+    mesh = Mesh(tp=mesh.tp)
+    said = [d for d in directives if d.do not in (*LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
-        apply(model, said, mesh, seq_dim)
+        apply(stand_in(model), [without_weights_in(d) for d in said], mesh, seq_dim)
         return Flow()
     batch = inputs_of(batch)
-    record = _run_whole(model, batch)
-    lines = _lines_by_path(model, directives)
-    applied = apply(model, said, mesh, seq_dim)
-    return _run_split(model, Axis("tp", mesh.tp), lines, record, layouts_of(applied, directives), batch)
+
+    def run(late: bool) -> Flow:
+        made, own = stand_in(model, late), [without_weights_in(d) for d in said]
+        record = _run_whole(made, batch, late)
+        lines = _lines_by_path(made, directives)
+        applied = apply(made, own, mesh, seq_dim)
+        return _run_split(made, Axis("tp", mesh.tp), lines, record, layouts_of(applied, own), batch, late)
+
+    return _once_or_late(run)
 
 
 def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
@@ -61,16 +67,19 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
         return Flow()
     said, batch = [without_overlap(d) for d in directives if d.do not in LATER], inputs_of(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
-    one = stand_in(model)
-    apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
-    record = _run_whole(one, batch)
-    model = stand_in(model)
-    lines = _lines_by_path(model, directives)
-    apply(model, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
-    summed = Layout("R", since="gradients of parameters are summed over sp")
-    parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
     line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
-    return _run_split(model, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch)
+    summed = Layout("R", since="gradients of parameters are summed over sp")
+
+    def run(late: bool) -> Flow:
+        one, made = stand_in(model, late), stand_in(model, late)
+        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+        record = _run_whole(one, batch, late)
+        lines = _lines_by_path(made, directives)
+        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+        parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
+        return _run_split(made, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch, late)
+
+    return _once_or_late(run)
 
 
 def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
@@ -86,16 +95,31 @@ def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     rows = next((t.shape[dim] for t in tensors_in(batch) if t.ndim > dim), 0)
     cut = [t for t in tensors_in(batch) if t.ndim > dim and t.shape[dim] == rows]
     of_all = {name: torch.cat([t] * mesh.dp.size(), dim) if any(t is c for c in cut) else t for name, t in batch.items()}
-    one = stand_in(model)
-    apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
-    record = _run_whole(one, of_all)
-    model = stand_in(model)
-    lines = _lines_by_path(model, directives)
-    apply(model, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
     summed = Layout("R", since="gradients of parameters are summed over dp")
     known = {t: Layout("S", dim, since="each rank has rows of its own") for t in cut}
-    parameters = {name: summed for name, p in model.named_parameters() if p.requires_grad}
-    return _run_split(model, Axis("dp", mesh.dp, same_program=True), lines, record, parameters, batch, known)
+
+    def run(late: bool) -> Flow:
+        one, made = stand_in(model, late), stand_in(model, late)
+        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
+        record = _run_whole(one, of_all, late)
+        lines = _lines_by_path(made, directives)
+        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
+        parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
+        return _run_split(made, Axis("dp", mesh.dp, same_program=True), lines, record, parameters, batch, late, known)
+
+    return _once_or_late(run)
+
+
+def _once_or_late(run: Callable[[bool], Flow]) -> Flow:
+    """What a model makes of zeros has numbers, for it may look at them; where it writes results into them instead, they have none."""
+    try:
+        return run(False)
+    except WrittenLater:
+        pass
+    try:
+        return run(True)
+    except WrittenLater as error:
+        raise NotFollowed(str(error)) from None
 
 
 def without_overlap(line: Directive) -> Directive:
@@ -104,12 +128,12 @@ def without_overlap(line: Directive) -> Directive:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _input(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {name: input_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[str, Shapes]]]:
+def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[tuple[str, Shapes]]]:
     """Shapes of all steps."""
-    whole = Follower(model)
+    whole = Follower(model, late=late)
     with whole.inside(), one_sequence_a_row():
         model(**batch)
     return whole.record
@@ -117,9 +141,10 @@ def _run_whole(model: nn.Module, batch: dict[str, Any]) -> dict[str, list[tuple[
 
 def _run_split(
     model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[tuple[str, Shapes]]],
-    parameters: Mapping[str, Layout], batch: dict[str, Any], known: Mapping[Tensor, Layout] | None = None,
+    parameters: Mapping[str, Layout], batch: dict[str, Any], late: bool,
+    known: Mapping[Tensor, Layout] | None = None,
 ) -> Flow:  # fmt: skip
-    split = Follower(model, axis, lines, expected, parameters)
+    split = Follower(model, axis, lines, expected, parameters, late)
     split.known.update(known or {})
     if axis.name == "sp":
         split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
@@ -127,40 +152,6 @@ def _run_split(
         result = model(**batch)
     split.finish(result)
     return split.flow
-
-
-def _input(value: Tensor) -> Tensor:
-    return value.detach().cpu().requires_grad_(value.requires_grad)
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have shapes only; buffers are real."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        new.__dict__.update(p.__dict__)
-    return copy.deepcopy(model, memo)
-
-
-def stand_in(model: nn.Module) -> nn.Module:
-    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts."""
-    made = without_weights(model).train()
-    _compute_attention_here(made)
-    return made
-
-
-def _compute_attention_here(model: nn.Module) -> None:
-    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to layouts."""
-    configs: list[Any] = [getattr(m, "config", None) for m in model.modules()]
-    for config in {id(c): c for c in configs}.values():
-        if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
-            config._attn_implementation = "sdpa"
-
-
-def without_weights_in(directive: Directive) -> Directive:
-    """A line whose module, if it brings one, is a copy: splitting that one must not split the real one."""
-    new = directive.args.get("new")
-    return replace(directive, args={**directive.args, "new": without_weights(new)}) if isinstance(new, nn.Module) else directive
 
 
 def layouts_of(applied: Applied, directives: list[Directive]) -> dict[str, Layout]:

@@ -194,7 +194,8 @@ def own_exchange(step: Step) -> Layout:
         conflict(step, [x], f"a tensor of layout {said} is expected{_here(step)}")
     if said.kind == "S" and said.dim % x.tensor.ndim != x.layout.dim:
         conflict(step, [x], f"a tensor that is cut along dim {said.dim} is expected{_here(step)}")
-    return replace(made, dim=made.dim % x.tensor.ndim, since=step.label("sync"))
+    free = made.kind == "S" and x.neutral  # a bias for each head of a flattened batch: which parts these are is the function's to know
+    return replace(made, dim=made.dim % x.tensor.ndim, as_needed=free, since=step.label("sync"))
 
 
 def parse(step: Step) -> tuple[Layout, Layout]:

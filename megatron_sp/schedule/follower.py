@@ -20,25 +20,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule import exchange_rules
+from megatron_sp.schedule.call_values import (
+    Shapes,
+    converted,
+    in_place,
+    integers,
+    named,
+    numbered,
+    on_meta,
+    plain,
+    shapes,
+)  # fmt: skip
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.layout_rules import ELEMENTWISE, RULES, UNIFORM_FACTORIES, Rule, ask
+from megatron_sp.schedule.layout_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
+from megatron_sp.schedule.more_rules import EXPANSIONS, RULES
 from megatron_sp.schedule.records import HEADS, HIDDEN
 from megatron_sp.utils.errors import ConfigError
 
-Shapes = list[tuple[int, ...]]
-_OPERATORS = {
-    "imatmul": "matmul",
-    "itruediv": "truediv",
-    "radd": "add",
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "rand": "and",
-    "ror": "or",
-}
 _DESCRIPTORS = ("T", "mT", "H", "mH", "data", "real", "imag")
+_AUGMENTED = ("__iand__", "__ior__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _BY_ROWS = {*ELEMENTWISE, "linear", "split_column", "split_row", "copy_to", "reduce_from"}
 _MOVES = ("view", "reshape", "expand", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "expand_as")
 
@@ -80,19 +82,25 @@ class Axis:
     same_program: bool = False
 
 
+class WrittenLater(NotFollowed):
+    """Something that depends on weights is written into a tensor that was made with numbers."""
+
+
 class Follower(TorchFunctionMode):
     """Sees every call. Without an axis it only keeps shapes; with one it follows layouts."""
 
     def __init__(
         self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
-        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None,
+        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None, late: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.late = late
         self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
         self.modules: list[tuple[str, nn.Module]] = []
         self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
         self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
         self.known: Any = WeakIdKeyDictionary()
+        self.views: Any = WeakIdKeyDictionary()  # of what is filled with one value: (it, index)
         self.names = {id(t): name for named in (model.named_buffers, model.named_parameters) for name, t in named()}
         self.parameters = parameters or {}
         self.flow = Flow()
@@ -114,7 +122,8 @@ class Follower(TorchFunctionMode):
         except Exception as error:
             which = "whole" if self.axis is None else "split"
             raise NotFollowed(
-                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error}"
+                f"the {which} model cannot be run without its numbers: {self.place()}: {type(error).__name__}: {error};"
+                " verify() can tell, on ranks"
             ) from error
         finally:
             for handle in handles:
@@ -155,13 +164,13 @@ class Follower(TorchFunctionMode):
                 return torch.device("cpu")  # of a tensor without numbers too: what is made for it must have some
             if name not in _DESCRIPTORS:
                 return func(*args, **kwargs)
-        name = _plain(name)
+        name = plain(name)
         if self.axis is None:
             if name in exchange_rules.RULES:
-                return exchange_rules.shaped(name, _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
+                return exchange_rules.shaped(name, on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
             result = self._call(func, name, args, kwargs)
             if any(True for _ in tensors_in(result)):
-                self.record[self._path()].append((name, _shapes(result)))
+                self.record[self._path()].append((name, shapes(result)))
             return result
         return self._follow(func, name, args, kwargs)
 
@@ -172,12 +181,24 @@ class Follower(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": None}
         if name in ("to", "cuda", "cpu"):
-            return _converted(args, kwargs)
+            return converted(args, kwargs)
+        if name == "ctc_loss" and args[0].is_meta:  # torch has none for tensors without numbers
+            reduction = kwargs.get("reduction", args[5] if len(args) > 5 else "mean")
+            return args[0].sum((0, -1)) if reduction == "none" else args[0].sum()
         if any(t.is_meta for t in tensors_in((args, kwargs))):
-            if (func.__name__.endswith("_") or name == "setitem") and not args[0].is_meta and not func.__name__.startswith("__get"):
-                raise NotFollowed(f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)")
-            args, kwargs = _on_meta(args), _on_meta(kwargs)
-        return func(*args, **kwargs)
+            if func.__name__ in _AUGMENTED and not args[0].is_meta:
+                func = getattr(Tensor, f"__{func.__name__[3:]}")  # a &= b gives a another value, and this one may be without numbers
+            elif (in_place(func) or name == "setitem") and not args[0].is_meta:
+                raise WrittenLater(
+                    f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
+                )
+            if name in ("getitem", "setitem"):
+                args = (args[0], numbered(args[1]), *args[2:])
+            args, kwargs = on_meta(args), on_meta(kwargs)
+        result = func(*args, **kwargs)
+        if self.late and name in UNIFORM_FACTORIES and result.is_floating_point():
+            return result.to("meta")
+        return result
 
     def _follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.axis is not None
@@ -195,25 +216,50 @@ class Follower(TorchFunctionMode):
             self._explain(step, operands, error)
         results = list(tensors_in(result))
         if not results:
-            if name == "setitem" and any(o.kind in "SP" for o in operands):
-                ask(step)
+            if name == "setitem":
+                layout = RULES[name](step)
+                assert isinstance(layout, Layout)
+                self._written(step, operands[0], layout)
+                self.known[args[0]] = layout
             return result
         step.result, step.whole = result, self._next(name)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
+        if func.__name__ in _AUGMENTED and results[0] is not args[0] and layouts[0].kind in "RSP":
+            step.fail("what has numbers takes in a share that has none; verify() can tell", "unknown")
+        if len(results) == 1 and args and results[0] is args[0]:
+            self._written(step, operands[0], layouts[0])
         for tensor, layout in zip(results, layouts, strict=True):
             self.known[tensor] = layout
+        if name == "getitem" and results[0]._base is not None and layouts[0].kind == "U":
+            self.views[results[0]] = args
         self._require_shapes(step, results, layouts)
         self._note_dropout(step)
         return result
 
+    def _written(self, step: Step, before: Operand, after: Layout) -> None:
+        """In place: what it is a part of lies otherwise from now on, too. Raises NotFollowed: nobody sees how."""
+        if before.tensor._base is None or after.kind == before.kind or (before.neutral and after.kind in "IU"):
+            return
+        base, index = self.views.get(before.tensor, (None, None))
+        if base is None or base._base is not None:
+            step.fail(
+                f"{before.called}, a part of another tensor, was {before.layout.told()} and is {after.told()} now; verify() can tell",
+                "unknown",
+            )
+        written = replace(step, name="setitem", args=(base, index, before.tensor), kwargs={})
+        written.look = lambda t: Operand(t, after) if t is before.tensor else self.look(t)
+        made = RULES["setitem"](written)
+        assert isinstance(made, Layout)
+        self.known[base] = made
+
     def _rule(self, step: Step, operands: list[Operand]) -> Layout | list[Layout]:
         kinds = {o.kind for o in operands}
-        if step.name in UNIFORM_FACTORIES and not kinds & {"S", "P"}:
+        if step.name in UNIFORM_FACTORIES and (not kinds & {"S", "P"} or step.name.startswith("new_")):
             return UNIFORM
         if kinds == {"U"} and (step.name in ELEMENTWISE or step.name in _MOVES):
             return UNIFORM
-        if not kinds & {"S", "P"}:
+        if not kinds & {"S", "P"} and step.name not in EXPANSIONS:
             return join(step, operands)
         rule: Rule = RULES.get(step.name, ask)
         return rule(step)
@@ -224,7 +270,7 @@ class Follower(TorchFunctionMode):
         args, layout = step.args, None
         elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
         step.lines = step.lines or self.axis.line
-        every = _on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
+        every = on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
         try:
             if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
                 layout = exchange_rules.RULES[step.name](step)
@@ -256,7 +302,16 @@ class Follower(TorchFunctionMode):
         name = self.names.get(id(tensor), "")
         if name:
             return Operand(tensor, self.parameters.get(name, WHOLE), name)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            inside = self.look(torch._C._functorch.get_unwrapped(tensor))
+            if inside.kind in "RSP":
+                raise NotFollowed(
+                    f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.layout.told()};"
+                    " verify() can tell (unknown)"
+                )
         layout = self.known.get(tensor)
+        if layout is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
+            raise NotFollowed(f"{self.place()}: a view of what was written to since; verify() can tell (unknown)")
         hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
         hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
@@ -335,7 +390,7 @@ class Follower(TorchFunctionMode):
 
     def _hint(self, args: Any) -> str:
         """Attributes of the modules around that hold one of these numbers."""
-        numbers = {n for n in _integers(args) if n > 1}
+        numbers = {n for n in integers(args) if n > 1}
         found = [
             f"{path}.{name} = {value}"
             for path, module in self.modules[:0:-1][:3]
@@ -357,7 +412,7 @@ class Follower(TorchFunctionMode):
     def finish(self, result: Any) -> None:
         """What leaves the model must be complete. Raises LayoutError."""
         assert self.axis is not None
-        for name, tensor in _named(result):
+        for name, tensor in named(result):
             operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
             step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
             if operand.kind == "P" and self.axis.name != "dp":
@@ -383,48 +438,3 @@ class Follower(TorchFunctionMode):
             if operand.kind == "S" and self.axis.name != "dp" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
                 words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
                 self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
-
-
-def _plain(name: str) -> str:
-    """add of __add__, add_, __iadd__."""
-    bare = name.strip("_") if name.startswith("__") else name.rstrip("_") if name not in ("requires_grad_",) else name
-    return _OPERATORS.get(bare, bare)
-
-
-def _shapes(value: Any) -> Shapes:
-    return [tuple(t.shape) for t in tensors_in(value)]
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value if value.is_meta else value.to("meta")
-    if isinstance(value, (tuple, list)):
-        items = [_on_meta(v) for v in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
-    return {k: _on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``x.to(...)`` that changes the type of numbers alone."""
-    given = [*args[1:], *kwargs.values()]
-    dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
-    x: Tensor = args[0]
-    return x if dtype is None or dtype == x.dtype else x.to(dtype)
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, (tuple, list)) or type(value).__name__ == "Size":
-        for item in value:
-            yield from _integers(item)
-
-
-def _named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(result, Tensor):
-        yield prefix or "0", result
-    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
-    for key, value in items:
-        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))

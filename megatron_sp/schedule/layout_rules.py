@@ -17,6 +17,7 @@ from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contrac
 from megatron_sp.schedule.layouts import Layout, Operand
 
 Rule = Callable[[Step], "Layout | list[Layout]"]
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def _words(text: str) -> list[str]:
@@ -38,6 +39,7 @@ ELEMENTWISE = LINEAR | set(
     copysign threshold alpha_dropout
     """)
 )
+EXPANSIONS = set(_words("expand expand_as broadcast_to"))
 UNIFORM_FACTORIES = set(
     _words("""
     zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
@@ -51,7 +53,8 @@ def elementwise(step: Step) -> Layout:
     if partial:
         others = [o for o in operands if o.kind != "P"]
         sums = step.name in ("add", "sub", "rsub")
-        if step.name not in LINEAR or (others and (sums or not all(o.neutral for o in others))) or (sums and len(partial) < 2):
+        weighs = all(o.neutral or o.kind == "R" for o in others)  # a factor whose gradient is summed later (a router's weight of an expert)
+        if step.name not in LINEAR or (others and (sums or not weighs)) or (sums and len(partial) < 2):
             refuse_partial(step, partial[0])
         divided = step.name in ("div", "truediv") and step.operand(0, "input") not in partial
         if divided or (len(partial) > 1 and not sums):
@@ -87,10 +90,16 @@ def reshape(step: Step, x: Operand) -> Layout:
     run = old[layout.dim] // layout.outer
     top = run * math.prod(old[layout.dim + 1 :])  # elements of one share that lie in one piece
     whole = step.whole[0] if step.whole else None
+    asked = step.args[1] if len(step.args) == 2 else step.args[1:]
+    left_open = list(asked).index(-1) if isinstance(asked, (tuple, list)) and -1 in asked else None
     for j in range(len(new)):
         behind = math.prod(new[j + 1 :])
-        size_one = new[j] == 1 and behind == top  # a share of one: only the whole model tells it from any other dim of one
-        if not (behind < top <= behind * new[j] or (size_one and whole is not None)) or top % behind or new[j] % (top // behind):
+        size_one = new[j] == 1 and behind == top  # a share of one: the whole model tells it from any other dim of one, or a size of -1 does
+        if (
+            not (behind < top <= behind * new[j] or (size_one and (whole is not None or j == left_open)))
+            or top % behind
+            or new[j] % (top // behind)
+        ):
             continue
         outer = new[j] // (top // behind)
         if whole is None or _is_whole(new, j, step.size // layout.copies, whole):
@@ -111,7 +120,7 @@ def _is_whole(local: tuple[int, ...], dim: int, size: int, whole: tuple[int, ...
 
 def transpose(step: Step, x: Operand) -> Layout:
     ndim = x.tensor.ndim
-    if step.name in ("t", "T", "mT"):
+    if step.name in ("t", "T", "mT", "H", "mH", "adjoint"):
         first, second = ndim - 2, ndim - 1
     else:
         first, second = (step.arg(i, name) % ndim for i, name in ((1, "dim0"), (2, "dim1")))
@@ -147,8 +156,21 @@ def squeeze(step: Step, x: Operand) -> Layout:
     return x.layout.at(x.layout.dim - sum(d < x.layout.dim for d in gone))
 
 
-def expand(step: Step, x: Operand) -> Layout:
-    return x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim)
+def expand(step: Step) -> Layout:
+    x = step.operands()[0]
+    return x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim) if x.kind == "S" else expand_whole(step)
+
+
+def expand_whole(step: Step) -> Layout:
+    """expand, repeat: as often as a share is long, for the heads of this rank, say. Any share of what is repeated is like any other."""
+    x, local = step.operands()[0], tuple(step.result.shape)
+    whole = step.whole[0] if step.whole else local
+    for j, n in enumerate(local if len(local) == len(whole) else ()):
+        if n != whole[j] and _is_whole(local, j, step.size, whole) and x.kind != "P":
+            made = Layout("S", j, since=f"{step.place} {step.name} to the size of a share")
+            require_parts(step, [x], Operand(step.result, made))
+            return made
+    return x.layout if x.kind in "PU" else join(step, step.operands())
 
 
 def split(step: Step, x: Operand) -> Layout | list[Layout]:
@@ -254,12 +276,6 @@ def triangle(step: Step, x: Operand) -> Layout:
     return x.layout if x.layout.dim < x.tensor.ndim - 2 else ask(step)
 
 
-def pad(step: Step, x: Operand) -> Layout:
-    if x.layout.dim >= x.tensor.ndim - len(step.arg(1, "pad")) // 2:
-        conflict(step, [x], "padded along a cut dim, each share would get what belongs to the end of the whole: shift before it is cut")
-    return x.layout
-
-
 # sums, norms, products
 
 
@@ -323,7 +339,8 @@ def linear(step: Step) -> Layout:
 
 
 def addmm(step: Step) -> Layout:
-    bias, x, weight = (step.operand(i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    names = ("input", "batch1", "batch2") if step.name == "baddbmm" else ("input", "mat1", "mat2")
+    bias, x, weight = (step.operand(i, name) for i, name in enumerate(names))
     assert x is not None and weight is not None
     batch = "b" * (x.tensor.ndim - 2)
     return _biased(step, contract(step, [(x, batch + "mk"), (weight, batch + "kn")], batch + "mn"), bias)
@@ -342,10 +359,9 @@ def _biased(step: Step, product: Layout, bias: Operand | None) -> Layout:
         last = product.dim == step.result.ndim - 1
         if last and bias.tensor.shape[-1:] != (1,):
             step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.told()}: split it along", "E4")
-        require_parts(step, [bias], Operand(step.result, product))
-        return product
-    if product.kind == "S" and product.dim != step.result.ndim - 1:
-        step.fail(f"{bias.called} is {bias.layout.told()}, and what it is added to is {product.told()}", "E10")
+        return broadcast(step, [Operand(step.result, product), bias], step.result.ndim)
+    if product.kind == "S" and bias.kind == "S":
+        return broadcast(step, [Operand(step.result, product), bias], step.result.ndim)
     if bias.kind == "S" and product.kind != "S":
         step.fail(f"{bias.called} is {bias.layout.told()}, and what it is added to is whole: split the weight along", "E4")
     return product if product.kind == "S" else join(step, [Operand(step.result, product), bias])
@@ -363,11 +379,17 @@ def matmul(step: Step) -> Layout:
 
 
 def einsum(step: Step) -> Layout:
-    equation = str(step.args[0]).replace(" ", "")
-    if "." in equation or "->" not in equation:
-        return ask(step)
-    left, out = equation.split("->")
-    return contract(step, list(zip(step.operands(), left.split(","), strict=True)), out)
+    """With dots and without an arrow, too: what they stand for is written out."""
+    equation, operands = str(step.args[0]).replace(" ", ""), step.operands()
+    left, arrow, out = equation.partition("->")
+    names = left.split(",")
+    if not arrow:
+        out = "..." * ("." in left) + "".join(sorted(c for c in set(left) - set(",.") if left.count(c) == 1))
+    free = [c for c in _LETTERS if c not in equation]
+    dots = max((o.tensor.ndim - len(n.replace("...", "")) for o, n in zip(operands, names, strict=True) if "..." in n), default=0)
+    rest = "".join(free[:dots])
+    names = [n.replace("...", rest[dots - (o.tensor.ndim - len(n.replace("...", ""))) :]) for o, n in zip(operands, names, strict=True)]
+    return contract(step, list(zip(operands, names, strict=True)), out.replace("...", rest))
 
 
 def attention(step: Step) -> Layout:
@@ -416,7 +438,13 @@ def gather(step: Step) -> Layout:
     return index.layout
 
 
-_REDUCTION = {"cross_entropy": 6, "nll_loss": 6, "binary_cross_entropy_with_logits": 5}  # its place; else it is the fifth
+_REDUCTION = {
+    "cross_entropy": 6,
+    "nll_loss": 6,
+    "binary_cross_entropy_with_logits": 5,
+    "binary_cross_entropy": 5,
+    "huber_loss": 2,
+}  # its place; else it is the fifth
 
 
 def loss(step: Step) -> Layout:
@@ -454,14 +482,14 @@ def ask(step: Step) -> Layout:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(_words("view reshape flatten unflatten view_as reshape_as"), moved(reshape)),
-    **dict.fromkeys(_words("transpose swapaxes swapdims t T mT"), moved(transpose)),
+    **dict.fromkeys(_words("transpose swapaxes swapdims t T mT H mH adjoint"), moved(transpose)),
     **dict.fromkeys(_words("softmax log_softmax cumsum logcumsumexp"), over(1, keeps=True)),
     **dict.fromkeys(_words("mean amax amin max min argmax argmin all any prod std var logsumexp"), over(1)),
     **dict.fromkeys(_words("matmul mm bmm rmatmul"), matmul),
     **dict.fromkeys(_words("addmm baddbmm"), addmm),
     **dict.fromkeys(_words("split chunk tensor_split split_with_sizes"), moved(split)),
     **dict.fromkeys(_words("cat concat concatenate stack"), cat),
-    **dict.fromkeys(_words("expand expand_as broadcast_to"), moved(expand)),
+    **dict.fromkeys(EXPANSIONS, expand),
     **dict.fromkeys(_words("unbind select"), moved(unbind)),
     **dict.fromkeys(_words("layer_norm rms_norm"), norm),
     **dict.fromkeys(_words("tril triu"), moved(triangle)),
@@ -469,7 +497,7 @@ RULES: dict[str, Rule] = {
     "sum": over(1, sums=True), "permute": moved(permute), "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
     "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave),
     "flip": moved(flip), "roll": moved(roll),
-    "pad": moved(pad), "linear": linear, "gather": gather,
+    "linear": linear, "gather": gather,
     "einsum": einsum, "scaled_dot_product_attention": attention, "embedding": embedding,
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -76,7 +76,7 @@ class Step:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -85,6 +85,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for place in fields(value):
+            yield from tensors_in(getattr(value, place.name))
 
 
 def join(step: Step, operands: Iterable[Operand]) -> Layout:
@@ -177,10 +180,11 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
         if operands and all(o.kind == "U" for o in operands):
             return UNIFORM
         return join(step, operands)
-    first = shares[0]
+    first = next((o for o in shares if not o.layout.as_needed), shares[0])
     dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
-    for o in shares[1:]:
-        if (o.layout.dim - o.tensor.ndim, o.layout.outer, o.layout.blocks) != (dim, first.layout.outer, first.layout.blocks):
+    for o in shares:
+        parts = (first.layout.outer, first.layout.blocks) if o.layout.as_needed else (o.layout.outer, o.layout.blocks)
+        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks):
             conflict(step, [first, o], "they are cut in different ways")
     for o in operands:
         if o.kind == "P":
@@ -205,7 +209,7 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
     for o, names in operands:
         if o.kind == "S" and (names[o.layout.dim], o.layout.outer, o.layout.blocks) != (letter, first.layout.outer, first.layout.blocks):
             conflict(step, [first, o], "they are cut in different ways")
-        if o.kind != "S" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
+        if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
             conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
     require_parts(step, every, first)
     if letter not in out:

@@ -74,6 +74,7 @@ class Layout:
         shuffled: rows are in the order (ranks, this many, share), for a flattened batch was gathered; whoever scatters them again has the
             share that there was.
         mean: of P: the summands are means, each over a rank's own share, and are to be weighed before they are summed.
+        as_needed: of S: a user's function has cut it, in whatever parts what it meets is cut.
         since: what made it so.
         choice: of the result of an all_gather: decides between R and I.
     """
@@ -85,6 +86,7 @@ class Layout:
     copies: int = field(default=1, compare=False)
     shuffled: int = 1
     mean: bool = False
+    as_needed: bool = field(default=False, compare=False)
     since: str = field(default="", compare=False)
     choice: Choice | None = field(default=None, compare=False)
 

@@ -7,6 +7,7 @@ nothing that could be right in some model.
 from __future__ import annotations
 
 import difflib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -23,6 +24,8 @@ from megatron_sp.schedule.paths import expand
 
 _SPLITS = ("shard", "column", "row", "vocab_parallel")
 _PACKED = ("c_attn", "qkv", "query_key_value", "wqkv", "in_proj", "gate_up", "gate_up_proj", "qkv_proj", "kv_proj")
+_PLAIN = {"q", "k", "v", "query", "key", "value", "gate", "up", "fc", "ff", "ffn", "mlp", "intermediate", "wi", "w"}
+_MLPS = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "intermediate", "shared_experts", "shared_expert")
 
 
 class Lines:
@@ -221,9 +224,11 @@ def packed(lines: Lines) -> Problem:
         dims = [found.get(kind.main, -1) for found in (kind.out_dims, kind.in_dims)]
         if -1 in dims or (directive.do == "shard" and directive.args["axis"] % weight.ndim != dims[0]):
             continue
+        if directive.args.get("gather"):
+            continue  # the parts are whole again before anybody takes them apart
         out, into = (weight.shape[dim] for dim in dims)
         name = path.rpartition(".")[2]
-        if out == 3 * into or name.lower() in _PACKED:
+        if (out == 3 * into and not _is_plain(lines.model, path)) or name.lower() in _PACKED:
             parts = 2 if "gate_up" in name or "kv" == name[:2] else 3
             yield (
                 f"{path} has {out} outputs of {into} inputs, as a packed projection has: cut in one piece, rank 0 would get"
@@ -231,6 +236,14 @@ def packed(lines: Lines) -> Problem:
                 f" no share of the others; say blocks={parts} (or the parts' sizes), or blocks=1 if it is not packed"
                 f" ({directive.where}, E8)"
             )
+
+
+def _is_plain(model: nn.Module, path: str) -> bool:
+    """Whether a layer's name, or that of the module around it, says that it is one projection: an MLP may be three times as wide, too."""
+    around, _, name = path.rpartition(".")
+    words = set(re.split(r"[_\d]+", name.lower()))
+    has_second = name.endswith("1") and hasattr(model.get_submodule(around), f"{name[:-1]}2")  # linear1 and linear2
+    return bool(words & _PLAIN) or around.lower().rpartition(".")[2] in _MLPS or has_second
 
 
 def heads(lines: Lines) -> Problem:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_sp.utils.errors import ConfigError
+
 HIDDEN = ("hidden_states", "encoder_hidden_states")
 HEADS = ("attentions", "encoder_attentions")
 
@@ -32,3 +34,17 @@ def names_in(result: Any, names: tuple[str, ...]) -> Iterator[str]:
     """Which of them it has."""
     if isinstance(result, dict):
         yield from (name for name in names if isinstance(result.get(name), (Tensor, tuple, list)))
+
+
+def require_named(result: Any, is_share: Callable[[Tensor], bool]) -> None:
+    """Raises ConfigError: a plain tuple (``return_dict=False``) holds shares among its records, which names alone tell from others."""
+    items = enumerate(result) if type(result) in (tuple, list) else ()
+    for place, value in items:
+        if not isinstance(value, (tuple, list)):
+            continue
+        found = next((t for t in value if isinstance(t, Tensor) and is_share(t)), None)
+        if found is not None:
+            raise ConfigError(
+                f"result {place} is a plain tuple of records, of which this rank has shares ({list(found.shape)}), and there is no name to"
+                " say what they are: call the model with return_dict=True, or without output_hidden_states and output_attentions"
+            )

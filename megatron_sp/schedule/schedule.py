@@ -55,6 +55,7 @@ class Schedule:
         self.directives: list[Directive] = []
         self.applied: Applied | None = None
         self._checked: list[Directive] | None = None  # what a dry run has completed
+        self._verified: list[Directive] | None = None  # what verify() has found right, as it was written
         self._batch: Mapping[str, Any] | None = None  # the last that somebody gave, for dry runs to come
 
     def __getitem__(self, glob: str) -> Selection:
@@ -201,18 +202,22 @@ class Schedule:
                 self._complete(batch, guess=True)
         verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
         require(verdict)
+        self._verified = as_said(self.directives)
         return verdict
 
     def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:
-        """Change the model as the lines say. What they leave open (adjoints, where dropout differs) is worked out as ``check()`` does.
+        """Change the model as the lines say. What they leave open (adjoints, where dropout differs) is worked out as ``check()`` does, and
+        what that refuses is refused, unless ``verify()`` has found the same lines right. Where there is no batch, or the dry run does not
+        know a function, and nothing is open, a warning says so.
 
         Args:
             batch: as of ``check`` (default: that of the last ``check`` or ``verify``).
             guess: take what is open and cannot be worked out to be usual: an all_gather at an input has reduce_scatter, one at an output
-                has slice, and dropout is the same on all ranks.
+                has slice, and dropout is the same on all ranks; where nothing is open, believe the lines without a dry run.
         Returns:
             The model.
         Raises:
+            LayoutError: what ``check`` finds wrong.
             ConfigError: a line that cannot be, something that is open and cannot be worked out, or a second call (E15).
         """
         if self.applied is not None:
@@ -226,7 +231,8 @@ class Schedule:
 
     def _complete(self, batch: Mapping[str, Any] | None, *, guess: bool) -> None:
         self._batch = batch
-        self.directives = complete(self.model, self.directives, self.mesh, self.seq_dim, batch, guess=guess)
+        verified = self._verified is not None and as_said(self.directives) == self._verified
+        self.directives = complete(self.model, self.directives, self.mesh, self.seq_dim, batch, guess=guess, verified=verified)
 
 
 class Selection:

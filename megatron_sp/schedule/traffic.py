@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule.apply import apply
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.dry_run import LATER, inputs_of, stand_in, without_overlap, without_weights_in
+from megatron_sp.schedule.dry_run import LATER, inputs_of, without_overlap
 from megatron_sp.schedule.follower import Follower
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.layout_steps import tensors_in
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.stand_in import stand_in, without_weights_in
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from traceback import walk_tb
 from typing import Any
 
@@ -142,7 +142,9 @@ def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a nested result, by their place."""
     if isinstance(result, Tensor):
         return {prefix or "result": result}
-    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result) and not isinstance(result, (dict, type)):
+        items = ((place.name, getattr(result, place.name)) for place in fields(result))
     found: dict[str, Tensor] = {}
     for key, value in items:
         found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))

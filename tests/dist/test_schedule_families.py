@@ -131,7 +131,7 @@ def test_models_that_presets_refuse() -> None:
     auto(odd, tp=2)
     with pytest.raises(ConfigError, match=r"9 patches and the class token are 10 tokens, which must be a multiple of tp \(4\)"):
         auto(odd, tp=4, seq=True)
-    with pytest.raises(ConfigError, match=r"q_proj.weight: heads \(4\) must be a multiple of tp \(3\): tp 2, 4 would work"):
+    with pytest.raises(ConfigError, match=r"q_proj: num_attention_heads \(4\) must be multiples of tp \(3\): tp 2, 4 would work"):
         auto(make("llama", hidden_size=36, head_dim=6), tp=3).apply()
 
 

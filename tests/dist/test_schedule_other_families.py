@@ -10,6 +10,7 @@ import torch
 from preset_models import LLAMA, SIZES, B, S, V, batch_of, make, transformers
 from ranks import run_ranks
 from test_schedule_families import mesh
+from torch import Tensor
 
 from megatron_sp.schedule import schedule
 from megatron_sp.schedule.presets import auto, from_hf_plan
@@ -41,8 +42,53 @@ def experts() -> None:
     s = schedule(model_of("Mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2), mesh())
     inside = s["model.layers.*.mlp.experts"].sync("fwd_pre", "copy", arg="hidden_states").sync("fwd_pre", "copy", arg="top_k_weights")
     inside.shard("gate_up_proj", 1, blocks=2).shard("down_proj", 2).sync("fwd_post", "all_reduce")
+    s.check()
     s.verify(batch_of("llama"))
     assert s.model.config._experts_implementation != "eager"
+
+
+def plans_with_more_than_layers() -> None:
+    """Experts in one tensor, DeepSeek's latent keys, norms with a weight for each head, activations that learn."""
+    latent = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    some = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    for model in (
+        model_of("Mixtral", **LLAMA, num_local_experts=4, num_experts_per_tok=2),
+        model_of("DeepseekV3", **{**LLAMA, "num_key_value_heads": 4}, **latent, **some),
+        model_of("Cohere", **LLAMA, use_qk_norm=True),
+        model_of("Apertus", **LLAMA),
+    ):
+        s = from_hf_plan(model, mesh())
+        s.check(batch_of("llama"))
+        s.verify(batch_of("llama"))
+
+
+def own_heads(alibi: Tensor, group: Any) -> Tensor:
+    return alibi.unflatten(0, (-1, 4)).chunk(group.size(), 1)[group.rank()].flatten(0, 1)
+
+
+def slopes_of_heads() -> None:
+    """alibi, as docs/schedule_presets.md has it."""
+    s = schedule(model_of("Mpt", d_model=24, n_heads=4, n_layers=1, vocab_size=V, max_seq_len=16), mesh())
+    s["transformer.blocks.*.attn.Wqkv"].column(blocks=3, heads=4)
+    s["transformer.blocks.*.attn"].set("n_heads", divide="tp").set("hidden_size", divide="tp")
+    s["transformer.blocks.*.attn"].sync("fwd_pre", "scatter", arg="position_bias", axis=0)
+    s["transformer.blocks.*.attn.out_proj"].row()
+    s.check(batch_of("gpt2"))
+    s.verify(batch_of("gpt2"))
+    s = schedule(model_of("Bloom", hidden_size=24, n_head=4, n_layer=1, vocab_size=V, pad_token_id=0), mesh())
+    s["transformer.h.*.self_attention.query_key_value"].column(blocks=1, heads=4)
+    s["transformer.h.*.self_attention"].set("num_heads", divide="tp")
+    s["transformer.h.*.self_attention"].sync("fwd_pre", own_heads, arg="alibi", layouts="I->S(0)")
+    s["transformer.h.*.self_attention.dense"].row()
+    s.check(batch_of("gpt2"))
+    s.verify(batch_of("gpt2"))
 
 
 def what_fails_is_told() -> None:
@@ -62,7 +108,7 @@ def shapes_are_told() -> None:
 
 
 def test_models_without_a_preset(tmp_path: Path) -> None:
-    for family in ("Gemma", "Mixtral"):
+    for family in ("Gemma", "Mixtral", "DeepseekV3", "Cohere", "Apertus", "Mpt", "Bloom"):
         getattr(transformers, f"{family}ForCausalLM")
     make("bert"), make("gpt2"), make("llama")
     run_ranks(all_of_them, 2, tmp_path)
@@ -72,6 +118,8 @@ def all_of_them() -> None:
     embeddings_with_a_forward_of_their_own()
     dropout_is_off()
     experts()
+    plans_with_more_than_layers()
+    slopes_of_heads()
     what_fails_is_told()
     shapes_are_told()
 

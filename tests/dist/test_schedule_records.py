@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.utils.errors import ConfigError
 
 ASKED = {"output_hidden_states": True, "output_attentions": True}
 
@@ -82,3 +83,17 @@ def test_check_says_what_is_a_share() -> None:
     warnings = "\n".join(s.check({**batch(), **ASKED}).warnings)
     assert "result hidden_states.1 is cut along dim 1" in warnings and "result attentions.0 is cut along dim 1" in warnings
     assert "applied.complete(result) makes it whole" in warnings
+
+
+def test_a_plain_tuple_of_shares_is_refused() -> None:
+    make, write = MODELS["llama"]
+    s = schedule(make(), Mesh.sizes(tp=2))
+    write(s, True)
+    s.apply(batch(), guess=True)
+    assert s.applied is not None
+    s.applied.region.positions = S
+    records = (torch.zeros(B, S // 2, 24), torch.zeros(B, S // 2, 24))
+    for plain in ((torch.zeros(()), records), (torch.zeros(()), (torch.zeros(B, 2, S, S),))):
+        with pytest.raises(ConfigError, match=r"result 1 is a plain tuple of records.*return_dict=True"):
+            s.applied.complete(plain)
+    s.applied.complete((torch.zeros(B, S // 2, 24), (torch.zeros(B, S, 24),)))  # not a record; whole

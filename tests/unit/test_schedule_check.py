@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -224,6 +225,75 @@ def test_e8_packed_projections(name: str, outputs: int) -> None:
     refused(s, "the model (Packed): split:", "shard it with blocks=", HERE, "E8", data=data)
     s = without(s, name, "column")
     s[name].column(blocks=3)
+    s.check(data)
+
+
+def test_e8_what_is_three_times_as_wide_need_not_be_packed() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj, self.qkv, self.down = nn.Linear(H, 3 * H), nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up_proj(x)) + sum(self.qkv(x).chunk(3, -1))  # type: ignore[no-any-return]
+
+    s = schedule(Wide(), Mesh.sizes(tp=2))
+    s["up_proj"].column()
+    s["qkv"].column(gather=True)  # whole again where it is taken apart
+    s["down"].row()
+    s.check({"x": torch.zeros(B, S, H)})
+
+
+@dataclass
+class Made:
+    loss: Tensor
+    y: Tensor
+
+
+class Averaged(nn.Module):
+    """A dataclass of results, a running mean of activations, and torch's names for the two layers of an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear1, self.linear2 = nn.Linear(H, H), nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+        self.register_buffer("mean", torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Made:
+        x = self.first(x)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))  # type: ignore[operator, union-attr]
+        y = self.linear2(self.linear1(x - self.mean))
+        return Made(y.square().mean(), y)
+
+
+def test_results_in_a_dataclass_and_buffers_that_are_written() -> None:
+    data = {"x": torch.zeros(B, S, H)}
+    s = schedule(Averaged(), Mesh.sizes(tp=2))
+    s["linear1"].column()
+    s["linear2"].row()
+    s.check(data)
+    s["linear2"].sync("fwd_post", "copy")
+    refused(s, "result loss: is whole, with a part of its gradient", HERE, "E5", data=data)
+
+
+def test_a_dim_that_is_repeated_for_the_heads_of_a_rank() -> None:
+    """One key for all heads: its gradient is a part on each rank, wherever it was copied to them."""
+
+    class OneKey(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = nn.Linear(H, H), nn.Linear(H, D), nn.Linear(H, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).unflatten(-1, (-1, D)).transpose(1, 2)
+            k = self.k(x)[:, None].expand(*q.shape)
+            return self.o((q * k).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    s = schedule(OneKey(), Mesh.sizes(tp=2))
+    s["q"].column()
+    s["o"].row()
+    data = {"x": torch.zeros(B, S, H)}
+    refused(s, "the model (OneKey): expand:", "copy", "E6", data=data)
+    s["k"].sync("fwd_post", "copy")
     s.check(data)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule
@@ -123,3 +124,29 @@ def test_plans_that_are_refused() -> None:
     plan = {"up": "colwise", "experts": "grouped_gemm", "router": "ep_dispatch_experts"}
     with pytest.raises(ConfigError, match=r"has 'grouped_gemm' at experts, 'ep_dispatch_experts' at router, which is not known here, only"):
         from_hf_plan(Named({name: nn.Linear(2, 2) for name in plan}, plan, base_model_tp_plan={}))
+
+
+def test_plans_may_name_what_another_configuration_has() -> None:
+    model = Named({"mlp.up": nn.Linear(4, 4)}, {"mlp.up": "colwise", "linear_attn.q": "grouped_gemm"}, base_model_tp_plan={})
+    assert [d.on for d in from_hf_plan(model, Mesh.sizes(tp=2)).directives] == ["mlp.up"]
+    with pytest.raises(ConfigError, match=r"the plan of Named names no module of it: linear_attn\.q; write the lines"):
+        from_hf_plan(Named({}, {"linear_attn.q": "colwise"}, base_model_tp_plan={}))
+
+
+def test_plans_of_experts() -> None:
+    """Each exchange is needed: without it check() refuses, and names the module."""
+    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 12}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=12, num_local_experts=2, **sizes))
+    lines = from_hf_plan(model, Mesh.sizes(tp=2)).directives
+    experts = [d for d in lines if d.on.endswith("experts") and d.do == "sync"]
+    assert [d.args.get("arg") for d in experts] == ["hidden_states", "top_k_weights", None]
+    for left_out, code in zip([None, *experts], ["", "E6", "E3", "E3"], strict=True):
+        s = from_hf_plan(model, Mesh.sizes(tp=2))
+        s.directives = [d for d in lines if d is not left_out]
+        if left_out is None:
+            s.check()
+            continue
+        with pytest.raises(ConfigError, match=rf"model.layers.0.*{code}"):
+            s.check()
