@@ -74,7 +74,8 @@ def same(cases: list[tuple[str, int, bool, str]]) -> None:
         s.applied.finish_backward()
         whole = dropping(name)
         if more == "recomputed":
-            assert len(masks) > (forward := 3 * len(whole.base_model.h if name == "gpt2" else whole.bert.encoder.layer) + 1)
+            forward = 3 * len(whole.base_model.h if name == "gpt2" else whole.bert.encoder.layer) + 1
+            assert len(masks) > forward
             masks = masks[:forward]
         with replayed(of_all_ranks(masks), tp, dist.get_world_size() // tp):
             expected = step(whole)

@@ -1,4 +1,4 @@
-"""Plain modules of torch, and of a user, that no preset knows: split on two ranks, result and all gradients against the whole one, in fp64."""
+"""Plain modules of torch, and of a user, that no preset knows: split on two ranks, result and gradients against the whole one, in fp64."""
 
 from __future__ import annotations
 

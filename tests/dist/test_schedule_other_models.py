@@ -1,4 +1,4 @@
-"""Schedules of models that nobody has heard of: torch's own encoder, and one with lists in lists, convolutions, and layers fused by hand."""
+"""Schedules of models that nobody has heard of: torch's encoder, and one with lists in lists, convolutions, and layers fused by hand."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def random_numbers() -> None:
             y.square().sum().backward()
         one, other = on_all_ranks(torch.get_rng_state())
         assert torch.equal(one, other), "outside, the ranks' generators went apart"
-    first, again, second, again2, third, _, fourth, *rest = masks
+    first, again, second, again2, third, _, _fourth, *rest = masks
     one, other = on_all_ranks(first.byte())
     assert not torch.equal(one, other), "the same dropout on different parts"
     assert torch.equal(first, again) and torch.equal(second, again2), "recomputed otherwise"

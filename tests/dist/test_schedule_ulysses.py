@@ -167,7 +167,11 @@ def check_refused() -> None:
     ):
         refuse(part, schedule(model, on).ulysses())
     ids = hf_batch(8)["input_ids"]
-    refuse("was given logits_to_keep, as generate() does", schedule(MODELS["llama"][0](), on).ulysses(), {"input_ids": ids, "logits_to_keep": 1})
+    refuse(
+        "was given logits_to_keep, as generate() does",
+        schedule(MODELS["llama"][0](), on).ulysses(),
+        {"input_ids": ids, "logits_to_keep": 1},
+    )
     refuse("stage must be 0, 1, 2 or 3", schedule(MODELS["bert"][0](), on).zero(4))
     refuse("the optimizer has no rate", schedule(MODELS["bert"][0](), on).zero(1, {"rate": 1.0}))
     qwen = transformers.Qwen3Config(**SIZES, vocab_size=V, num_key_value_heads=2, head_dim=6)
@@ -186,7 +190,7 @@ def check_others_are_left_alone() -> None:
 
 
 def check_order() -> None:
-    """q leaves before k is projected; the gradients of v, k and q leave before the first is waited for, and v's is used under the others."""
+    """q leaves before k is projected; the gradients of v, k and q leave before the first is waited for; v's is used under the others."""
     log: list[str] = []
     model = MODELS["llama"][0]()
     schedule(model, mesh(1)).ulysses(overlap_qkv=True).apply()

@@ -85,7 +85,7 @@ def check(cases: list[Case], micro_batches: int) -> None:
         norms, weights = steps_of(name, case, micro_batches)
         torch.testing.assert_close(torch.tensor(norms), torch.tensor(known[name][0]), rtol=1e-6, atol=0.0, msg=f"{case}: {norms}")
         for key, want in known[name][1].items():
-            torch.testing.assert_close(weights[key], want, rtol=1e-6, atol=1e-7, msg=lambda m, key=key: f"{case} {key}: {m}")
+            torch.testing.assert_close(weights[key], want, rtol=1e-6, atol=1e-7, msg=lambda m, case=case, key=key: f"{case} {key}: {m}")
 
 
 TWO: list[Case] = [

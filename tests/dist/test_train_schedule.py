@@ -17,8 +17,8 @@ from training import NO_DROPOUT, Outcome, assert_same_run, records, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
-from megatron_sp import cli
-from megatron_sp.schedule import Mesh, presets
+from megatron_sp import cli  # noqa: E402
+from megatron_sp.schedule import Mesh, presets  # noqa: E402
 
 FAMILY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 60, "bos_token_id": 0, "eos_token_id": 0}
 TP = ("--tp", 2)
@@ -132,7 +132,8 @@ def test_dropout_with_tp_is_the_same_in_a_run_that_goes_on_and_recomputes(tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize(
     "flags, alike",
-    [(("--tp", 2, "--sequence-parallel"), "embedding"), (("--sp", 2), "nothing"), ((), "nothing"), (("--tp", 2, "--sp", 2), "hidden of tp")],
+    [(("--tp", 2, "--sequence-parallel"), "embedding"), (("--sp", 2), "nothing"), ((), "nothing"),
+     (("--tp", 2, "--sp", 2), "hidden of tp")],
     ids=["tp_seq", "sp", "dp", "tp, sp"],
 )  # fmt: skip
 def test_dropout_in_other_layouts(tmp_path: Path, folder: Path, flags: tuple[object, ...], alike: str) -> None:
