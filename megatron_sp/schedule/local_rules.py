@@ -242,6 +242,8 @@ def _is_plain(model: nn.Module, path: str) -> bool:
     """Whether a layer's name, or that of the module around it, says that it is one projection: an MLP may be three times as wide, too."""
     around, _, name = path.rpartition(".")
     words = set(re.split(r"[_\d]+", name.lower()))
+    if any("kv" in word for word in words) or len(words & {"q", "k", "v", "query", "key", "value"}) > 1:
+        return False
     has_second = name.endswith("1") and hasattr(model.get_submodule(around), f"{name[:-1]}2")  # linear1 and linear2
     return bool(words & _PLAIN) or around.lower().rpartition(".")[2] in _MLPS or has_second
 

@@ -212,7 +212,7 @@ class Packed(nn.Module):
         return self.o(q * k * v)
 
 
-@pytest.mark.parametrize("name, outputs", [("fused", 48), ("qkv", 24)])
+@pytest.mark.parametrize("name, outputs", [("fused", 48), ("qkv", 24), ("w_qkv", 48), ("q_k_v", 48)])
 def test_e8_packed_projections(name: str, outputs: int) -> None:
     data = {"x": torch.zeros(B, S, H)}
     s = schedule(Packed(name, outputs), Mesh.sizes(tp=2))
