@@ -11,6 +11,7 @@ import pytest
 import torch
 from training import assert_same_run, records, run_once, state, tensors, trace, train
 
+KEY_BIASES = 2 * 2 * 8  # layers, groups, channels
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
 # 12 sequences in a step of all, in one to three micro-batches: how many makes no difference to what comes out
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -70,7 +71,8 @@ def test_losses_and_gradient_norms_lie_on_one_line(name: str, runs: Callable[[st
     for key in ("grad_norm", "params_norm"):
         assert [r[key] for r in got] == pytest.approx([r[key] for r in want], rel=1e-8)
     zeros = [(a["num_zeros_in_grad"], b["num_zeros_in_grad"]) for a, b in zip(got, want, strict=True)]
-    assert all(abs(a - b) <= 3 for a, b in zeros), "but for sums that happen to vanish"
+    # a bias of keys moves all scores of a query alike, so its gradient is rounding alone, and two ranks' parts may cancel exactly
+    assert all(abs(a - b) <= KEY_BIASES for a, b in zeros), zeros
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
