@@ -205,6 +205,7 @@ class Follower(TorchFunctionMode):
         size = self.axis.group.size()
         step = Step(name, args, kwargs, None, self.look, self.place(), size, lines=self._said(), axis=self.axis.name)
         step.choose, step.hint = self._choose, lambda: self._hint(args)
+        step.module = self.modules[-1][1] if self.modules else self.model
         if name in exchange_rules.RULES:
             return self._exchange(step)
         operands = step.operands()

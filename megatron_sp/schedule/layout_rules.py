@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contract, cut, join, refuse_partial, require_parts
+from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contract, cut, join, refuse_partial, require_parts, tensors_in
 from megatron_sp.schedule.layouts import Layout, Operand
 
 Rule = Callable[[Step], "Layout | list[Layout]"]
@@ -57,7 +57,9 @@ def elementwise(step: Step) -> Layout:
         if step.name not in LINEAR or (others and (sums or not weighs)) or (sums and len(partial) < 2):
             refuse_partial(step, partial[0])
         divided = step.name in ("div", "truediv") and step.operand(0, "input") not in partial
-        if divided or (len(partial) > 1 and not sums):
+        result = step.result if isinstance(step.result, Tensor) else partial[0].tensor
+        rounded = step.kwargs.get("rounding_mode") is not None or not (result.is_floating_point() or result.is_complex())
+        if divided or rounded or (len(partial) > 1 and not sums):
             refuse_partial(step, partial[0])
         return partial[0].layout
     ndim = step.result.ndim if isinstance(step.result, Tensor) else max(o.tensor.ndim for o in operands)
@@ -243,7 +245,7 @@ def cat(step: Step) -> Layout:
             refuse_partial(step, o)
         if o.kind != "U" and (o.kind != "S" or o.layout != first.layout):
             conflict(step, [first, o], "they are cut in different ways")
-    if step.name == "cat" and dim == first.layout.dim and len(operands) > 1:
+    if step.name != "stack" and dim == first.layout.dim and len(operands) > 1:
         conflict(step, operands, "joined along the cut dim, each rank's shares would lie between those of others")
     return first.layout.at(first.layout.dim + (step.name == "stack" and dim <= first.layout.dim))
 
@@ -295,13 +297,13 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
 
     def rule(step: Step) -> Layout:
         x = step.operands()[0]
-        if x.kind == "P" and not sums:
+        if isinstance(step.arg(1, "other"), Tensor) and not step.name.endswith("quantile"):  # the larger of two tensors
+            return elementwise(step)
+        if x.kind == "P" and (not sums or step.name != "sum"):
             refuse_partial(step, x)
         if x.kind != "S":
             return x.layout if x.kind == "P" else join(step, step.operands())
-        given = step.arg(place, "dim", step.kwargs.get("axis", least))
-        if isinstance(given, Tensor):  # the larger of two tensors
-            return elementwise(step)
+        given = step.arg(place, "dim", least)
         ndim = x.tensor.ndim
         dims = range(ndim) if given is None else [d % ndim for d in _list(given)]
         if x.layout.dim in dims:
@@ -314,8 +316,9 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
                 " first (all_gather, or column(gather=True))",
                 "E3",
             )
-        kept = keeps or step.arg(place + 1, "keepdim", False) is True
-        return x.layout if kept else x.layout.at(x.layout.dim - sum(d < x.layout.dim for d in dims))
+        several = getattr(step.arg(1, "q"), "ndim", 0) if step.name.endswith("quantile") else 0  # one result for each, in front
+        kept = keeps or next(tensors_in(step.result)).ndim - several == ndim  # keepdim= has other names and places, too
+        return x.layout.at(several + x.layout.dim - (0 if kept else sum(d < x.layout.dim for d in dims)))
 
     return rule
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
 
@@ -20,6 +20,7 @@ class Step:
         result: what it returned; None where it is asked before the call.
         look: a tensor's layout.
         place: path and class of the module that calls.
+        module: it.
         size: number of ranks.
         axis: of the mesh, along which layouts are followed.
         whole: shapes of the results of the same call in the whole model, where it is known which that is.
@@ -40,8 +41,11 @@ class Step:
     axis: str = "tp"
     choose: Callable[[], Choice | None] = lambda: None
     hint: Callable[[], str] = lambda: ""
+    module: nn.Module | None = None
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
+        if name == "dim" and "axis" in self.kwargs:  # numpy's word, which torch takes everywhere
+            return self.kwargs["axis"]
         return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
 
     def rest(self, place: int, name: str) -> list[int]:

@@ -7,10 +7,11 @@ channels  convolutions, pools, norms by channel: [b, c, ...]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_sp.schedule.layout_rules import (
     EXPANSIONS,
@@ -69,11 +70,19 @@ def glu(step: Step) -> Layout:
     return x.layout.at(dim, x.layout.outer // 2)
 
 
+def one(rule: Callable[[Step, Operand], Layout]) -> Rule:
+    """A rule for one tensor, a share or a partial sum."""
+    return lambda step: rule(step, step.operands()[0])
+
+
 def as_real(step: Step, x: Operand) -> Layout:
     return x.layout
 
 
 def unfold(step: Step, x: Operand) -> Layout:
+    """A tensor's own, which appends a dim; the function of this name makes columns of pictures."""
+    if step.result.ndim != x.tensor.ndim + 1:
+        return ask(step)
     if step.arg(1, "dimension") % x.tensor.ndim == x.layout.dim:
         conflict(step, [x], "windows reach over the ends of a share")
     return x.layout
@@ -82,6 +91,10 @@ def unfold(step: Step, x: Operand) -> Layout:
 def pad(step: Step, x: Operand) -> Layout:
     amounts = list(step.arg(1, "pad"))
     place = 2 * (x.tensor.ndim - 1 - x.layout.dim)
+    if x.kind == "P":
+        if step.arg(2, "mode", "constant") == "constant" and step.arg(3, "value"):
+            refuse_partial(step, x)
+        return x.layout
     if any(amounts[place : place + 2]):
         conflict(step, [x], "padded along a cut dim, each share would get what belongs to the end of the whole: shift before it is cut")
     return x.layout
@@ -127,6 +140,10 @@ def gather(step: Step) -> Layout:
     if x is None or index is None or x.kind == "P":
         return ask(step)
     if index.kind == "S" and x.kind != "S":
+        dim = step.arg(at[1], "dim")
+        shared = x.kind == "U" or (step.name != "gather" and x.tensor.shape[index.layout.dim] == 1)  # take_along_dim broadcasts
+        if not isinstance(dim, int) or (index.layout.dim != dim % index.tensor.ndim and not shared):
+            conflict(step, [x, index], "ranks would pick from the same rows, and each has an index for rows of its own")
         require_parts(step, [x], index)
         return index.layout
     _along(step, x, at[1])
@@ -143,7 +160,12 @@ def put_back(step: Step) -> Layout:
     source = step.operand(3, "source" if step.name.startswith("index") else "src")
     if x is None or index is None:
         return ask(step)
-    _along(step, x, 1)
+    dim = _along(step, x, 1)
+    along = [
+        o for o in (index, source) if o is not None and o.kind == "S" and o.layout.dim == (0 if o.tensor.ndim < x.tensor.ndim else dim)
+    ]
+    if along:
+        conflict(step, [x, *along], "what an index names is put together from the shares of all ranks, and each has its own only")
     by_element = [index] if step.name.startswith("scatter") and index.kind != "U" else []
     return _same(step, x, [o for o in (source, *by_element) if o is not None])
 
@@ -200,7 +222,8 @@ def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Layout:
             kept.append(old)
             old += 1
         else:
-            places.append(len(kept))
+            if not isinstance(i, int):  # a number picks first, and its dim is gone
+                places.append(len(kept))
             if old <= x.layout.dim < old + _width(i):
                 conflict(step, [x], "what an index names is on some rank, and each has a share only")
             old += _width(i)
@@ -301,7 +324,8 @@ def by_channel(step: Step) -> Layout:
     others = step.operands()[1:]
     if x.kind == "P":
         refuse_partial(step, x)
-    if step.name == "group_norm" and not (others and all(o.name and o.kind == "S" for o in others)):
+    of_layer = isinstance(step.module, nn.GroupNorm) and others and all(o.name and o.kind == "S" for o in others)
+    if step.name == "group_norm" and not of_layer:
         return ask(step)  # how many groups a rank has to have is known of a layer that is split alone
     if x.kind != "S" or (x.layout.dim == 0 and step.name == "batch_norm") or x.layout.dim > 1:
         conflict(step, step.operands(), "each channel is normed by itself, over everything else: cut it along channels")
@@ -313,7 +337,12 @@ def by_channel(step: Step) -> Layout:
 
 
 def pool(step: Step, x: Operand) -> Layout:
-    if x.layout.dim > 1:
+    """The digit in the name says how many dims a window has; there may be no dim of the batch."""
+    if x.kind == "P":
+        if "max" in step.name:
+            refuse_partial(step, x)
+        return x.layout
+    if x.layout.dim >= x.tensor.ndim - (int(step.name[-2]) if step.name.endswith("d") else x.tensor.ndim - 2):
         conflict(step, [x], "a window reaches over the ends of a share")
     return x.layout
 
@@ -365,13 +394,13 @@ RULES |= {
     **_of("scatter scatter_add index_add index_copy", put_back),
     **_of("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", convolution),
     **_of("batch_norm instance_norm group_norm", by_channel),
-    **_of("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate", moved(pool)),
-    **_of("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d", moved(pool)),
+    **_of("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate", one(pool)),
+    **_of("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d", one(pool)),
     **_of("vstack hstack dstack row_stack", stacked),
     **_of("vsplit hsplit dsplit", moved(parted)),
     **_of("unsafe_chunk unsafe_split", moved(split)),
     **_of("smooth_l1_loss binary_cross_entropy huber_loss", loss),
     "glu": glu, "repeat": repeat, "tile": repeat, "view_as_real": moved(as_real), "view_as_complex": moved(as_complex),
-    "unfold": moved(unfold), "pad": moved(pad), "cosine_similarity": similarity, "index_select": index_select, "copy": copied,
+    "unfold": moved(unfold), "pad": one(pad), "cosine_similarity": similarity, "index_select": index_select, "copy": copied,
     "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
 }  # fmt: skip

@@ -1,0 +1,128 @@
+"""Rules of layouts for every spelling of a call: numpy's words, numbers by place, no batch, results that are whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_sp.schedule import Mesh, schedule
+from megatron_sp.schedule.layouts import LayoutError, NotFollowed
+
+B, S, H, WIDE = 3, 5, 8, 12
+AXIS: dict[str, Any] = {"axis": -1}  # of which types of torch.cat do not know
+OfShares = Callable[[Tensor, Tensor], Tensor]
+OfSums = Callable[[Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """``of_shares`` gets what is split and what is whole and has no gradient, ``of_sums`` partial sums."""
+
+    def __init__(self, of_shares: OfShares, of_sums: OfSums) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, WIDE), nn.Linear(WIDE, H, bias=False)
+        self.end = nn.Identity()
+        self.of_shares, self.of_sums = of_shares, of_sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.of_sums(self.down(self.of_shares(self.up(x), x))))  # type: ignore[no-any-return]
+
+
+def check(of_shares: OfShares = lambda h, x: h, of_sums: OfSums = lambda y: y) -> None:
+    s = schedule(Model(of_shares, of_sums), Mesh.sizes(tp=2))
+    s["up"].column()
+    s["down"].shard("weight", 1)
+    s["end"].sync("fwd_pre", "all_reduce")
+    s.check({"x": torch.zeros(B, S, H)})
+
+
+def wide(x: Tensor) -> Tensor:
+    return F.pad(x, (0, WIDE - H))
+
+
+@pytest.mark.parametrize(
+    "of_shares",
+    [
+        lambda h, x: h - h.mean(axis=1, keepdims=True) + h.softmax(axis=1),
+        lambda h, x: h * h.var(1, True)[:, None],  # True is unbiased here, not keepdim
+        lambda h, x: h * torch.quantile(h, torch.tensor([0.1, 0.2]), 1)[0][:, None],
+        lambda h, x: h + h.permute(0, 2, 1)[0, :, torch.tensor([1, 0, 2, 3, 4])].T,  # the number picks first
+        lambda h, x: torch.max(x[..., :1], h),
+        lambda h, x: F.avg_pool1d(h[0].T, 3, 1, 1).T[None] + h,
+    ],
+)
+def test_spellings_of_what_each_rank_may_do(of_shares: OfShares) -> None:
+    check(of_shares)
+
+
+def test_what_may_be_done_to_partial_sums() -> None:
+    check(of_sums=lambda y: F.interpolate(F.avg_pool1d(F.pad(y, (0, 0, 1, 1)), 3, 1, 1), 8, mode="linear")[:, 1:-1].to(torch.float64) / 2)
+
+
+@pytest.mark.parametrize(
+    ("of_shares", "words"),
+    [
+        (lambda h, x: torch.cat([h, h], **AXIS).sum(-1, keepdim=True) + h, "cat: joined along the cut dim.*E10"),
+        (lambda h, x: torch.concat([h, h], -1).sum(-1, keepdim=True) + h, "concat: joined along the cut dim.*E10"),
+        (lambda h, x: h * wide(x).gather(1, (h > 0).long()), "gather: ranks would pick from the same rows.*E10"),
+        (lambda h, x: torch.zeros(h.shape).scatter_add(-1, (h > 0).long(), h), "scatter_add: .*shares of all ranks.*E10"),
+        (lambda h, x: F.avg_pool1d(h[0], 3, 1, 1)[None].expand(B, -1, -1), "pool1d: a window reaches.*E10"),
+    ],
+)
+def test_spellings_of_what_no_rank_may_do_by_itself(of_shares: OfShares, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        check(of_shares)
+
+
+@pytest.mark.parametrize(
+    "of_shares",
+    [
+        lambda h, x: F.unfold(h.mT[:, None], 3, padding=1).sum(1).unflatten(-1, (-1, S)).mT,  # windows reach over the ends of shares
+        lambda h, x: F.group_norm(h.mT, 3).mT,
+    ],
+)
+def test_functions_that_share_a_name_are_asked_about(of_shares: OfShares) -> None:
+    with pytest.raises(NotFollowed, match="it is not known what this does"):
+        check(of_shares)
+
+
+@pytest.mark.parametrize(
+    "of_sums",
+    [
+        lambda y: F.max_pool1d(y, 3, 1, 1),
+        lambda y: F.adaptive_max_pool1d(y, H),
+        lambda y: F.pad(y, (0, 1), value=1.0)[..., :-1],
+        lambda y: torch.count_nonzero(y, -1),
+        lambda y: y.nansum(-1),
+        lambda y: y.to(torch.int),
+        lambda y: y.type_as(torch.ones(1, dtype=torch.long)),
+        lambda y: torch.div(y, 2, rounding_mode="floor"),
+    ],
+)
+def test_what_is_no_sum_of_parts(of_sums: OfSums) -> None:
+    with pytest.raises(LayoutError, match=r"is a partial sum on each rank.*E3"):
+        check(of_sums=of_sums)
+
+
+class Groups(nn.Module):
+    """Norms with a number of groups that is written down: half as many channels would be in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.shift = nn.Conv1d(2, 8, 1), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(self.up(x), 2, self.scale, self.shift)
+
+
+def test_a_number_of_groups_that_is_written_down() -> None:
+    s = schedule(Groups(), Mesh.sizes(tp=2))
+    s["up"].column()
+    s[""].shard("scale", 0)
+    s[""].shard("shift", 0)
+    with pytest.raises(NotFollowed, match="group_norm: it is not known"):
+        s.check({"x": torch.zeros(B, 2, 5)})
