@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -80,6 +82,16 @@ class Axis:
     group: Group
     line: str = ""
     same_program: bool = False
+
+
+def _share_of_filled(step: Step, tensor: Tensor, layout: Layout, whole: tuple[int, ...] | None) -> Layout:
+    """Of what is filled with one value: as long as a share, it is one, and counting it, or writing into some of it, tells ranks apart."""
+    if layout.kind != "U" or whole is None or len(whole) != tensor.ndim:
+        return layout
+    other = [dim for dim, n in enumerate(tensor.shape) if n != whole[dim]]
+    if len(other) != 1 or tensor.shape[other[0]] * step.size != whole[other[0]]:
+        return layout
+    return Layout("S", other[0], as_needed=True, since=f"{step.place} {step.name} of a share's size")
 
 
 class WrittenLater(NotFollowed):
@@ -226,13 +238,14 @@ class Follower(TorchFunctionMode):
         step.result, step.whole = result, self._next(name)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
+        layouts = [*map(partial(_share_of_filled, step), results, layouts, step.whole or repeat(None))]
         if func.__name__ in _AUGMENTED and results[0] is not args[0] and layouts[0].kind in "RSP":
             step.fail("what has numbers takes in a share that has none; verify() can tell", "unknown")
         if len(results) == 1 and args and results[0] is args[0]:
             self._written(step, operands[0], layouts[0])
         for tensor, layout in zip(results, layouts, strict=True):
             self.known[tensor] = layout
-        if name == "getitem" and results[0]._base is not None and layouts[0].kind == "U":
+        if name == "getitem" and results[0]._base is not None and (layouts[0].kind == "U" or layouts[0].as_needed):
             self.views[results[0]] = args
         self._require_shapes(step, results, layouts)
         self._note_dropout(step)
@@ -240,7 +253,12 @@ class Follower(TorchFunctionMode):
 
     def _written(self, step: Step, before: Operand, after: Layout) -> None:
         """In place: what it is a part of lies otherwise from now on, too. Raises NotFollowed: nobody sees how."""
-        if before.tensor._base is None or after.kind == before.kind or (before.neutral and after.kind in "IU"):
+        base = before.tensor._base
+        everywhere = base is None or (after.kind == "U" and base.numel() == before.tensor.numel())
+        if base is not None and not everywhere and after.kind in "IU" and self.known.get(base, WHOLE).kind == "U":
+            self.known[base] = WHOLE  # one value here, another there
+        takes_parts = before.layout.as_needed and not after.as_needed
+        if base is None or (after.kind == before.kind and not takes_parts) or (before.neutral and after.kind in "IU"):
             return
         base, index = self.views.get(before.tensor, (None, None))
         if base is None or base._base is not None:
@@ -258,7 +276,8 @@ class Follower(TorchFunctionMode):
         kinds = {o.kind for o in operands}
         if step.name in UNIFORM_FACTORIES and (not kinds & {"S", "P"} or step.name.startswith("new_")):
             return UNIFORM
-        if kinds == {"U"} and (step.name in ELEMENTWISE or step.name in _MOVES):
+        random = "rand" in step.name or "dropout" in step.name
+        if kinds == {"U"} and not random and (step.name in ELEMENTWISE or step.name in _MOVES):
             return UNIFORM
         if not kinds & {"S", "P"} and step.name not in EXPANSIONS:
             return join(step, operands)
@@ -313,6 +332,9 @@ class Follower(TorchFunctionMode):
         layout = self.known.get(tensor)
         if layout is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
             raise NotFollowed(f"{self.place()}: a view of what was written to since; verify() can tell (unknown)")
+        if layout is not None and layout.as_needed and tensor in self.views:
+            base = self.look(self.views[tensor][0]).layout
+            layout = layout if base.as_needed else replace(base, dim=layout.dim)
         hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
         hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
@@ -405,6 +427,7 @@ class Follower(TorchFunctionMode):
             active = float(step.arg(1, "p", 0.5)) > 0 and bool(step.arg(2, "training", True))
         else:
             active = step.name == "scaled_dot_product_attention" and float(step.arg(4, "dropout_p", 0.0)) > 0
+        active = active or step.name in ("rand_like", "randn_like")
         if active and any(o.kind == "S" for o in step.operands()):
             self.flow.forks.setdefault(self._path(), step.name)
         elif active:

@@ -261,9 +261,14 @@ def assigned(step: Step) -> Layout:
         place = taken(reading) if part is not None else x.layout
         if operand is not None and part is not None:
             broadcast(step, [Operand(part, place), operand], part.ndim)
+            if x.layout.as_needed and operand.kind == "S":
+                return operand.layout.at(x.layout.dim)
         return x.layout
     if operand is None or operand.kind != "S":
-        return x.layout if operand is None else elementwise_whole(step, [x, operand])
+        everywhere = part is not None and part.shape == x.tensor.shape
+        others = [x] if operand is None else [x, operand]
+        # one value here and another there: shares of it are no longer alike
+        return elementwise_whole(step, others) if everywhere or x.kind != "U" else join(step, others)
     if not x.neutral or part is None:
         conflict(step, [x, operand], "a share is written into what is whole")
     for dim in range(x.tensor.ndim):  # filled so far with what nobody's gradient reaches: it is cut as what is written

@@ -69,13 +69,51 @@ def test_what_may_be_done_to_partial_sums() -> None:
         (lambda h, x: torch.cat([h, h], **AXIS).sum(-1, keepdim=True) + h, "cat: joined along the cut dim.*E10"),
         (lambda h, x: torch.concat([h, h], -1).sum(-1, keepdim=True) + h, "concat: joined along the cut dim.*E10"),
         (lambda h, x: h * wide(x).gather(1, (h > 0).long()), "gather: ranks would pick from the same rows.*E10"),
-        (lambda h, x: torch.zeros(h.shape).scatter_add(-1, (h > 0).long(), h), "scatter_add: .*shares of all ranks.*E10"),
+        (
+            lambda h, x: torch.zeros(B, S, WIDE).scatter_add(-1, (h > 0).long(), h).sum(-1, keepdim=True) + h,
+            "scatter_add: .*shares of all ranks.*E10",
+        ),
         (lambda h, x: F.avg_pool1d(h[0], 3, 1, 1)[None].expand(B, -1, -1), "pool1d: a window reaches.*E10"),
     ],
 )
 def test_spellings_of_what_no_rank_may_do_by_itself(of_shares: OfShares, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         check(of_shares)
+
+
+def filled(h: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    z = torch.zeros(h.shape)
+    write(z)
+    return h + z
+
+
+@pytest.mark.parametrize(
+    "of_shares",
+    [
+        lambda h, x: filled(h, lambda z: z.__setitem__((..., 0), 1.0)),
+        lambda h, x: filled(h, lambda z: z.__setitem__((..., slice(2)), torch.ones(2))),
+        lambda h, x: filled(h, lambda z: z[..., 0].fill_(1.0)),
+        lambda h, x: filled(h, lambda z: z.narrow(-1, 0, 2).add_(1.0)),
+        lambda h, x: filled(torch.zeros(B, S, WIDE), lambda z: z.select(-1, 0).fill_(1.0))[..., : h.shape[-1]] + h,
+        lambda h, x: filled(torch.zeros(B, S, WIDE), lambda z: z.__setitem__((..., 0), 1.0))[..., : h.shape[-1]] + h,
+        lambda h, x: h / torch.ones(h.shape).sum(-1, keepdim=True),  # each rank counts its own
+    ],
+)
+def test_what_was_filled_with_one_value_may_not_tell_ranks_apart(of_shares: OfShares) -> None:
+    with pytest.raises(LayoutError, match=r"\(E(10|3|11)\)"):
+        check(of_shares)
+
+
+def test_what_was_filled_with_one_value_may_be_filled_alike_on_all_ranks() -> None:
+    check(lambda h, x: filled(h, lambda z: z.__setitem__((slice(None), 0), 1.0)))
+    check(lambda h, x: filled(h, lambda z: z[:, 1:].add_(h[:, 1:])))
+
+
+def test_random_numbers_for_shares_are_those_of_dropout() -> None:
+    s = schedule(Model(lambda h, x: h + torch.randn_like(h), lambda y: y), Mesh.sizes(tp=2))
+    s["up"].column()
+    s["down"].row()
+    assert "E14" in str(s.check({"x": torch.zeros(B, S, H)}))
 
 
 @pytest.mark.parametrize(
