@@ -13,7 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contract, cut, join, refuse_partial, require_parts, tensors_in
+from megatron_sp.schedule.layout_steps import (
+    Step,
+    broadcast,
+    conflict,
+    contract,
+    cut,
+    join,
+    refuse_partial,
+    require_parts,
+    summed_over,
+    tensors_in,
+)
 from megatron_sp.schedule.layouts import Layout, Operand
 
 Rule = Callable[[Step], "Layout | list[Layout]"]
@@ -308,7 +319,7 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
         dims = range(ndim) if given is None else [d % ndim for d in _list(given)]
         if x.layout.dim in dims:
             if sums:
-                return Layout("P", since=f"{step.place} {step.name} ({x.layout.since})")
+                return summed_over(step, x)
             if step.name == "mean" and step.axis == "dp":  # of a rank's own rows, as losses are
                 return Layout("P", mean=True, since=f"{step.place} mean ({x.layout.since})")
             step.fail(

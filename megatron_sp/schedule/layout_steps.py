@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
         if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
             conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
     require_parts(step, operands, first)
-    return first.layout.at(ndim + dim)
+    return replace(first.layout.at(ndim + dim), copies=min(o.layout.copies for o in shares))
 
 
 def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Layout:
@@ -216,6 +216,15 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
         if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
             conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
     require_parts(step, every, first)
+    copies = min(o.layout.copies for o, _ in shares)
     if letter not in out:
-        return Layout("P", since=f"{step.place} ({first.layout.since})")
-    return first.layout.at(out.index(letter))
+        return summed_over(step, replace(first, layout=replace(first.layout, copies=copies)))
+    return replace(first.layout.at(out.index(letter)), copies=copies)
+
+
+def summed_over(step: Step, share: Operand) -> Layout:
+    """Of a sum along the cut dim. Raises LayoutError: ranks that have the same share would each count it (E10)."""
+    if (copies := share.layout.copies) > 1:
+        conflict(step, [share], f"{copies} ranks each have the same share of this, so a sum over it would count each {copies} times")
+    name = "" if step.name == "linear" else f" {step.name}"  # which the module's class says
+    return Layout("P", since=f"{step.place}{name} ({share.layout.since})")

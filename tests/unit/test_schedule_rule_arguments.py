@@ -164,3 +164,22 @@ def test_a_number_of_groups_that_is_written_down() -> None:
     s[""].shard("shift", 0)
     with pytest.raises(NotFollowed, match="group_norm: it is not known"):
         s.check({"x": torch.zeros(B, 2, 5)})
+
+
+class Keys(nn.Module):
+    """Two heads, for four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k(x).unflatten(-1, (-1, 4)).sum(2)  # type: ignore[no-any-return]
+
+
+def test_a_sum_over_heads_that_several_ranks_have() -> None:
+    s = schedule(Keys(), Mesh.sizes(tp=4))
+    s["k"].column(heads=2, replicas=True)
+    s[""].sync("fwd_post", "all_reduce")
+    with pytest.raises(LayoutError, match=r"sum: 2 ranks each have the same share .* count each 2 times.*E10"):
+        s.check({"x": torch.zeros(2, 3, 16)})
