@@ -104,7 +104,8 @@ def _class(name: str | None, folder: str) -> Callable[[Any], nn.Module]:
     library = _transformers()
     found = getattr(library, name, None) if name and name.isidentifier() else None
     if not (inspect.isclass(found) and issubclass(found, library.PreTrainedModel)):
-        raise ConfigError(f"{folder}: {name!r} is no model of transformers: name one with --class, such as LlamaForCausalLM")
+        what = f"{name!r} is no model of transformers" if name else "config.json names no class (architectures)"
+        raise ConfigError(f"{folder}: {what}: name one with --class, such as LlamaForCausalLM")
     return cast(Callable[[Any], nn.Module], found)
 
 
