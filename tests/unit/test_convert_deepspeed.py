@@ -542,6 +542,36 @@ def test_the_optimizer_s_state_is_that_of_weights_of_one_dtype(target: str) -> N
     FORMATS[target].size(half, Options(dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("case", ["zero 1", "universal"])
+def test_a_narrow_dtype_is_made_of_what_the_model_computes_with(tmp_path: Path, case: str) -> None:
+    """The fp32 copies stay copies: Megatron's formats take the state where --dtype is the run's own, and no other way."""
+    name, how, universal = NARROW[case]
+    model = made(name)
+    (write_universal if universal else write)(tmp_path, model.config, *parts(model), how)
+    own = READER.read(tmp_path, options(how, model, dtype=how.dtype))
+    assert_equal(contents(own), contents(READER.read(tmp_path, options(how, model, dtype=None))))
+    other = READER.read(tmp_path, options(how, model, dtype=torch.float16))
+    assert_equal(contents(other), contents(own))  # and rounded from there when it is written, as --verify does
+    for target in ("megatron", "megatron-dist", "megatron-deepspeed"):
+        FORMATS[target].size(own, Options(dtype=how.dtype))
+        with pytest.raises(ConfigError, match="the optimizer's state is that of a bfloat16 model"):
+            FORMATS[target].size(other, Options(dtype=torch.float16))
+
+
+def test_a_wide_run_becomes_a_narrow_one(tmp_path: Path) -> None:
+    """Its weights are the fp32 copies that 16-bit ones need beside them, whichever format they go into."""
+    model, how = made("llama"), Save(zero=1, dp=2, dtype=torch.float32)
+    write(tmp_path / "ds", model.config, *parts(model), how)
+    read = READER.read(tmp_path / "ds", options(how, model, dtype=torch.bfloat16))
+    for target in ("megatron", "megatron-dist", "megatron-deepspeed"):
+        FORMATS[target].size(read, Options(dtype=torch.bfloat16))
+    run_folder = tmp_path / "run"
+    FORMATS["megatron_sp"].write(read, run_folder, Options(output=run_folder, dtype=torch.bfloat16), lambda num_bytes: None)
+    wide = {n: t for n, t in contents(model).items() if not n.startswith("optimizer.")}
+    kept = {f"optimizer.master.{n}": t for n, t in wide.items()}
+    assert_equal(stored(run_folder), {**contents(model), **kept, **{n: t.bfloat16() for n, t in wide.items()}})
+
+
 def test_a_rank_that_has_drifted(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, "gpt2", Save(tp=2))
     file = path / "global_step7" / "mp_rank_01_model_states.pt"

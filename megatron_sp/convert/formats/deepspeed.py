@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.strict_json import is_count
@@ -64,7 +65,7 @@ class _Reading:
         self.shapes = parameter_shapes(self.config)
 
     def model(self) -> Model:
-        weights = Weights(self.files, self.ranks, wide=self.options.dtype is not None)
+        weights = Weights(self.files, self.ranks, wide=self._takes_copies())
         fitted = self._fit(weights, self.shapes)
         parts: list[tuple[str, Gathered]] = [("", Gathered(fitted.correspondence, weights))]
         for kind in self._kinds():
@@ -139,12 +140,16 @@ class _Reading:
         """Of the optimizer's tensors that go along: its wide copies too, unless they are the weights."""
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
-        return (MASTER, *MOMENTS) if self._is_narrowed() else MOMENTS
+        return (MASTER, *MOMENTS) if not self._takes_copies() and self._is_narrow() else MOMENTS
 
-    def _is_narrowed(self) -> bool:
-        """Whether weights are written narrower than the optimizer has them."""
+    def _takes_copies(self) -> bool:
+        """Whether a dtype is asked for that the optimizer's copies fit into; a narrower one is made of what the model computes with."""
+        return self.options.dtype is not None and self.options.dtype.itemsize >= torch.float32.itemsize
+
+    def _is_narrow(self) -> bool:
+        """Whether the model computes with narrower weights than the optimizer has."""
         there = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
-        return any((self.options.dtype or self.ranks.computed_in(name, dtype)).itemsize < dtype.itemsize for name, dtype in there.items())
+        return any(self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in there.items())
 
     def _notes(self) -> list[str]:
         notes = []

@@ -88,23 +88,31 @@ class _Reading:
 
 
 class _Cast:
-    """A model's tensors as they are written: without the optimizer, or in another dtype, if options say so (a ``TensorStore``)."""
+    """A model's tensors as they are written: without the optimizer, or in another dtype, if options say so (a ``TensorStore``).
+
+    Weights of float32 that become narrower are kept, too, as the copies that a 16-bit optimizer has.
+    """
 
     def __init__(self, model: Model, options: Options) -> None:
         self._store, self._dtype = model.store, options.dtype
-        self._tensors = {}
-        for name, info in model.store.tensors().items():
+        self._tensors, there = {}, model.store.tensors()
+        self._wide: dict[str, str] = {}  # weights that a copy is made of, by the copy's name
+        for name, info in there.items():
             of_optimizer = name.startswith(OPTIMIZER)
             if of_optimizer and not options.optimizer:
                 continue
             dtype = info.dtype if of_optimizer or options.dtype is None else options.dtype
             self._tensors[name] = TensorInfo(info.shape, dtype)
+            copy = f"{OPTIMIZER}master.{name}"
+            has_moments = options.optimizer and f"{OPTIMIZER}exp_avg.{name}" in there
+            if has_moments and copy not in there and info.dtype == torch.float32 and dtype.itemsize < info.dtype.itemsize:
+                self._tensors[copy], self._wide[copy] = info, name
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        return self._store.read(name).to(self._tensors[name].dtype)
+        return self._store.read(self._wide.get(name, name)).to(self._tensors[name].dtype)
 
 
 def _config(reader: NativeReader) -> Config:
