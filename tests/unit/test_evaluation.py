@@ -23,7 +23,7 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.training.evaluation import items, measures
-from megatron_sp.training.evaluation.rows import continuation, windows
+from megatron_sp.training.evaluation.rows import continuation, encoded, windows
 from megatron_sp.training.evaluation.scoring import RowScore
 from megatron_sp.utils.errors import DataError
 
@@ -172,6 +172,21 @@ def test_a_continuation_has_the_tokens_of_the_whole_text() -> None:
     assert continuation(tokenizer, "", "gh", 4, "here") == ([256, *b"gh"], 0)
     with pytest.raises(DataError, match=r"file, line 3: 'abcde\.\.\.' has 5 tokens, the model reads 4 at once"):
         continuation(tokenizer, "x", "abcde", 4, "file, line 3")
+
+
+def test_a_text_that_the_tokenizer_leaves_out_is_not_scored() -> None:
+    """Without a token for what it does not know, a tokenizer of Hugging Face drops it: the context's last token was scored instead."""
+
+    class Ascii(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.encode("ascii", "ignore").decode())
+
+    assert continuation(Ascii(), "ab", "\u65e5c", 20, "here") == (list(b"abc"), 1)
+    with pytest.raises(DataError, match="file, line 3: the tokenizer has no token for '\u65e5'"):
+        continuation(Ascii(), "ab", "\u65e5", 20, "file, line 3")
+    assert encoded(Ascii(), ["\u65e5", "a"], "here") == [[], [97]]
+    with pytest.raises(DataError, match="file: the tokenizer has no token for any of it"):
+        encoded(Ascii(), ["\u65e5", "\u672c"], "file")
 
 
 def test_errors_of_the_mean() -> None:

@@ -24,6 +24,7 @@ from megatron_sp.training.evaluation import measures
 from megatron_sp.training.evaluation.gpt import PARTS, Reading
 from megatron_sp.training.evaluation.items import read_documents
 from megatron_sp.training.evaluation.measures import Numbers
+from megatron_sp.training.evaluation.rows import encoded
 from megatron_sp.training.evaluation.scoring import run_batches
 from megatron_sp.training.inference import Team
 from megatron_sp.training.step import MicroBatch, micro_batch_context
@@ -67,7 +68,7 @@ class BertEvaluation:
         """Pseudo-perplexity; a text that is too long is cut into pieces, each read by itself."""
         with self.team.agree():
             special, room = special_tokens(self.tokenizer), self.reading.length - 2
-            texts = [self.tokenizer.encode(text) for text in read_documents(path, self.reading.limit)]
+            texts = encoded(self.tokenizer, read_documents(path, self.reading.limit), str(path))
             pieces = [ids[start : start + room] for ids in texts for start in range(0, len(ids), room)]
             places = [(piece, at) for piece in pieces for at in range(len(piece))]
 

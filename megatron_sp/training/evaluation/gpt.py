@@ -14,7 +14,7 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.training.evaluation import measures
 from megatron_sp.training.evaluation.items import read_choices, read_documents, read_last_words
 from megatron_sp.training.evaluation.measures import Numbers
-from megatron_sp.training.evaluation.rows import Row, continuation, windows
+from megatron_sp.training.evaluation.rows import Row, continuation, encoded, windows
 from megatron_sp.training.evaluation.scoring import score_rows
 from megatron_sp.training.inference import Team
 from megatron_sp.utils.errors import DataError
@@ -77,8 +77,8 @@ class GPTEvaluation:
         with self.team.agree():
             texts = read_documents(path, self.reading.limit)
             rows = [
-                row for text in texts
-                for row in windows([self.tokenizer.eod, *self.tokenizer.encode(text)], self.reading.length, self.reading.stride)
+                row for ids in encoded(self.tokenizer, texts, str(path))
+                for row in windows([self.tokenizer.eod, *ids], self.reading.length, self.reading.stride)
             ]  # fmt: skip
         return measures.perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
 

@@ -30,6 +30,14 @@ class Row(NamedTuple):
         return len(self.tokens) - 1 - self.first
 
 
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list[int]]:
+    """The tokens of each text. Raises DataError: there are none at all, for some tokenizers leave out what they do not know."""
+    found = [tokenizer.encode(text) for text in texts]
+    if not any(found):
+        raise DataError(f"{where}: the tokenizer has no token for any of it: is it the one that the model was trained with?")
+    return found
+
+
 def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Row]:
     """Rows that score every token but the first exactly once.
 
@@ -56,8 +64,10 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
         length: tokens that the model reads at once.
         where: for messages.
     Raises:
-        DataError: the text alone is too long.
+        DataError: the text alone is too long, or has no token.
     """
+    if not tokenizer.encode(text):  # nothing would be scored, or the context's last token
+        raise DataError(f"{where}: the tokenizer has no token for '{text[:40]}': leave the line out, or use the tokenizer of the training")
     kept = context.rstrip()
     whole = tokenizer.encode(context + text)
     known = min(len(tokenizer.encode(kept)), len(whole) - 1) if kept else 0
