@@ -235,12 +235,30 @@ def test_probabilities_are_those_of_the_logits(model: GPTModel, engine: Engine) 
 def test_parts_of_a_character_have_its_place_and_the_likeliest_of_those_that_look_alike_counts(engine: Engine) -> None:
     scored = Client(engine, prompt="a\u00e9\u65e5b", max_tokens=0, logprobs=0, echo=True).next()
     assert [info.offset for info in scored.tokens] == [0, 1, 1, 2, 2, 2, 3]
+    assert [info.text for info in scored.tokens] == ["a", *["\ufffd"] * 5, "b"]
     spec = parse(prompt="ab", logprobs=3)
     logits = torch.zeros(257)
     logits[[0xE9, 0xE8, ord("q")]] = torch.tensor([5.0, 4.0, 3.0])
     told = logits.double().log_softmax(0)
     chosen = Sequence(spec, spec.prompts[0], 0, 0, TOKENIZER)._describe([97, 98, ord("q")], logits, 2)
     assert chosen.top == {"\ufffd": float(told[0xE9]), "q": float(told[ord("q")])}
+
+
+def test_the_end_of_a_document_that_a_prompt_spells_out_has_its_room() -> None:
+    """Of a text it is in what comes back; of token ids it is not."""
+
+    class Spelled(ByteTokenizer):
+        def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+            return "".join("<eod>" if i == self.eod else chr(i) for i in ids)
+
+        def encode(self, text: str) -> list[int]:
+            return [self.eod, *super().encode(text.removeprefix("<eod>"))]
+
+    for prompt, offsets in (("<eod>ab", [0, 5, 6]), ([256, 97, 98], [0, 0, 1])):
+        body = json.dumps({"prompt": prompt, "echo": True, "logprobs": 0}).encode()
+        spec = parse_body(body, Spelled(), "m", LIMITS)
+        told = Sequence(spec, spec.prompts[0], 0, 0, Spelled())._of_prompt(torch.zeros(3, 257))
+        assert [info.offset for info in told] == offsets
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine) -> None:

@@ -169,7 +169,8 @@ class _Handlers:
         return self.responses.JSONResponse(error.body(), status_code=error.status, headers=headers)
 
     async def no_such(self, request: Any, error: Any) -> Any:
-        text = f"there is no {request.method} {request.url.path}: GET /health, GET /v1/models, POST /v1/completions"
+        paths = "GET /health, GET /v1/models, GET /v1/models/NAME, POST /v1/completions"
+        text = f"there is no {request.method} {request.url.path}: {paths}"
         return self.responses.JSONResponse(ApiError(error.status_code, text).body(), status_code=error.status_code, headers=error.headers)
 
 

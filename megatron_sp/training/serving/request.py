@@ -57,10 +57,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, at least one, and the text that ``echo`` gives back."""
+    """Token ids, at least one, and the text that ``echo`` gives back; ``has_ends``: ends of documents are spelled out in it."""
 
     ids: list[int]
     text: str
+    has_ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _of_text(text: str, tokenizer: Tokenizer) -> Prompt:
         ids = tokenizer.encode(text)
     except ReportedError as error:
         raise ApiError(400, f"the prompt cannot be read: {error}", "prompt") from None
-    return Prompt(ids or [tokenizer.eod], text if ids else "")
+    return Prompt(ids, text, has_ends=True) if ids else Prompt([tokenizer.eod], "")
 
 
 def _of_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:

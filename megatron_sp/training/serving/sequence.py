@@ -134,7 +134,7 @@ class Sequence:
             else:
                 info = self._describe(self.prompt.ids[: at + 1], logits[at - 1], offset)
             found.append(info)
-            if token != self._tokenizer.eod:  # which the prompt's text is without
+            if token != self._tokenizer.eod or self.prompt.has_ends:
                 offset += len(whole.add(token))
         return found
 
@@ -150,9 +150,10 @@ class Sequence:
         return TokenInfo(text, float(told[token]), top | {text: float(told[token])} if top else top, offset)
 
     def _text(self, before: list[int], token: int) -> str:
-        """What a token adds behind others: alone, a SentencePiece token would lose its space."""
+        """What a token adds behind others: alone, a SentencePiece token would lose its space. A part of a character adds nothing yet."""
         known, both = self._tokenizer.decode(before), self._tokenizer.decode([*before, token])
-        return both[len(known) :] if both.startswith(known) else self._tokenizer.decode([token])
+        added = both[len(known) :] if both.startswith(known) else ""
+        return added or self._tokenizer.decode([token])
 
 
 def logprobs_of(tokens: list[TokenInfo]) -> dict[str, Any]:
