@@ -7,6 +7,7 @@ from pathlib import Path
 
 FORMAT_NAMES = ("megatron_sp", "hf", "megatron", "megatron-dist", "megatron-deepspeed")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MAX_SHARD_SIZE = "5GB"
 
 EPILOG = """\
 examples:
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deepspeed-qkv-layout", choices=("flat", "interleaved"), default="flat",
         help="megatron-deepspeed: order of q, k, v rows; flat for versions since December 2024 (default), else interleaved",
     )  # fmt: skip
-    written.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file for hf (default: 5GB)")
+    written.add_argument(
+        "--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help=f"of a safetensors file for hf (default: {MAX_SHARD_SIZE})"
+    )
     checks = parser.add_argument_group("checks")
     checks.add_argument("--verify", action="store_true", help="compare the logits of both sides afterwards; exit code 5 if they differ")
     checks.add_argument("--verify-text", metavar="TEXT", help="compare on this text too (needs a tokenizer)")

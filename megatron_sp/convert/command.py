@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_sp import __version__
+from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
@@ -25,6 +26,7 @@ from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, Disk
 from megatron_sp.utils.files import atomic_write_text
 
 _MAX_METADATA_MB = 1024
+_RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats of ranks' files
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1, "B": 1}
 
 
@@ -92,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
     _show_fates(model, everything=args.show_tensors)
     if args.report is not None:
         _write_report(args.report, report)
-    return _verify(args, source, target, options) if args.verify or args.verify_text else EXIT_OK
+    return _verify(args, source, target, options) if args.verify or args.verify_text is not None else EXIT_OK
 
 
 def describe(model: Model) -> str:
@@ -140,17 +142,25 @@ def _report(args: argparse.Namespace, source: Format, model: Model) -> dict[str,
 
 def _require_use(args: argparse.Namespace, source: str) -> None:
     """A flag that would do nothing is a misunderstanding, and the weights would tell too late. Raises ConfigError."""
-    read = {"--set": bool(args.set), "--vocab-size": args.vocab_size is not None, "--qkv-layout": args.qkv_layout is not None}
-    written = {
-        "--target-tensor-parallel-size": args.target_tensor_parallel_size > 1,
-        "--target-pipeline-parallel-size": args.target_pipeline_parallel_size > 1, "--megatron-names": args.megatron_names != "core",
+    read = {
+        "--set": (args.set, _RANKS), "--vocab-size": (args.vocab_size is not None, _RANKS),
+        "--qkv-layout": (args.qkv_layout is not None, _RANKS), "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
     }  # fmt: skip
-    for name, flags, side in ((source, read, "says this itself"), (args.target, written, "has no such choice")):
-        given = [flag for flag, is_given in flags.items() if is_given]
-        if given and name in ("megatron_sp", "hf"):
-            raise ConfigError(f"{', '.join(given)} would change nothing: the format {name} {side}; leave it out")
-    if args.max_metadata_mb is not None and source != "megatron-dist":
-        raise ConfigError(f"--max-metadata-mb would change nothing: the format {source} has no .metadata; leave it out")
+    written = {
+        "--target-tensor-parallel-size": (args.target_tensor_parallel_size > 1, _RANKS),
+        "--target-pipeline-parallel-size": (args.target_pipeline_parallel_size > 1, _RANKS),
+        "--megatron-names": (args.megatron_names != "core", ("megatron",)),
+        "--deepspeed-layout": (args.deepspeed_layout is not None, ("megatron-deepspeed",)),
+        "--deepspeed-qkv-layout": (args.deepspeed_qkv_layout != "flat", ("megatron-deepspeed",)),
+        "--max-shard-size": (args.max_shard_size != MAX_SHARD_SIZE, ("hf",)),
+    }
+    for what, name, flags in (("--from", source, read), ("--to", args.target, written)):
+        useless = [flag for flag, (is_given, formats) in flags.items() if is_given and name not in formats]
+        if useless:
+            users = flags[useless[0]][1]
+            raise ConfigError(
+                f"{', '.join(useless)} would change nothing for {what} {name}: {useless[0]} is for {', '.join(users)}; leave it out"
+            )
 
 
 def _require_place(path: Path | None) -> None:

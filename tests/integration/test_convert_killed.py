@@ -27,7 +27,8 @@ def model() -> Model:
 
 
 def convert(source: Path, target: str, output: Path) -> int:
-    return main(["convert", "--input", str(source), "--to", target, "--output", str(output), "--max-shard-size", "300KB"])
+    several = ["--max-shard-size", "300KB"] if target == "hf" else []
+    return main(["convert", "--input", str(source), "--to", target, "--output", str(output), *several])
 
 
 def in_child(source: Path, target: str, output: Path) -> int:

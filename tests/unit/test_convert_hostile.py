@@ -118,10 +118,18 @@ def test_every_family_is_computed_by_the_class_that_is_written_for_it() -> None:
     [
         (
             ["--set", "vocab-size=5", "--vocab-size", "5"],
-            "--set, --vocab-size would change nothing: the format megatron_sp says this itself",
+            "--set, --vocab-size would change nothing for --from megatron_sp: --set is for megatron, megatron-dist, megatron-deepspeed",
         ),
-        (["--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size would change nothing: the format hf has no such choice"),
-        (["--megatron-names", "legacy"], "--megatron-names would change nothing"),
+        (["--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size would change nothing for --to hf"),
+        (
+            ["--megatron-names", "legacy"],
+            "--megatron-names would change nothing for --to hf: --megatron-names is for megatron; leave it out",
+        ),
+        (["--max-metadata-mb", "4"], "--max-metadata-mb would change nothing for --from megatron_sp"),
+        (["--to", "megatron-dist", "--megatron-names", "legacy"], "--megatron-names would change nothing for --to megatron-dist"),
+        (["--to", "megatron", "--deepspeed-layout", "universal"], "is for megatron-deepspeed; leave it out"),
+        (["--to", "megatron", "--deepspeed-qkv-layout", "interleaved"], "--deepspeed-qkv-layout would change nothing for --to megatron"),
+        (["--to", "megatron_sp", "--max-shard-size", "1MB"], "--max-shard-size would change nothing for --to megatron_sp"),
         (["--step", "-1"], "--step (-1) must be at least 0"),
         (["--report", "nowhere/report.json"], "--report nowhere/report.json must be a file in a folder that exists"),
     ],

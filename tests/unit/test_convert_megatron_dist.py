@@ -188,7 +188,7 @@ def test_large_metadata_is_read_when_it_may_be(tmp_path: Path, gpt: Path, capsys
     assert "give --max-metadata-mb 5" in message
     for words, said in (
         (["--max-metadata-mb", 1025], "must be from 1 to 1024"),
-        (["--from", "hf", "--max-metadata-mb", 9], "hf has no .meta"),
+        (["--from", "hf", "--max-metadata-mb", 9], "nothing for --from hf"),
     ):
         assert said in refused(capsys, source, EXIT_CONFIG, *words)
     assert run("--input", source, "--to", "megatron_sp", "--output", tmp_path / "out", "--max-metadata-mb", 5, "--vocab-size", 37) == 0
