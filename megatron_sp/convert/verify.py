@@ -217,6 +217,8 @@ def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, te
         return None
     most = min(_MAX_TEXT, limits.positions)
     found = [_special(tokenizer, tokenizer.encode(one), most, before.config.is_bert) for one in ([text] if text else _documentation())]
+    if found and not any(found):
+        tell("note: the tokenizer has no token for the text: none is compared")
     return [ids for ids in found if ids] or None
 
 

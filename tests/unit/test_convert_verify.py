@@ -171,6 +171,15 @@ def test_text_goes_through_the_tokenizer_of_the_model(tmp_path: Path) -> None:
         compared(run, folder, "the")
 
 
+def test_a_text_without_a_token_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    run, folder = converted(tmp_path, "gpt2")
+    document = {"version": "1.0", "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1}, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    code, told = compared(run, folder, "xyz")
+    assert code == EXIT_OK and "note: the tokenizer has no token for the text: none is compared" in told
+    assert "  text: next-token logits" in compared(run, folder, "xaz")[1]
+
+
 def test_a_classifier_that_was_trained_on_what_was_converted_names_its_classes(tmp_path: Path) -> None:
     """Its run still carries the config.json of the pretraining, which speaks of none."""
     _, pretrained = converted(tmp_path, "bert")
