@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch import Tensor
 from megatron_sp.schedule.layout_steps import tensors_in
 
 Shapes = list[tuple[int, ...]]
+_ARITHMETIC = (
+    "add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "rdiv", "floordiv", "floor_divide", "pow", "rpow", "remainder", "clamp",
+    "clamp_min", "clamp_max",
+)  # fmt: skip
 _OPERATORS = {
     "imatmul": "matmul",
     "itruediv": "truediv",
@@ -22,6 +26,14 @@ _OPERATORS = {
     "rand": "and",
     "ror": "or",
 }
+
+
+class Seen(NamedTuple):
+    """A call of the whole model, to hold the split one's against: its results' shapes, and the numbers that it computes with."""
+
+    name: str
+    shapes: Shapes
+    factors: list[float]
 
 
 def in_place(func: Any) -> bool:
@@ -57,6 +69,13 @@ def numbered(index: Any) -> Any:
         is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
         made += i.nonzero(as_tuple=True) if is_mask else [i]
     return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
+
+
+def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Numbers that arithmetic uses as they are; those of other functions are sizes, dims and places."""
+    if name not in _ARITHMETIC:
+        return []
+    return [float(v) for v in (*args, *kwargs.values()) if isinstance(v, (int, float)) and not isinstance(v, bool)]
 
 
 def converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule.apply import Applied, apply, length_multiple
-from megatron_sp.schedule.call_values import Shapes
+from megatron_sp.schedule.call_values import Seen
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.follower import Axis, Flow, Follower, WrittenLater
 from megatron_sp.schedule.hf_attention import one_sequence_a_row
@@ -131,8 +131,8 @@ def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: input_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[tuple[str, Shapes]]]:
-    """Shapes of all steps."""
+def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[Seen]]:
+    """All its steps."""
     whole = Follower(model, late=late)
     with whole.inside(), one_sequence_a_row():
         model(**batch)
@@ -140,7 +140,7 @@ def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str,
 
 
 def _run_split(
-    model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[tuple[str, Shapes]]],
+    model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[Seen]],
     parameters: Mapping[str, Layout], batch: dict[str, Any], late: bool,
     known: Mapping[Tensor, Layout] | None = None,
 ) -> Flow:  # fmt: skip

@@ -23,8 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.call_values import (
-    Shapes,
+    Seen,
     converted,
+    factors,
     in_place,
     integers,
     named,
@@ -103,13 +104,13 @@ class Follower(TorchFunctionMode):
 
     def __init__(
         self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
-        expected: Mapping[str, list[tuple[str, Shapes]]] | None = None, parameters: Mapping[str, Layout] | None = None, late: bool = False,
+        expected: Mapping[str, list[Seen]] | None = None, parameters: Mapping[str, Layout] | None = None, late: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.late = late
         self.model, self.axis, self.lines, self.expected = model, axis, lines or {}, expected
         self.modules: list[tuple[str, nn.Module]] = []
-        self.record: dict[str, list[tuple[str, Shapes]]] = defaultdict(list)
+        self.record: dict[str, list[Seen]] = defaultdict(list)
         self.strayed: set[str] = set()  # modules whose steps are no longer those of the whole model
         self.known: Any = WeakIdKeyDictionary()
         self.views: Any = WeakIdKeyDictionary()  # of what is filled with one value: (it, index)
@@ -182,7 +183,7 @@ class Follower(TorchFunctionMode):
                 return exchange_rules.shaped(name, on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
             result = self._call(func, name, args, kwargs)
             if any(True for _ in tensors_in(result)):
-                self.record[self._path()].append((name, shapes(result)))
+                self.record[self._path()].append(Seen(name, shapes(result), factors(name, args, kwargs)))
             return result
         return self._follow(func, name, args, kwargs)
 
@@ -235,7 +236,9 @@ class Follower(TorchFunctionMode):
                 self._written(step, operands[0], layout)
                 self.known[args[0]] = layout
             return result
-        step.result, step.whole = result, self._next(name)
+        step.result, seen = result, self._next(name)
+        step.whole = seen.shapes if seen else None
+        self._require_factors(step, seen)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
         layouts = [*map(partial(_share_of_filled, step), results, layouts, step.whole or repeat(None))]
@@ -348,18 +351,30 @@ class Follower(TorchFunctionMode):
 
     # the whole model's steps
 
-    def _next(self, name: str) -> Shapes | None:
-        """Shapes of the same call in the whole model."""
+    def _next(self, name: str) -> Seen | None:
+        """The same call in the whole model."""
         path, module = self.modules[-1] if self.modules else ("", self.model)
         if self.expected is None or path in self.strayed:
             return None
         at, steps = len(self.record[path]), self.expected.get(path, [])
         assert self.axis is not None
-        if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at][0] != name:
+        if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at].name != name:
             self.strayed.add(path)
             return None
-        self.record[path].append((name, []))
-        return steps[at][1]
+        self.record[path].append(Seen(name, [], []))
+        return steps[at]
+
+    def _require_factors(self, step: Step, whole: Seen | None) -> None:
+        """A number that a model makes of a size is another one where it was a share's. Raises LayoutError: E11."""
+        mine = factors(step.name, step.args, step.kwargs)
+        if whole is None or mine == whole.factors or len(mine) != len(whole.factors) or step.axis == "dp":
+            return  # over dp each rank has rows of its own, and whoever trains divides by all
+        told = ", ".join(f"{a:g} where the whole model has {b:g}" for a, b in zip(mine, whole.factors, strict=True) if a != b)
+        step.fail(
+            f"computes with {told}: the number is made of a share's size, or of an attribute that was divided;"
+            f" write it down, or multiply it by the {step.size} ranks of {step.axis}",
+            "E11",
+        )
 
     def _require_shapes(self, step: Step, results: list[Tensor], layouts: list[Layout]) -> None:
         """A share times the number of ranks is the whole. Raises LayoutError: E11."""

@@ -146,6 +146,19 @@ def test_what_is_no_sum_of_parts(of_sums: OfSums) -> None:
         check(of_sums=of_sums)
 
 
+@pytest.mark.parametrize(
+    "of_shares, numbers",
+    [
+        (lambda h, x: h / h.shape[-1], "6 where the whole model has 12"),
+        (lambda h, x: h * h[0, 0].numel() ** -0.5, "0.408248 where the whole model has 0.288675"),
+        (lambda h, x: 2 * h + torch.add(h, h, alpha=h.size(2)), "6 where the whole model has 12"),
+    ],
+)
+def test_numbers_that_are_made_of_a_size_of_a_share(of_shares: OfShares, numbers: str) -> None:
+    with pytest.raises(LayoutError, match=rf"computes with {numbers}: .*E11"):
+        check(of_shares)
+
+
 class Groups(nn.Module):
     """Norms with a number of groups that is written down: half as many channels would be in each."""
 
