@@ -58,12 +58,14 @@ def test_what_mixes_the_rows_of_ranks_is_refused(on: str, mode: str, op: str, mo
     assert on.removesuffix(".mlp") in text and f"{s.directives[-1].where}" in text and code in text, text
 
 
-def test_apply_looks_too() -> None:
+@pytest.mark.parametrize("guess, verified", [(False, False), (True, False), (False, True)])
+def test_apply_looks_too(guess: bool, verified: bool) -> None:
     """What each rank computes of its own batch comes back mixed with others' rows, which verify(), with one batch for all, cannot see."""
     s = over_dp("blocks.0.mlp", "fwd_pre", "scatter", axis=0)
     s["blocks.0.mlp"].sync("fwd_post", "all_gather", axis=0, grad="slice", over="dp")
     with pytest.raises(LayoutError, match="rows of different ranks have nothing to do with each other"):
-        s.apply(batch())
+        s._verified = list(s.directives) if verified else None
+        s.apply(batch(), guess=guess)
 
 
 def test_rows_of_all_ranks_may_be_gathered_and_the_adjoint_is_worked_out() -> None:
