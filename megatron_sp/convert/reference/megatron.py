@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.dist_file import DistFolder
+from megatron_sp.convert.dist_file import MAX_METADATA_BYTES, DistFolder
 from megatron_sp.convert.pickle_tree import Name, Object, PickleReader, TensorRecord
 from megatron_sp.convert.reference.computed import MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
@@ -319,7 +319,12 @@ class Megatron:
 
 
 def open_folder(
-    folder: Path, cast: Cast, qkv_layout: str | None, vocab_size: int, given: Mapping[str, Any] | None = None, max_metadata_mb: int = 3
+    folder: Path,
+    cast: Cast,
+    qkv_layout: str | None,
+    vocab_size: int,
+    given: Mapping[str, Any] | None = None,
+    max_metadata_mb: int = MAX_METADATA_BYTES >> 20,
 ) -> Megatron:
     """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
     distributed checkpoint.
