@@ -34,7 +34,7 @@ from megatron_sp.schedule.layouts import UNIFORM, Layout, Operand
 _ELEMENTWISE = _words("""
     erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh arctanh sgn frac trunc fix fmod hypot atan2 arctan2 logaddexp
     logaddexp2 xlogy logit sinc lgamma digamma positive float_power absolute negative multiply subtract divide true_divide ldexp deg2rad
-    rad2deg isclose isposinf isneginf signbit heaviside fmin fmax nextafter i0 erfinv log10 hardshrink softshrink tanhshrink prelu
+    rad2deg isclose isposinf isneginf signbit heaviside fmin fmax nextafter i0 erfinv log10 hardshrink softshrink tanhshrink
     _threshold dropout1d dropout2d dropout3d feature_alpha_dropout polar complex angle conj conj_physical resolve_conj greater
     greater_equal less less_equal not_equal logical_xor bitwise_xor bitwise_left_shift bitwise_right_shift lshift rshift bucketize real imag
 """)
@@ -309,18 +309,49 @@ def convolution(step: Step) -> Layout:
         inner = space.upper()  # positions before and behind a kernel are not the same dim
         product = contract(step, [(x, "bc" + space), (weight, ("co" if transposed else "oc") + inner)], "bo" + space)
     else:
-        shares = cut([x, weight])
-        if [o.layout.dim for o in shares] != ([1, 0] if len(shares) == 2 else [0]) or (len(shares) == 1 and shares[0] is weight):
-            conflict(step, [x, weight], "groups are shared by cutting both the channels and the weight's outputs")
-        require_parts(step, [weight], shares[0])
-        product = shares[0].layout
-    if bias is not None and product.kind == "P":
+        product = _by_groups(step, x, weight, groups)
+    if bias is None or product.kind not in "SP":
+        return product if bias is None else join(step, [Operand(step.result, product), bias])
+    if product.kind == "P":
         step.fail(f"each rank would add {bias.called} to its partial sum: split the layer with .row(), which adds it behind the sum", "E3")
-    if bias is not None and product.kind == "S" and product.dim == 1 and bias.kind != "S":
+    if product.dim == 1 and bias.kind != "S":
         step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.told()}: split it along", "E4")
-    if bias is not None and product.kind == "S" and product.dim == 0:
-        require_parts(step, [bias], x)
-    return product
+    return broadcast(step, [Operand(step.result, product), _of_channels(bias, x)], x.tensor.ndim)
+
+
+def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Layout:
+    """Each group of channels makes outputs of its own, so a rank needs whole groups, and their part of the weight."""
+    shares = cut([x, weight])
+    if shares and all(o is x and x.layout.dim == 0 for o in shares):
+        require_parts(step, [weight], x)
+        return x.layout
+    if [o.layout.dim for o in shares] != [1, 0]:
+        conflict(step, [x, weight], "groups are shared by cutting both the channels and the weight's outputs")
+    made = _whole_groups(step, x, groups)
+    outputs, rows = step.result.shape[1], weight.tensor.shape[0]
+    runs, of_weight = _runs(x), _runs(weight)
+    if [n * rows for n in runs] != [n * x.tensor.shape[1] for n in of_weight] or x.layout.copies != weight.layout.copies:
+        conflict(step, [x, weight], "channels and the weight's outputs are cut in different ways")
+    return replace(made, blocks=tuple(n * outputs // x.tensor.shape[1] for n in made.blocks))
+
+
+def _runs(share: Operand) -> list[int]:
+    """Sizes of the parts of which a rank has a share each, as far as that goes."""
+    size = share.tensor.shape[share.layout.dim]
+    return list(share.layout.blocks) or [size // share.layout.outer] * share.layout.outer
+
+
+def _whole_groups(step: Step, x: Operand, groups: int) -> Layout:
+    """Of channels that are cut; no run of a share may end inside of a group."""
+    size = x.tensor.shape[1] // groups
+    if any(n % size for n in _runs(x)):
+        conflict(step, [x], f"groups of {size} channels are put together from parts that do not lie side by side in the whole")
+    return x.layout
+
+
+def _of_channels(o: Operand, x: Operand) -> Operand:
+    """A number for each channel, in a shape that meets those of ``x``."""
+    return replace(o, tensor=o.tensor.reshape(-1, *[1] * (x.tensor.ndim - 2))) if o.tensor.ndim == 1 and x.tensor.ndim > 1 else o
 
 
 def by_channel(step: Step) -> Layout:
@@ -334,11 +365,19 @@ def by_channel(step: Step) -> Layout:
         return ask(step)  # how many groups a rank has to have is known of a layer that is split alone
     if x.kind != "S" or (x.layout.dim == 0 and step.name == "batch_norm") or x.layout.dim > 1:
         conflict(step, step.operands(), "each channel is normed by itself, over everything else: cut it along channels")
-    if x.layout.dim == 0:
-        require_parts(step, others, x)
-    elif any(o.kind != "S" for o in others):
+    if x.layout.dim == 1 and any(o.kind != "S" for o in others):
         conflict(step, step.operands(), "channels are cut and their weights are not")
-    return x.layout
+    if x.layout.dim == 1 and step.name == "group_norm":
+        _whole_groups(step, x, step.arg(1, "num_groups"))
+    return broadcast(step, [x, *(_of_channels(o, x) for o in others)], x.tensor.ndim)
+
+
+def prelu(step: Step) -> Layout:
+    """One slope, or one for each channel."""
+    x, weight = step.operands()[:2]
+    if x.kind == "P":
+        refuse_partial(step, x)
+    return broadcast(step, [x, _of_channels(weight, x) if weight.tensor.numel() > 1 or weight.kind == "S" else weight], x.tensor.ndim)
 
 
 def pool(step: Step, x: Operand) -> Layout:
@@ -407,5 +446,5 @@ RULES |= {
     **_of("smooth_l1_loss binary_cross_entropy huber_loss", loss),
     "glu": glu, "repeat": repeat, "tile": repeat, "view_as_real": moved(as_real), "view_as_complex": moved(as_complex),
     "unfold": moved(unfold), "pad": one(pad), "cosine_similarity": similarity, "index_select": index_select, "copy": copied,
-    "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
+    "prelu": prelu, "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
 }  # fmt: skip

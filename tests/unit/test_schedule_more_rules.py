@@ -187,3 +187,53 @@ def test_a_share_of_one() -> None:
     s["o"].row()
     s[""].shard("sinks", 0).set("odd", divide="tp")
     s.check({"x": torch.zeros(B, S, H)})
+
+
+class Channels(nn.Module):
+    """A convolution, something that treats each channel by itself, and a convolution over channels."""
+
+    def __init__(self, by_channel: nn.Module, dims: int) -> None:
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.first, self.middle, self.last = conv(3, 16, 1), by_channel, conv(16, 4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))  # type: ignore[no-any-return]
+
+
+BY_CHANNEL: list[tuple[Callable[[], nn.Module], int]] = [
+    (lambda: nn.Conv1d(16, 16, 3, padding=1, groups=16), 1),
+    (lambda: nn.Conv1d(16, 16, 3, padding=1, groups=8), 1),
+    (lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), 2),
+    (lambda: nn.Conv3d(16, 16, 3, padding=1, groups=16), 3),
+    (lambda: nn.ConvTranspose1d(16, 16, 3, groups=16), 1),
+    (lambda: nn.ConvTranspose2d(16, 16, 3, groups=16), 2),
+    (lambda: nn.ConvTranspose3d(16, 16, 3, groups=16), 3),
+    (lambda: nn.BatchNorm1d(16), 1),
+    (lambda: nn.BatchNorm2d(16).eval(), 2),
+    (lambda: nn.GroupNorm(8, 16), 1),
+    (lambda: nn.InstanceNorm1d(16, affine=True), 1),
+    (lambda: nn.PReLU(16), 2),
+]
+
+
+@pytest.mark.parametrize(("made", "dims"), BY_CHANNEL)
+@pytest.mark.parametrize(("first", "middle"), [(first, middle) for first in (None, 2, (4, 12)) for middle in (None, 2, (4, 12))])
+def test_channels_meet_what_is_cut_as_they_are(made: Callable[[], nn.Module], dims: int, first: Any, middle: Any) -> None:
+    model = Channels(made(), dims)
+    s = schedule(model, Mesh.sizes(tp=2))
+    s["first"].column(blocks=first)
+    s["middle"].shard("weight", 0, blocks=middle)
+    for name, tensor in (*model.middle.named_parameters(), *model.middle.named_buffers()):
+        if name != "weight" and tensor.ndim:
+            s["middle"].shard(name, 0, blocks=middle)
+    s["last"].shard("weight", 1, blocks=first)
+    s["last"].sync("fwd_post", "all_reduce")
+    batch = {"x": torch.zeros(2, 3, *[4] * dims)}
+    if first == middle:
+        s.check(batch)
+        return
+    with pytest.raises(LayoutError, match=r"E10"):
+        s.check(batch)
+    with pytest.raises(LayoutError, match=r"E10"):
+        s.apply(batch)
