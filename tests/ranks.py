@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from waiting import PATIENCE_S
 
 
 def _worker(rank: int, fn: Callable[..., None], world_size: int, run_dir: Path, args: tuple[Any, ...]) -> None:
@@ -24,7 +25,7 @@ def _worker(rank: int, fn: Callable[..., None], world_size: int, run_dir: Path, 
             init_method=f"file://{run_dir}/store",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),  # a missing collective fails instead of hanging
+            timeout=timedelta(seconds=PATIENCE_S),  # a missing collective fails instead of hanging
         )
         fn(*args)
     except BaseException:

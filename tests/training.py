@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from waiting import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -74,12 +75,10 @@ class Outcome:
     Attributes:
         codes: exit codes, negative for a signal, like subprocess's.
         texts: what each rank wrote to standard output and standard error.
-        ended: seconds after the start at which each rank had ended.
     """
 
     codes: list[int]
     texts: list[str]
-    ended: list[float]
 
     @property
     def text(self) -> str:
@@ -97,7 +96,7 @@ class Outcome:
 
 def train(
     tmp_path: Path, *flags: object, ranks: int = 1, fault: str = "", attempt: int = 0, setup: Callable[[int], None] | None = None,
-    during: Callable[[list[int]], None] | None = None, timeout_s: float = 60.0, data: Sequence[object] = MOCK,
+    during: Callable[[list[int]], None] | None = None, data: Sequence[object] = MOCK,
     program: Program | None = None,
 ) -> Outcome:  # fmt: skip
     """Train the tiny model on ``ranks`` forked processes, for six steps if the flags do not say how many.
@@ -109,7 +108,6 @@ def train(
         attempt: torchrun's restart count.
         setup: called with the rank in each child before the program.
         during: called here with the children's pids while they run.
-        timeout_s: after which all are killed and the case fails.
         data: flags of data and tokenizer.
         program: what is run with the words of the command line; None: ``pretrain_gpt.py``.
     """
@@ -120,15 +118,14 @@ def train(
     }  # fmt: skip
     tmp_path.mkdir(parents=True, exist_ok=True)
     files = [tmp_path / f"rank{rank}-{time.monotonic_ns()}.txt" for rank in range(ranks)]
-    began = time.monotonic()
     pids = [_fork(rank, words, environment, files[rank], setup, tmp_path, program or gpt) for rank in range(ranks)]
     codes: dict[int, int] = {}
-    ended: dict[int, float] = {}
     try:
         if during is not None:
             during(pids)
-        while len(codes) < ranks and time.monotonic() - began < timeout_s:
-            _reap(pids, codes, ended, began)
+        began = time.monotonic()
+        while len(codes) < ranks and time.monotonic() - began < PATIENCE_S:
+            _reap(pids, codes)
             time.sleep(0.003)
     finally:
         late = [rank for rank in range(ranks) if rank not in codes]
@@ -138,19 +135,17 @@ def train(
         for rank in late:
             os.kill(pids[rank], signal.SIGKILL)
             os.waitpid(pids[rank], 0)
-    outcome = Outcome(
-        [codes.get(r, KILLED) for r in range(ranks)], [f.read_text() for f in files], [ended.get(r, timeout_s) for r in range(ranks)]
-    )
-    assert not late, f"ranks {late} had not ended after {timeout_s} s\n{outcome.text}"
+    outcome = Outcome([codes.get(r, KILLED) for r in range(ranks)], [f.read_text() for f in files])
+    assert not late, f"ranks {late} had not ended after {PATIENCE_S} s\n{outcome.text}"
     return outcome
 
 
-def _reap(pids: list[int], codes: dict[int, int], ended: dict[int, float], began: float) -> None:
+def _reap(pids: list[int], codes: dict[int, int]) -> None:
     for rank, pid in enumerate(pids):
         if rank not in codes:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+                codes[rank] = os.waitstatus_to_exitcode(status)
 
 
 @cache
@@ -163,7 +158,7 @@ def _store_port() -> int:
     parent = os.getpid()
     if os.fork() == 0:
         try:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
             os.write(theirs, str(store.port).encode())
             os.close(theirs)
             while os.getppid() == parent:
@@ -229,14 +224,6 @@ def run_once(
         return folder / "run"
 
     return run_of
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    """Poll until ``condition`` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 # What a run left behind

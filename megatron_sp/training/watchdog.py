@@ -48,8 +48,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._timeout_s / 4)):
-            if time.monotonic() > self._deadline:
+            if self._is_late():
                 self._end()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._deadline
 
     def _end(self) -> None:
         message = f"rank {self._rank}: no progress in '{self._what}' for {self._timeout_s:.0f} s"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import run_ranks
 from torch import Tensor
+from waiting import PATIENCE_S
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece, Rect
@@ -234,7 +235,7 @@ def test_a_full_disk_on_one_rank_is_one_answer_for_all(tmp_path: Path) -> None:
 def save_until_killed(rank: int, store: Path, run: Path, plan_text: str) -> None:
     torch.set_num_threads(1)
     os.environ["MEGATRON_SP_FAULT"] = plan_text
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
     checkpointer = here(run, faults=FaultPlan.from_env(True, rank))
     for step in range(1, 5):
         checkpointer.save(step, layout(rank, 2, "killed", full_tensors()), {})
@@ -250,7 +251,7 @@ def test_a_rank_killed_at_any_point_of_a_save(point: str, victim: int, tmp_path:
     for child in children:
         child.start()
     for child in children:
-        child.join(40)
+        child.join(PATIENCE_S)
     assert children[victim].exitcode == -signal.SIGKILL
     assert children[1 - victim].exitcode not in (None, 0)  # it ended too, with an error, and soon
     run_ranks(go_on_after_a_kill, 2, tmp_path, run, point, victim)

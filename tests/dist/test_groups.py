@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from waiting import PATIENCE_S
 
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 
@@ -48,7 +49,7 @@ def _timeouts(tp: int, sp: int) -> None:
     groups = ParallelGroups.create(CPU, tp_size=tp, sp_size=sp)
     for group in (groups.tp, groups.sp, groups.dp, groups.dp_sp):
         if group.size() > 1:
-            assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)  # what run_ranks gave the world
+            assert group._get_backend(CPU).options._timeout == timedelta(seconds=PATIENCE_S)  # what run_ranks gave the world
 
 
 @pytest.mark.parametrize("world, tp, sp", [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 1, 2)])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import KILLED, assert_same_run, records, saved_steps, status, train, wait_until, write_data
+from training import KILLED, assert_same_run, records, saved_steps, status, train, write_data
+from waiting import wait_until
 
 from megatron_sp.checkpoint import saving
 from megatron_sp.comm.peers import Peers
@@ -68,7 +69,7 @@ def test_a_file_cut_while_training(tmp_path: Path, workers: int) -> None:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)
         os.truncate(f"{prefix}.bin", 100)
 
-    flags = ("--train-iters", 5000, "--num-workers", workers, "--dataloader-type", "cyclic", "--save", run)
+    flags = ("--train-iters", 100_000, "--num-workers", workers, "--dataloader-type", "cyclic", "--save", run)
     outcome = train(tmp_path, *flags, ranks=2, data=data_flags(prefix), during=cut)
     assert 4 in outcome.codes and set(outcome.codes) <= {4, 7}, outcome.text
     assert f"{prefix}.bin" in outcome.text and "Traceback" not in outcome.text and status(run)["exit_code"] == 4
@@ -120,7 +121,7 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
         assert status(run)["status"] == "running" and before == pids, "the first job's status is not touched"
         os.kill(pids[0], signal.SIGTERM)
 
-    train(tmp_path, "--save", run, "--train-iters", 5000, ranks=2, during=second).expect(75)
+    train(tmp_path, "--save", run, "--train-iters", 100_000, ranks=2, during=second).expect(75)
     assert len(saved_steps(run)) == 1
 
 
@@ -245,7 +246,7 @@ def test_a_frozen_rank(tmp_path: Path) -> None:
         wait_until(lambda: status(run)["status"] == "failed")
         os.kill(pids[1], signal.SIGKILL)
 
-    flags = ("--save", run, "--distributed-timeout-minutes", 0.03, "--train-iters", 5000)
+    flags = ("--save", run, "--distributed-timeout-minutes", 0.03, "--train-iters", 100_000)
     outcome = train(tmp_path, *flags, ranks=2, during=freeze)
     assert outcome.codes == [7, KILLED] and "did not answer" in outcome.texts[0], outcome.text
 

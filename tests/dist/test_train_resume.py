@@ -72,7 +72,6 @@ def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) ->
     outcome = train(tmp_path, *flags, ranks=2, fault=f"kill:rank={rank}:at={point}:step=4")
     other = 1 - rank
     assert outcome.codes[rank] == KILLED and outcome.codes[other] == 7, outcome.text
-    assert outcome.ended[other] - outcome.ended[rank] < 5
     assert f"[rank {other}] error: rank {rank} (pid " in outcome.texts[other] and ") died: " in outcome.texts[other], outcome.text
     assert "--auto-resume" in outcome.texts[other].splitlines()[-1]
     assert (status(run)["status"], status(run)["exit_code"]) == ("failed", 7)
@@ -90,7 +89,6 @@ def test_killed_in_a_save(tmp_path: Path, clean: Path, point: str, rank: int) ->
     at = 6 if point == "prune" else 4  # the first save that finds one too many
     outcome = train(tmp_path, *flags, ranks=2, fault=f"kill:rank={rank}:at=save.{point}:step={at}")
     assert outcome.codes[rank] == KILLED and outcome.codes[1 - rank] == 7, outcome.text
-    assert outcome.ended[1 - rank] - outcome.ended[rank] < 5
     assert set(saved_steps(run)) <= {2, 4, at} and at - 2 in saved_steps(run)
     committed = at in saved_steps(run)
     assert committed or (point, rank) != ("prune", 0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
+import shutil
 import signal
-import time
+import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -31,40 +34,58 @@ def convert(source: Path, target: str, output: Path) -> int:
     return main(["convert", "--input", str(source), "--to", target, "--output", str(output), *several])
 
 
-def in_child(source: Path, target: str, output: Path) -> int:
+# Builtins that change what is on the disk, or may: before one of these calls by our code a signal finds what it would find at any moment.
+CHANGES = {"open", "mkdir", "write", "pwrite", "truncate", "ftruncate", "flush", "close", "fsync", "replace", "rename", "unlink", "rmdir"}
+
+
+def in_child(source: Path, target: str, output: Path, number: int = 0, at: int = -1) -> tuple[int, int]:
+    """Convert in a forked child that gets signal ``number`` just before its change ``at``.
+
+    Returns:
+        exit code, negative for a signal that ended it, and how many changes it was about to make before it ended by itself.
+    """
+    reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code = 1
+        code, changes = 1, itertools.count()
+
+        def before(frame: FrameType, event: str, function: object) -> None:
+            ours = event == "c_call" and getattr(function, "__name__", "") in CHANGES and "megatron_sp" in frame.f_code.co_filename
+            if ours and next(changes) == at:
+                os.kill(os.getpid(), number)
+
         try:
             torch.set_num_threads(1)
+            threading.setprofile(before)
+            sys.setprofile(before)
             code = convert(source, target, output)
+            sys.setprofile(None)
         finally:
+            os.write(writes, str(next(changes)).encode())
             os._exit(code)
-    return pid
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        made = int(pipe.read() or 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), made
 
 
 OTHERS = ("megatron_sp", "megatron", "megatron-dist", "megatron-deepspeed")
 
 
 @pytest.mark.parametrize("target", ["hf", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
-def test_killed_at_random_moments(tmp_path: Path, target: str) -> None:
+def test_killed_on_the_way(tmp_path: Path, target: str) -> None:
+    """Spread over the whole conversion; a few of the last changes come when all is in its place."""
     source = write_run(model(), tmp_path / "run")
-    began = time.monotonic()
-    os.waitpid(in_child(source, target, tmp_path / "whole"), 0)
-    seconds, draw = time.monotonic() - began, random.Random(0)
+    code, changes = in_child(source, target, tmp_path / "whole")
+    assert code == 0 and changes > 4 * MOMENTS
     expected = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*"))
-    killed = 0
     for moment in range(MOMENTS):
         output = tmp_path / f"out-{moment}"
-        pid = in_child(source, target, output)
-        time.sleep(seconds * draw.random())
-        os.kill(pid, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        assert in_child(source, target, output, signal.SIGKILL, at=(changes - 1) * moment // MOMENTS)[0] == -signal.SIGKILL
         if output.exists():
             assert sorted(p.relative_to(output) for p in output.rglob("*")) == expected
-    assert killed > MOMENTS // 5  # the others were done before
     left = [path for path in tmp_path.iterdir() if ".part-" in path.name]
-    assert all(path.name.startswith(".out-") for path in left)
+    assert left and all(path.name.startswith(".out-") for path in left)
     assert convert(source, target, tmp_path / "at last") == 0
     if target == "megatron_sp":
         assert_equal(stored(tmp_path / "at last"), contents(model()))
@@ -73,12 +94,11 @@ def test_killed_at_random_moments(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_at_all(tmp_path: Path, number: int) -> None:
     source = write_run(model(), tmp_path / "run")
-    pid = in_child(source, "hf", tmp_path / "out")
-    while not (parts := list(tmp_path.glob(".out.part-*/*.safetensors"))):
-        time.sleep(0.001)
-    os.kill(pid, number)
-    _, status = os.waitpid(pid, 0)
-    assert parts and sorted(os.listdir(tmp_path)) == (["run"] if os.waitstatus_to_exitcode(status) else ["out", "run"])
+    changes = in_child(source, "hf", tmp_path / "whole")[1]
+    shutil.rmtree(tmp_path / "whole")
+    for moment in (1, 2, 3):
+        code, made = in_child(source, "hf", tmp_path / "out", number, at=changes * moment // 4)
+        assert code == 130 and made and os.listdir(tmp_path) == ["run"], (code, moment)
 
 
 def test_what_an_earlier_kill_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from training import gpt, train
+from waiting import PATIENCE_S
 
 from megatron_sp.utils.run_log import read_records
 
@@ -31,7 +32,7 @@ def run(command: str, cwd: Path, **variables: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=2 * PATIENCE_S,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}"
     return result.stdout
@@ -45,7 +46,6 @@ def is_repeated(records: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.torchrun
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_venv
 def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
     """From nothing, with a tenth of the text and few steps: what it learns is not to be seen here."""
@@ -70,7 +70,6 @@ def test_quickstart_from_text_to_summary_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.torchrun
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_venv
 def test_quickstart_bert_from_text_to_summary(tmp_path: Path) -> None:
     """With a tenth of the text, a small vocabulary and few steps; that it learns is not to be seen here."""
@@ -96,7 +95,6 @@ def test_quickstart_bert_from_text_to_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.torchrun
-@pytest.mark.timeout(300)
 @needs_venv
 def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

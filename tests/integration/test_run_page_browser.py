@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -136,7 +137,7 @@ def look(page: Path, driver: str = "", *, size: tuple[int, int] = (1200, 1500), 
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True) as run,
     ):
         try:
-            dom, _ = run.communicate(timeout=90)
+            dom, _ = run.communicate(timeout=PATIENCE_S)
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import stored_models
 from training import Outcome, train, wait_until
+from waiting import NEVER_MINUTES, PATIENCE_S
 
 from megatron_sp.models.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel
@@ -45,17 +46,17 @@ class Server:
             self.pids = pids
             wait_until(lambda: self.port or not any(map(_lives, pids)))
             self._started.set()
-            self._end.wait(240)
+            self._end.wait(60 * NEVER_MINUTES)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
         self._thread = threading.Thread(target=self._run, args=(ranks, program, during))
         self._thread.start()
-        assert self._started.wait(60), self.output
+        assert self._started.wait(PATIENCE_S), self.output
 
     def _run(self, ranks: int, program: Any, during: Any) -> None:
-        self.outcome: Outcome | None = train(self.folder, ranks=ranks, program=program, during=during, timeout_s=300)
+        self.outcome: Outcome | None = train(self.folder, ranks=ranks, program=program, during=during)
 
     @property
     def output(self) -> str:
@@ -68,7 +69,7 @@ class Server:
 
     def ask(self, body: Any, path: str = "/v1/completions", method: str = "POST", **headers: str) -> tuple[int, Any]:
         """(status, parsed answer)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
@@ -76,7 +77,7 @@ class Server:
 
     def stream(self, body: dict[str, Any], **headers: str) -> Iterator[Any]:
         """The events of a stream; closing it closes the connection."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             data = json.dumps({**body, "stream": True})
             connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json", **headers})
@@ -97,7 +98,7 @@ class Server:
 
     def stop(self) -> Outcome:
         self._end.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert self.outcome is not None, self.output
         return self.outcome
 
@@ -172,15 +173,15 @@ def test_a_full_server_says_429_and_a_client_that_goes_makes_room(server: Server
     next(first)
     status, answer = server.ask({"prompt": "ab"})
     assert status == 429 and answer["error"]["type"] == "rate_limit_error" and "5 of 5 places" in answer["error"]["message"]
-    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 3, 10)
+    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 3)
     first.close()
-    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 0, 10)
+    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 0)
     # the same for a client that waits for the whole answer
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 3, 10)
+    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 3)
     connection.close()
-    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 0, 10)
+    wait_until(lambda: server.ask(None, "/health", "GET")[1]["running"] == 0)
     assert server.ask({"prompt": "ab", "max_tokens": 2})[0] == 200
 
 
@@ -203,7 +204,7 @@ def test_errors_are_objects(server: Server, body: Any, path: str, method: str, h
 
 
 def test_a_client_that_leaves_within_its_request_is_no_fault_of_ours(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
         assert server.ask({"prompt": "ab", "max_tokens": 1})[0] == 200  # it has begun on the other by now
     assert server.ask({"prompt": "ab", "max_tokens": 1})[0] == 200
@@ -221,7 +222,7 @@ def test_models_and_health(server: Server) -> None:
 
 
 def test_sigterm_lets_what_is_there_finish(stored: tuple[Path, GPTModel], tmp_path: Path) -> None:
-    with Server(tmp_path, stored[0], "--api-key", "secret", "--shutdown-timeout", "60") as server:
+    with Server(tmp_path, stored[0], "--api-key", "secret", "--shutdown-timeout", "600") as server:
         status, answer = server.ask({"prompt": "ab"})
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         assert server.ask({"prompt": "ab"}, Authorization="Bearer secre")[0] == 401
@@ -232,10 +233,10 @@ def test_sigterm_lets_what_is_there_finish(stored: tuple[Path, GPTModel], tmp_pa
         events = list(stream)
         assert events[-1] == "[DONE]"
         assert text + "".join(event["choices"][0]["text"] for event in events[:-1]) == alone(stored[1], "ab", 80, Sampling(seed=1))
-        stopper.join(60)
+        stopper.join(PATIENCE_S)
         server.stop().expect(0, "stopped")
         with pytest.raises(ConnectionRefusedError):
-            http.client.HTTPConnection("127.0.0.1", port, timeout=5).request("GET", "/health")
+            http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S).request("GET", "/health")
 
 
 @pytest.mark.parametrize("layout", ["--tp-size", pytest.param("--sp-size", marks=pytest.mark.long)])

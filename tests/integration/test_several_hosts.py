@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from training import MOCK, TINY, records, saved_steps, status, train, wait_until
+from training import MOCK, TINY, records, saved_steps, status, train
+from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.torchrun
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ class Host:
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def remove_leftovers() -> None:
@@ -96,7 +97,7 @@ def start(host: Host, output: Path, *flags: object, cwd: Path, **variables: obje
         )
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 90) -> list[int]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = PATIENCE_S) -> list[int]:
     """Exit codes; nothing is left running."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -121,10 +122,10 @@ def test_two_hosts_train_as_one_and_stop_together(tmp_path: Path, two_hosts: lis
 
     SIGTERM to one, as from a scheduler that takes a host away: all agree on the step, save it, and both shells see 75.
     """
-    run, flags = tmp_path / "apart", (*SP2, "--distributed-timeout-minutes", "0.5", "--train-iters", 5000)
+    run, flags = tmp_path / "apart", (*SP2, "--distributed-timeout-minutes", NEVER_MINUTES, "--train-iters", 100_000)
     processes, outputs = start_both(two_hosts, tmp_path, *flags, "--save", run)
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, 60)
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3)
         processes[1].send_signal(signal.SIGTERM)
     finally:
         codes = finish(processes)
@@ -162,11 +163,11 @@ def test_the_slurm_template(tmp_path: Path) -> None:
     variables = slurm(tmp_path)
     flags = (*TINY, *MOCK, *SP2, "--train-iters", 3, "--exit-interval", 2, "--save", tmp_path / "run")
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "pretrain_gpt.py", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**variables))
     said = done.stdout + done.stderr + "".join(f.read_text() for f in tmp_path.glob("*.txt"))
     assert done.returncode == 0, said
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2] and not (tmp_path / "scontrol.txt").exists()
-    preempted = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**variables, FAKE_CODE=75))
+    preempted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**variables, FAKE_CODE=75))
     assert preempted.returncode == 75 and (tmp_path / "scontrol.txt").read_text() == f"requeue {os.getpid()}\n", preempted.stderr
 
 
@@ -174,7 +175,7 @@ def test_a_script_of_the_zoo_under_slurm(tmp_path: Path) -> None:
     """Each host gets the script, with what it must know of the others."""
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "scripts/pretrain_llama_8b_128k.sh", "--global-batch-size", "16"]
     variables = {**slurm(tmp_path), "NPROC_PER_NODE": 8, "DRY_RUN": 1}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**variables))
     said = [(tmp_path / f"node{i}.txt").read_text() for i in range(2)]
     assert done.returncode == 0, done.stdout + done.stderr + "".join(said)
     assert all("16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: chunked), dp 2, ZeRO stage 3" in text for text in said), said
@@ -198,7 +199,7 @@ def test_a_script_of_the_zoo_under_slurm(tmp_path: Path) -> None:
 ], ids=lambda v: " ".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "")  # fmt: skip
 def test_variables_that_cannot_work_are_answered_at_once(tmp_path: Path, variables: dict[str, object], message: str) -> None:
     process = start(Host("127.0.0.1"), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **variables)
-    assert finish([process], 30) == [2]
+    assert finish([process]) == [2]
     said = (tmp_path / "said.txt").read_text()
     assert message in said and said.count("error:") == 1 and "Traceback" not in said, said
 
@@ -210,10 +211,10 @@ def test_a_port_in_use_and_a_master_that_does_not_come(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         process = start(Host(""), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **common, NODE_RANK=0, MASTER_PORT=port)
-        assert finish([process], 30) == [2]
+        assert finish([process]) == [2]
     assert f"port {port} of this host is in use" in (tmp_path / "said.txt").read_text()
     process = start(Host(""), tmp_path / "said.txt", "--train-iters", 2, cwd=tmp_path, **common, NODE_RANK=1, MASTER_PORT=free_port())
-    assert finish([process], 30) == [7]
+    assert finish([process]) == [7]
     said = (tmp_path / "said.txt").read_text()
     assert "nobody answers at MASTER_ADDR:MASTER_PORT 127.0.0.1:" in said and "see that host 0 was started" in said
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from training import records, saved_steps, state, status
+from waiting import PATIENCE_S
 
 from megatron_sp.training.recipe import SMOKE_STEPS
 
@@ -37,7 +38,7 @@ def run(name: str, *flags: object, **variables: object) -> tuple[int, str, str]:
     """(exit code, standard output, standard error)."""
     kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / f"{name}.sh"), *map(str, flags)], capture_output=True, text=True, timeout=100,
+        ["bash", str(ROOT / "scripts" / f"{name}.sh"), *map(str, flags)], capture_output=True, text=True, timeout=PATIENCE_S,
         env={**kept, "PYTHON": sys.executable, **{k: str(v) for k, v in variables.items()}},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

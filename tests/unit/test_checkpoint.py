@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
+from waiting import PATIENCE_S
 
 from megatron_sp.checkpoint import commit, saving
 from megatron_sp.checkpoint.checkpointer import Checkpointer
@@ -613,7 +614,7 @@ def test_killed_at_any_point_of_a_save(point: str, tmp_path: Path, monkeypatch: 
     plan = FaultPlan.from_env(True, rank=0)
     child = mp.get_context("fork").Process(target=save_and_die, args=(0, tmp_path, plan))
     child.start()
-    child.join(30)
+    child.join(PATIENCE_S)
     assert child.exitcode == -signal.SIGKILL
     expected = 50 if point == "save.prune" else 40
     assert_loads(Checkpointer(None).find(tmp_path), expected)  # also before anything is cleared up

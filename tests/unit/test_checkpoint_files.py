@@ -9,7 +9,6 @@ import os
 import resource
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +146,12 @@ HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused_quickly_and_in_little_memory(name: str, tmp_path: Path) -> None:
+def test_hostile_files_are_refused_in_little_memory(name: str, tmp_path: Path) -> None:
     header, data, length, text = HOSTILE[name]
     path = write_raw(tmp_path / "x.safetensors", header, data, length)
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=text) as error:
         read_header(path)
-    assert time.monotonic() - started < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
     assert len(str(error.value)) < 2000
 

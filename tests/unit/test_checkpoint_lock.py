@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
+from waiting import PATIENCE_S, wait_until
 
 from megatron_sp.checkpoint import lock
 from megatron_sp.checkpoint.lock import RunLock
@@ -55,7 +56,7 @@ def test_a_living_process_keeps_it_and_a_killed_one_loses_it_at_once(tmp_path: P
     child = context.Process(target=hold_and_wait, args=(0, tmp_path, ready))
     child.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(PATIENCE_S)
         with pytest.raises(LockError, match=f"pid {child.pid} on "):
             RunLock(tmp_path)
         os.utime(tmp_path / "LOCK", (0, 0))  # it lives, however long it has been silent: it may wake up and write
@@ -87,7 +88,7 @@ def test_a_reused_pid_is_not_the_holder(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"machine": "another pid namespace"}, {"host": "elsewhere", "pid": 1 << 30}])
 def test_on_another_machine_only_the_heartbeat_counts(changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     forge(tmp_path, age_s=60, **changes)
-    with pytest.raises(LockError, match=r"last sign of life 6\d s ago.*taken over by itself after 120 s"):
+    with pytest.raises(LockError, match=r"last sign of life \d+ s ago.*taken over by itself after 120 s"):
         RunLock(tmp_path)
     forge(tmp_path, age_s=200, **changes)
     RunLock(tmp_path).close()
@@ -106,14 +107,9 @@ def test_an_unreadable_lock_counts_by_its_age(content: bytes, tmp_path: Path) ->
 def test_the_heartbeat_keeps_it_fresh_and_notices_a_take_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = RunLock(tmp_path, heartbeat_s=0.02)
     os.utime(tmp_path / "LOCK", (0, 0))
-    deadline = time.monotonic() + 10
-    while (tmp_path / "LOCK").stat().st_mtime == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (tmp_path / "LOCK").stat().st_mtime > 0
+    wait_until(lambda: (tmp_path / "LOCK").stat().st_mtime > 0)
     forge(tmp_path)
-    while "no longer ours" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "no longer ours" in caplog.text
+    wait_until(lambda: "no longer ours" in caplog.text)
     assert not held.is_ours()
     held.close()
     assert (tmp_path / "LOCK").exists()  # the other's
@@ -142,10 +138,15 @@ def test_who_died_while_taking_over_does_not_stop_the_next(tmp_path: Path) -> No
     forge(tmp_path, age_s=500, host="elsewhere")
     guard = tmp_path / "LOCK.takeover"
     guard.touch()
-    threading.Timer(0.1, os.utime, (guard, (0, 0))).start()  # until then it counts as another's that is at it
-    began = time.monotonic()
+    given_up: list[None] = []
+
+    def give_up() -> None:
+        given_up.append(None)
+        os.utime(guard, (0, 0))
+
+    threading.Timer(0.1, give_up).start()  # until then it counts as another's that is at it
     RunLock(tmp_path).close()
-    assert time.monotonic() - began >= 0.1
+    assert given_up
     assert os.listdir(tmp_path) == []
 
 

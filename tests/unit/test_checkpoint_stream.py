@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from test_checkpoint import STATE, assert_loads, save_steps, weights, whole
 from torch import Tensor
+from waiting import wait_until
 
 from megatron_sp.checkpoint import saving, stream
 from megatron_sp.checkpoint.checkpointer import Checkpointer
@@ -77,10 +77,8 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Any]] = []
 
     def read(value: int) -> Tensor:
-        end = time.monotonic() + 5
-        while any(ref() is not None for ref in alive) and time.monotonic() < end:
-            time.sleep(0.001)  # the thread that hashes lets go of its last block a moment after it has said that it is done
-        assert all(ref() is None for ref in alive)
+        # the thread that hashes lets go of its last block a moment after it has said that it is done
+        wait_until(lambda: all(ref() is None for ref in alive))
         array = np.full((64, 64), value, np.float32)
         alive.append(weakref.ref(array))
         return torch.from_numpy(array)

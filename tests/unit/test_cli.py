@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +50,8 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys\nfrom megatron_sp import cli\ntry:\n    cli.main(['--help'])\nfinally:\n"
         "    assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 1
 
 
 def test_verify_a_sound_data_set_by_prefix_or_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -337,11 +336,9 @@ WRONG: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "says"), WRONG)
 def test_wrong_files(path: Path, text: str, says: str) -> None:
-    start = time.perf_counter()
     said = error(path, text)
     assert says in said and "ds.json" in said
     assert "\n" not in said and len(said) < 600 and said.isprintable()
-    assert time.perf_counter() - start < 2
 
 
 def test_everything_that_is_wrong_is_said_at_once(path: Path) -> None:

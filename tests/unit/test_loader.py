@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 from megatron_sp.data.dataset import Sample, make_sample
 from megatron_sp.data.loader import BatchLoader
@@ -53,19 +53,11 @@ def test_batches_of_each_rank(num_workers: int) -> None:
             assert loader.global_sample_ids(24, 2).tolist() == list(range(24, 36))
 
 
-def wait_for(condition: object) -> None:
-    for _ in range(500):
-        if condition():  # type: ignore[operator]
-            return
-        time.sleep(0.01)
-    raise AssertionError("waited 5 s in vain")
-
-
 def test_the_next_step_is_read_while_this_one_trains() -> None:
     data = Counting()
     with BatchLoader(data, micro_batch_size=2, num_workers=1) as loader:
         loader.step(0, 2)
-        wait_for(lambda: len(data.read) == 8)
+        wait_until(lambda: len(data.read) == 8)
         assert sorted(data.read) == list(range(8))
         data.gate.clear()  # nothing can be read any more, and nothing needs to be
         assert [b["sample_ids"].tolist() for b in loader.step(4, 2)] == [[4, 5], [6, 7]]
@@ -107,7 +99,7 @@ def test_an_error_in_a_wrong_guess_concerns_nobody() -> None:
     data = Counting(bad=5)
     with BatchLoader(data, micro_batch_size=2, num_workers=1) as loader:
         loader.step(0, 2)
-        wait_for(lambda: 5 in data.read)
+        wait_until(lambda: 5 in data.read)
         assert loader.step(8, 2)[0]["sample_ids"].tolist() == [8, 9]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import queue
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import stored_models
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.models.generation import Sampling, complete
@@ -123,7 +123,7 @@ class Client:
         self.job = engine.submit(self.spec, self.events.put)
 
     def next(self) -> Piece:
-        event = self.events.get(timeout=30)
+        event = self.events.get(timeout=PATIENCE_S)
         if isinstance(event, ApiError):
             raise event
         return event
@@ -146,7 +146,7 @@ def model() -> GPTModel:
 
 @pytest.fixture
 def engine(model: GPTModel) -> Iterator[Engine]:
-    made = Engine(Slots(model, 3, TOKENIZER.vocab_size), TOKENIZER, max_queue=4, timeout_s=60.0)
+    made = Engine(Slots(model, 3, TOKENIZER.vocab_size), TOKENIZER, max_queue=4, timeout_s=PATIENCE_S)
     made.start()
     yield made
     made.stop()
@@ -155,13 +155,6 @@ def engine(model: GPTModel) -> Iterator[Engine]:
 def alone(model: GPTModel, prompt: str, count: int, sampling: Sampling, n: int = 1) -> list[str]:
     ids = complete(model, [list(prompt.encode())], max_new_tokens=count, sampling=sampling, eod=256, vocab_size=257, num_samples=n)[0]
     return [bytes(i for i in one if i < 256).decode("utf-8", "replace") for one in ids]
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_in_company_as_alone(model: GPTModel, engine: Engine) -> None:
@@ -198,11 +191,11 @@ def test_a_prompt_is_read_once_for_all_its_samples(
 def test_a_cancelled_request_leaves_no_prompt_behind(engine: Engine) -> None:
     client = Client(engine, prompt="ab", n=5, max_tokens=4000)  # three run, two wait for them
     client.next()
-    wait_for(lambda: engine.counts == {"running": 3, "waiting": 2})
+    wait_until(lambda: engine.counts == {"running": 3, "waiting": 2})
     assert engine._slots._prompt is not None
     engine.cancel(client.job)
-    wait_for(lambda: engine.counts == {"running": 0, "waiting": 0})
-    wait_for(lambda: engine._slots._prompt is None)
+    wait_until(lambda: engine.counts == {"running": 0, "waiting": 0})
+    wait_until(lambda: engine._slots._prompt is None)
     assert engine._shared is None
 
 
@@ -269,7 +262,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine)
     long[0].next()
     for client in long:
         engine.cancel(client.job)
-    wait_for(lambda: engine.counts == {"running": 0, "waiting": 0})
+    wait_until(lambda: engine.counts == {"running": 0, "waiting": 0})
     assert Client(engine, prompt="ab", max_tokens=2).finish()
 
 
@@ -284,11 +277,11 @@ def test_late_requests_end(model: GPTModel) -> None:
 
 
 def test_going_down_finishes_what_it_can(model: GPTModel) -> None:
-    engine = Engine(Slots(model, 2, 257), TOKENIZER, max_queue=1, timeout_s=60.0)
+    engine = Engine(Slots(model, 2, 257), TOKENIZER, max_queue=1, timeout_s=PATIENCE_S)
     engine.start()
     short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, prompt="ab", max_tokens=4000)
     long.next()
-    engine.drain(60.0)
+    engine.drain(PATIENCE_S)
     with pytest.raises(ApiError, match="shutting down"):
         Client(engine, prompt="ab")
     assert len(short.finish()) == 1
