@@ -47,6 +47,7 @@ class Model:
         store: its tensors by our names: all weights, perhaps those of the optimizer.
         step: optimizer steps that made it; 0: not known.
         consumed_samples: likewise.
+        scheduled_samples: of them, by which the learning rate goes: without those of skipped steps; None: not known.
         num_updates: of the optimizer, fewer than steps where some were skipped; None: not known.
         loss_scale: of fp16; None: there is none, or it is not known.
         num_classes: of a classifier; 0: it is none.
@@ -69,6 +70,12 @@ class Model:
     notes: list[str] = field(default_factory=list)
     num_updates: int | None = None
     loss_scale: LossScale | None = None
+    scheduled_samples: int | None = None
+
+    @property
+    def scheduled(self) -> int:
+        """Samples by which the learning rate goes."""
+        return self.consumed_samples if self.scheduled_samples is None else self.scheduled_samples
 
     @property
     def updates(self) -> int:

@@ -1,8 +1,9 @@
 """Learning rate and weight decay as pure functions of how far the run is.
 
 Progress is counted in samples whichever unit the flags use, so that a batch ramp-up or another number of ranks does not bend
-the curve. A length in steps is what those steps consume, a ramp-up included: warm-up and decay end at the step the flags say.
-Shapes and names are Megatron's (optimizer_param_scheduler.py).
+the curve. A length in steps is what those steps consume, a ramp-up included: a warm-up of N steps reaches the peak when N steps are done.
+A step goes by what the steps *before* it consumed, so a warm-up begins at its start value; a step that was skipped counts for nothing.
+Shapes, names and, without a ramp-up in steps, every bit are Megatron's (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Schedule:
     peak: float
     floor: float
     start: float
-    warmup: int
+    warmup: float
     horizon: int
     style: str
     wsd_style: str
@@ -50,7 +51,7 @@ class Schedule:
         length = samples(batch.train_iters, batch.train_samples) or 1
         horizon = samples(config.lr_decay_iters, config.lr_decay_samples) or length
         if config.lr_warmup_fraction is not None:
-            warmup = round(config.lr_warmup_fraction * horizon)
+            warmup: float = config.lr_warmup_fraction * horizon  # a part of a sample is one here
         else:
             warmup = samples(config.lr_warmup_iters, config.lr_warmup_samples) or 0
         wsd_length = config.lr_wsd_decay_samples or 0
@@ -67,7 +68,7 @@ class Schedule:
         )  # fmt: skip
 
     def lr(self, samples: int) -> float:
-        """Learning rate of the step that ends at ``samples`` consumed samples."""
+        """Learning rate of a step before which the others consumed ``samples``."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.start + (self.peak - self.start) * samples / self.warmup
         if self.style == "constant":
@@ -75,7 +76,7 @@ class Schedule:
         if samples > self.horizon:
             return self.floor
         if self.style == "inverse-square-root":
-            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+            return max(self.floor, self.peak * max(self.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
         if self.style == "WSD":
             return self.floor + self._wsd_share(samples) * (self.peak - self.floor)
         done = (samples - self.warmup) / max(self.horizon - self.warmup, 1)
@@ -96,10 +97,10 @@ class Schedule:
         return 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay of the step that ends at ``samples`` consumed samples."""
-        if self.decay_style == "constant":
+        """Weight decay of a step before which the others consumed ``samples``."""
+        if self.decay_style == "constant" or samples > self.length:
             return self.decay_end
-        done = min(samples / self.length, 1.0)
+        done = samples / self.length
         share = done if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
         return self.decay_start + share * (self.decay_end - self.decay_start)
 

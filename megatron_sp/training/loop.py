@@ -138,10 +138,11 @@ def _one_step(run: Run) -> StepResult:
     step, end = progress.step + 1, progress.consumed_samples + size
     run.watchdog.beat(f"step {step}")
     micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
-    lr, weight_decay = run.schedule.lr(end), run.schedule.weight_decay(end)
+    lr, weight_decay = run.schedule.lr(progress.scheduled_samples), run.schedule.weight_decay(progress.scheduled_samples)
     result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
     result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count).tolist()
     progress.step, progress.consumed_samples = step, end
+    progress.scheduled_samples += size if result.updated else 0
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
     _count_bad_steps(run, result)
     run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, optimizer=run.optimizer, size=size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +36,7 @@ from megatron_sp.training.report import StepReporter
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure
+from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
 from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError
@@ -122,7 +122,7 @@ class Run:
                 self._differences = check_structure(stored, config)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
         # what a former part of the run consumed stays consumed, whatever the batch size was then
-        self.start = _where_it_starts(stored if not self._finetunes else None)
+        self.start = _where_it_starts(stored if not self._finetunes else None, self.plan)
         self.train_iters = config.batch.train_iters or self.start.step + self.plan.steps_for(
             config.batch.train_samples or 0, self.start.consumed_samples
         )
@@ -259,9 +259,13 @@ class Run:
         self.state.after_load(weights_only=weights_only)
         self.weights.refresh_all()
         if not finetune:
-            self.state.load_json(stored, weights_only=weights_only)
+            self.state.load_json(stored, self.start, weights_only=weights_only)
         verb = "finetuning from" if finetune else "resumed from"
         self.console.line(f"{verb} {source} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
+        if not finetune and is_ahead(stored) and not only_validates:
+            self.console.line(
+                "  an older version began this run, whose learning rate was that of one step later: it goes on like that (docs/megatron.md)"
+            )
         for line in self._differences:
             self.console.line(f"  changed since: {line}")
 
@@ -274,7 +278,13 @@ class Run:
                 raise CheckpointError(
                     "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"
                 ) from None
-        elif old is not None and old != new and not optimizer.override_opt_param_scheduler:  # None: converted, it is not known
+            return
+        if optimizer.override_opt_param_scheduler:
+            return
+        if isinstance(old, dict) and old.get("warmup") == round(new["warmup"]):  # older versions rounded --lr-warmup-fraction
+            self.schedule = replace(self.schedule, warmup=old["warmup"])
+            new = self.schedule.state()
+        if old is not None and old != new:  # None: converted, it is not known
             old = old if isinstance(old, dict) else {}
             rows = "\n".join(f"  {k}: {old.get(k)} in the checkpoint, {v} here" for k, v in new.items() if old.get(k) != v)
             raise ConfigError(
@@ -352,7 +362,7 @@ class Run:
         self.signals.restore()
 
 
-def _where_it_starts(stored: dict[str, Any] | None) -> Progress:
+def _where_it_starts(stored: dict[str, Any] | None, plan: BatchPlan) -> Progress:
     """What is done already when the first step is taken.
 
     Raises:
@@ -360,7 +370,7 @@ def _where_it_starts(stored: dict[str, Any] | None) -> Progress:
     """
     progress = Progress()
     if stored is not None:
-        progress.load(stored)
+        progress.load(stored, plan.global_batch_size)
     return progress
 
 

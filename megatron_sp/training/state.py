@@ -7,8 +7,8 @@ random state (``docs/design/001-frame.md``): seed and step say it all.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    scheduled_samples: int = 0  # without those of skipped steps: what learning rate and weight decay go by
     consumed_tokens: int = 0
     bad_steps: int = 0  # non-finite steps in a row
     skipped_steps: int = 0  # all non-finite steps so far
@@ -45,17 +46,26 @@ class Progress:
     def to_dict(self) -> dict[str, int]:
         return dict(vars(self))
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> None:
         """Take over the counts of a checkpoint.
 
+        Args:
+            next_batch: how many samples the step takes before which so many are consumed.
         Raises:
             CheckpointError: one is not a count.
         """
         for key in vars(self):
-            value = state.get(key, 0)
+            value = self._older(state, next_batch) if key == "scheduled_samples" and key not in state else state.get(key, 0)
             if not isinstance(value, int) or value < 0:
                 raise CheckpointError(f"state.json: {key} must be a whole number, found {value!r}")
             setattr(self, key, value)
+
+    def _older(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> int:
+        """``scheduled_samples`` of a run from before they were counted: its steps went by what was consumed at their own end.
+
+        The next step's goes on from there, so the curve has no kink. A converted checkpoint has no schedule of ours.
+        """
+        return self.consumed_samples + (next_batch(self.consumed_samples) if is_ahead(state) else 0)
 
 
 class TrainingState:
@@ -129,9 +139,9 @@ class TrainingState:
             "versions": versions(),
         }
 
-    def load_json(self, state: dict[str, Any], *, weights_only: bool) -> None:
-        """Take over progress and the scaler (not with --finetune)."""
-        self.progress.load(state)
+    def load_json(self, state: dict[str, Any], start: Progress, *, weights_only: bool) -> None:
+        """Take over the progress that was made and the scaler (not with --finetune)."""
+        self.progress = replace(start)
         if self.optimizer is not None and not weights_only:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])
@@ -143,6 +153,11 @@ class TrainingState:
                 unit.refresh_master()
             else:
                 unit.refresh_params()
+
+
+def is_ahead(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of a run whose learning rate was one step ahead of Megatron's, as ours was once."""
+    return "scheduled_samples" not in state and state.get("schedule") is not None
 
 
 def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:

@@ -84,9 +84,12 @@ def test_all_ranks_hold_the_same_weights(tmp_path: Path, data: tuple[object, ...
 def test_ramp_up_with_other_ranks(tmp_path: Path) -> None:
     """The batch grows with the samples consumed, whoever consumes them."""
     flags = ("--micro-batch-size", 1, "--global-batch-size", 8, "--rampup-batch-size", 4, 4, 10, "--adam-eps", 1e-3)
+    flags = (*flags, "--lr-decay-style", "linear", "--lr-decay-iters", 10, "--lr-warmup-iters", 2)
     runs = []
     for ranks in (1, 4):
         runs.append(tmp_path / str(ranks))
         train(tmp_path, "--save", runs[-1], *flags, "--train-iters", 5, ranks=ranks).expect(0)
     a, b = ([(r["consumed_samples"], r["global_batch_size"], r["samples_sha"], r["lr"]) for r in records(run)] for run in runs)
     assert a == b and [x[:2] for x in a] == [(4, 4), (8, 4), (12, 4), (20, 8), (28, 8)]
+    before = [0, 4, 8, 12, 20]  # consumed before each step, of 68 in 10 steps
+    assert [x[3] for x in a] == pytest.approx([0.01 * n / 8 if n <= 8 else 0.01 * (68 - n) / 60 for n in before], rel=1e-12)

@@ -61,11 +61,15 @@ def test_accumulated_micro_batches_are_poisoned_as_one_step(tmp_path: Path) -> N
 def test_overflow_of_a_high_loss_scale_is_ordinary(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--fp16", "--initial-loss-scale", 2.0**28, "--hysteresis", 1, "--max-bad-steps", 0, "--loss-scale-window", 1000)
-    outcome = train(tmp_path, "--save", run, *flags, "--train-iters", 16, ranks=2).expect(0)
+    decay = ("--lr-warmup-iters", 4, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.0, "--end-weight-decay", 0.1)
+    outcome = train(tmp_path, "--save", run, *flags, *decay, "--train-iters", 16, ranks=2).expect(0)
     skipped = records(run)[-1]["skipped_steps"]
     assert 5 < skipped < 16 and "is not finite" not in outcome.text and not list(run.glob("nonfinite-*"))
     assert [r["loss_scale"] for r in records(run)] == [2.0 ** (28 - r["skipped_steps"]) for r in records(run)]
     assert state(run)["num_updates"] == 16 - skipped and state(run)["bad_steps"] == 0
+    assert state(run)["scheduled_samples"] == 4 * (16 - skipped) and state(run)["consumed_samples"] == 64
+    done = [0, *(r["step"] - r["skipped_steps"] for r in records(run))]  # updates before each step: a skipped one leaves the schedule
+    assert [r["lr"] for r in records(run)] == pytest.approx([0.01 * min(n, 4) / 4 for n in done[:-1]])
 
 
 def test_overflow_at_the_lowest_scale_is_a_bad_step(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_train_samples(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--train-samples", 22, "--lr-decay-style", "linear", "--lr-warmup-samples", 8, "--eval-iters", 1)
     train(tmp_path, "--save", run, *flags, ranks=2).expect(0, "steps 0 to 5", "valid at step 5", "test at step 5")
-    assert [r["lr"] for r in records(run)] == pytest.approx([0.005, 0.01, 0.01 * 10 / 14, 0.01 * 6 / 14, 0.01 * 2 / 14])
+    assert [r["lr"] for r in records(run)] == pytest.approx([0.0, 0.005, 0.01, 0.01 * 10 / 14, 0.01 * 6 / 14])
     assert state(run)["consumed_samples"] == 20
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import KILLED, assert_same_run, assert_same_tensors, records, saved_steps, state, status, tensors, trace, train, write_data
@@ -47,6 +49,36 @@ def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
     if name.startswith("fp16"):
         scales = [r["loss_scale"] for r in records(whole)]
         assert len(set(scales)) > 2 and 0 < state(whole)["num_updates"] < 6, f"the scale was meant to move: {scales}"
+
+
+def as_it_was_once(rank: int) -> None:
+    """The learning rate is that of the samples at the end of a step, and a checkpoint says nothing else."""
+    from megatron_sp.optim.schedule import Schedule
+    from megatron_sp.training.state import Progress
+
+    lr, to_dict, from_config = Schedule.lr, Progress.to_dict, Schedule.from_config
+
+    def rounded(*args: Any) -> Schedule:
+        found = from_config(*args)
+        return replace(found, warmup=round(found.warmup))
+
+    Schedule.lr = lambda self, samples: lr(self, samples + 4)  # type: ignore[method-assign]
+    Schedule.from_config = rounded  # type: ignore[method-assign,assignment]
+    Progress.to_dict = lambda self: {k: v for k, v in to_dict(self).items() if k != "scheduled_samples"}  # type: ignore[method-assign]
+
+
+def test_a_run_of_an_older_version_goes_on_along_its_curve(tmp_path: Path) -> None:
+    """Its learning rate was one step ahead: the first step after a resume neither repeats nor leaves out a value."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ("--lr-decay-style", "cosine", "--lr-warmup-fraction", 0.21)
+    train(tmp_path, *flags, "--save", whole, setup=as_it_was_once).expect(0)
+    train(tmp_path, *flags, "--save", parts, "--exit-interval", 3, setup=as_it_was_once).expect(0)
+    on = (*flags, "--save", parts, "--auto-resume")
+    train(tmp_path, *on, "--exit-interval", 4).expect(0, "an older version began this run, whose learning rate was that of one step later")
+    outcome = train(tmp_path, *on).expect(0, "resumed from")
+    assert "older version" not in outcome.text, "what it has saved since says all"
+    assert_same_run(parts, whole)
+    assert [r["lr"] for r in records(parts)] == [r["lr"] for r in records(whole)]
 
 
 @cache

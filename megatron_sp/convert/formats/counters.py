@@ -1,4 +1,5 @@
-"""What belongs to an optimizer's state and is no tensor of a parameter: how many updates it has made, and the loss scale of fp16.
+"""What belongs to an optimizer's state and is no tensor of a parameter: how many updates it has made, how far its schedule is, and the
+loss scale of fp16.
 
 Updates are counted by Adam, for its bias correction, and are fewer than the steps of the training where steps were skipped. The loss
 scale is kept as our checkpoints have it; ``good_steps`` are those since the last overflow.
@@ -68,6 +69,13 @@ def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossSc
         return None, None
     inner = next((outer[key] for key in ("optimizer", "optimizer_state_dict") if isinstance(outer.get(key), dict)), outer)
     return updates_of(inner, read), scale_of_megatron(outer.get("grad_scaler"), read)
+
+
+def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
+    """Samples by which the learning rate goes, of Megatron's scheduler, which does not count skipped steps; None: it is not said."""
+    state = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
+    found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key), _no_tensor)) is not None), None)
+    return found if found is not None and found <= consumed else None
 
 
 def scale_of_deepspeed(scaler: Any) -> LossScale | None:

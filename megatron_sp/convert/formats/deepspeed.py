@@ -14,6 +14,7 @@ from megatron_sp.convert.copies import Correspondence, Gathered, TensorInfo, Ten
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats import deepspeed_write
+from megatron_sp.convert.formats.counters import scheduled_of
 from megatron_sp.convert.formats.deepspeed_files import Files
 from megatron_sp.convert.formats.deepspeed_folder import StepFolder, find, is_there, step_in_name
 from megatron_sp.convert.formats.deepspeed_ranks import Loader, Ranks, Weights, kept, prefix_of
@@ -74,7 +75,8 @@ class _Reading:
         states = self.ranks.states
         step = states.count("iteration", "global_steps") or step_in_name(self.folder.path) or self.ranks.step or 0
         return Model(
-            self.config, _Together(parts), step=step, consumed_samples=self._consumed(), fates=[*fitted.fates, *self.ranks.dropped],
+            self.config, _Together(parts), step=step, consumed_samples=self._consumed(),
+            scheduled_samples=scheduled_of(states.settings, self._consumed()), fates=[*fitted.fates, *self.ranks.dropped],
             tokenizer=find_files(self.options.tokenizer) if self.options.tokenizer else {}, notes=self._notes(),
             num_updates=self.ranks.step, loss_scale=self.ranks.loss_scale,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_optimizer, megatron_write
+from megatron_sp.convert.formats.counters import scheduled_of
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
@@ -91,10 +92,10 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
     if settings.document == {}:
         notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")
-    iteration = opened.common("iteration")
+    iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
     return Model(
         config, Gathered(fitted.correspondence, store), step=iteration if is_count(iteration) else 0,
-        consumed_samples=_count(opened.args, "consumed_train_samples"), fates=[*fitted.fates, *fates],
+        consumed_samples=consumed, scheduled_samples=scheduled_of(opened.files[0].tree, consumed), fates=[*fitted.fates, *fates],
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {}, notes=notes,
         num_updates=found.num_updates, loss_scale=found.loss_scale,
     )  # fmt: skip

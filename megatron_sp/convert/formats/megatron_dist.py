@@ -15,7 +15,7 @@ from megatron_sp.convert.dist_file import DistFolder
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_dist_write
-from megatron_sp.convert.formats.counters import of_megatron
+from megatron_sp.convert.formats.counters import of_megatron, scheduled_of
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of
 from megatron_sp.convert.formats.megatron_dist_files import DistStore, is_flattened, refuse_buffers, state_kinds, unflattened
@@ -108,9 +108,10 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
     copies = _halves(copies, weights)
     fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown())
     step, samples = common.get("iteration"), document.get("consumed_train_samples")
+    consumed = samples if is_count(samples) else 0
     return Model(
         config, Gathered(fitted.correspondence, store), step=step if is_count(step) else 0,
-        consumed_samples=samples if is_count(samples) else 0, fates=fitted.fates,
+        consumed_samples=consumed, scheduled_samples=scheduled_of(common, consumed), fates=fitted.fates,
         tokenizer=find_files(options.tokenizer) if options.tokenizer else {},
         num_updates=num_updates, loss_scale=loss_scale,
     )  # fmt: skip

@@ -268,7 +268,7 @@ def scheduler(model: Model) -> dict[str, Any]:
     o, samples = config.optimizer, config.batch.global_batch_size or 1
     steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)
     return {
-        "max_lr": o.lr or 0.0, "min_lr": o.min_lr, "lr_warmup_steps": o.lr_warmup_iters * samples, "num_steps": model.consumed_samples,
+        "max_lr": o.lr or 0.0, "min_lr": o.min_lr, "lr_warmup_steps": o.lr_warmup_iters * samples, "num_steps": model.scheduled,
         "lr_decay_style": o.lr_decay_style, "lr_decay_steps": steps, "start_wd": o.weight_decay, "end_wd": o.weight_decay,
         "wd_incr_style": "constant", "wd_incr_steps": steps,
     }  # fmt: skip

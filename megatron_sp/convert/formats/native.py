@@ -52,6 +52,7 @@ class Native:
         kept = state.get("converted")
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
+            scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
             num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
             tokenizer_type=config.data.tokenizer_type if options.tokenizer is None else None,
             settings={**(kept if isinstance(kept, dict) else {}), "native": state},
@@ -185,7 +186,8 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     config.precision.bf16, config.precision.fp16 = dtypes == {torch.bfloat16}, dtypes == {torch.float16}
     tokenizer_files.tell(config.data, model.tokenizer, options.output / TOKENIZER_FOLDER if options.output else path / TOKENIZER_FOLDER)
     return {
-        "consumed_samples": model.consumed_samples, "consumed_tokens": 0, "bad_steps": 0, "skipped_steps": 0,
+        "consumed_samples": model.consumed_samples, "scheduled_samples": model.scheduled, "consumed_tokens": 0,
+        "bad_steps": 0, "skipped_steps": 0,
         "num_updates": model.updates if has_optimizer else 0, "has_optimizer": has_optimizer,
         "loss_scaler": (model.loss_scale if has_optimizer else None) or {"dynamic": False},
         "schedule": None, "data_fingerprint": None, "layout": {"world_size": 1}, "config": config.to_dict(),

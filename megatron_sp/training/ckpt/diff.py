@@ -19,8 +19,8 @@ from megatron_sp.training.ckpt.text import SHORT_DTYPES, Progress, aligned, plur
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 EXIT_DIFFERENT = 1
-_STATE = ("step", "consumed_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps", "schedule", "loss_scaler",
-          "data_fingerprint")  # fmt: skip
+_STATE = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps", "schedule",
+          "loss_scaler", "data_fingerprint")  # fmt: skip
 _NOT_COUNTED = ("parallel.", "kernels.", "checkpoint.", "logging.", "batch.micro_batch_size", "data.num_workers")
 _MAX_ROWS = 20
 

@@ -17,7 +17,7 @@ from megatron_sp.training.ckpt.text import SHORT_DTYPES, Progress, aligned, date
 from megatron_sp.training.console import format_bytes, format_count
 from megatron_sp.utils.errors import ConfigError
 
-_PROGRESS = ("step", "consumed_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps")
+_PROGRESS = ("step", "consumed_samples", "scheduled_samples", "consumed_tokens", "num_updates", "skipped_steps", "bad_steps")
 _STATISTICS = ("min", "max", "mean", "std", "norm")
 _COUNTS = ("count", "zeros", "nan", "infinite")
 Record = dict[str, Any]
