@@ -144,7 +144,7 @@ class Run:
         self._build_step()
         self._announce()
         if config.checkpoint.save is not None:
-            self.saves = Saves(self)
+            self.saves = Saves(self, None if self._finetunes else stored)
 
     def _find_checkpoint(self) -> Path | None:
         """The step folder to load; None for a fresh start, which is only ever meant, never a fallback.

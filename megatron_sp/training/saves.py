@@ -20,6 +20,7 @@ from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import background_group
 from megatron_sp.training.console import format_bytes
 from megatron_sp.training.memory_saves import copy_bytes
+from megatron_sp.training.save_interval import SaveInterval
 
 if TYPE_CHECKING:
     from megatron_sp.training.run import Run
@@ -32,17 +33,22 @@ class Saves:
 
     Args:
         run: prepared.
+        stored: state.json of the checkpoint that it goes on from.
 
     Attributes:
         saved_step: of the last checkpoint that stands, -1 without one.
         failed: whether the last save has failed.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, stored: dict[str, Any] | None) -> None:
         self._run = run
+        self._interval = SaveInterval(
+            run.config.checkpoint, run.launch.world_size, run.groups.control, run.state.progress.step, (stored or {}).get("save_interval")
+        )
+        self._write_s = 0.0
         self.saved_step, self.failed = -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
-        self._lost = False
+        self._lost = self._closing = False
         self._background: BackgroundSaves | None = None
         checkpoint = run.config.checkpoint
         if checkpoint.async_save and checkpoint.save_interval and not run.config.batch.skip_train:
@@ -65,22 +71,22 @@ class Saves:
 
     def is_due(self) -> bool:
         """Whether --save-interval wants a save after the step that has just been taken."""
-        interval = self._run.config.checkpoint.save_interval
-        return bool(interval) and self._run.state.progress.step % (interval or 1) == 0
+        return self._interval.is_due(self._run.state.progress.step)
 
     def save(self) -> None:
         """Save this step, in the background where that is on; waits for the save before it."""
         background, step = self._background, self._run.state.progress.step
+        began = time.monotonic()
         if background is None:
             self.save_last()
-            return
-        began = time.monotonic()
-        self._finish()
-        if self.saved_step == step:
-            return
-        self._run.watchdog.beat(f"copying step {step} for its save")
-        background.start(step, self._tensors(), self._state())
-        self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
+        else:
+            self._finish()
+            self._run.watchdog.beat(f"copying step {step} for its save")
+            background.start(step, self._tensors(), self._state())
+            self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
+        decided = self._interval.saved(step, time.monotonic() - began, self._write_s)
+        if decided is not None:
+            self._run.console.line(decided)
         self._run.reporter.pause_ended()
 
     def save_last(self) -> None:
@@ -95,7 +101,8 @@ class Saves:
         run.reporter.pause_ended()
 
     def poll(self) -> None:
-        """Tell what has become of the save in the background, if it has ended."""
+        """A step begins: tell what has become of the save in the background, if it has ended."""
+        self._interval.step_begins()
         report = self._background.poll() if self._background is not None else None
         if report is not None:
             self._note_background(report)
@@ -115,6 +122,7 @@ class Saves:
         """Wait for a save that is under way, however the run ends."""
         if self._background is None or not self._background.in_flight:
             return
+        self._closing = True
         try:
             report = self._background.wait(_PATIENCE_S if self._lost else None)
             if report is not None:
@@ -123,6 +131,7 @@ class Saves:
             self._run.console.line(f"warning: a save in the background has failed: {error}")
 
     def _note_background(self, report: SaveReport) -> None:
+        self._write_s = report.seconds
         self._note(report, self._stall_s, background_s=report.seconds, time=self._stalled_until)
 
     def _note(self, report: SaveReport, stall_s: float, **more: float) -> None:
@@ -133,7 +142,10 @@ class Saves:
             self.saved_step = report.step
             beside = f", {more['background_s']:.1f} s beside training" if more else ""
             run.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
-            run.status.write("running", step=run.state.progress.step, saved_step=report.step)
+            if self._closing:  # what the status says by then, an error of another rank perhaps, is to stay
+                run.status.fields["saved_step"] = report.step
+            else:
+                run.status.write("running", step=run.state.progress.step, saved_step=report.step)
         else:
             run.console.line(f"warning: step {report.step} was not saved: {report.reason}; training goes on")
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
@@ -146,4 +158,6 @@ class Saves:
 
     def _state(self) -> dict[str, Any]:
         run = self._run
-        return run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, run.layout_record())
+        state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, run.layout_record())
+        interval = self._interval.state()
+        return state if interval is None else {**state, "save_interval": interval}

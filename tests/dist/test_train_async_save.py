@@ -178,3 +178,16 @@ def test_a_rank_lost_while_the_other_saves(tmp_path: Path) -> None:
     assert outcome.codes == [7, -9] and "rank 1 (pid " in outcome.texts[0] and "Traceback" not in outcome.texts[0], outcome.text
     assert saved_steps(run) == [2]
     train(tmp_path, "--save", run, *EVERY_2, "--auto-resume", ranks=2).expect(0, "(step 2,", ".part-")
+
+
+def test_the_interval_is_worked_out_agreed_on_and_kept(tmp_path: Path) -> None:
+    """The first save after 10 steps; a resumed run goes on with what was decided."""
+    run = tmp_path / "run"
+    flags = ("--save", run, "--save-interval", "auto", "--mean-time-between-failures-hours", 100, "--keep-last", 50)
+    outcome = train(tmp_path, *flags, "--train-iters", 12, ranks=2).expect(0, "--save-interval auto: every ", "one failure in 100 h")
+    assert saved_steps(run)[0] == 10 and outcome.text.count("is assumed") >= 1
+    decided = state(run)["save_interval"]
+    assert decided["steps"] >= 1 and decided["failure_s"] == 360_000 and "save_interval" not in state(run, 10)
+    more = ("--train-iters", 14, "--auto-resume", "--override-opt-param-scheduler")
+    train(tmp_path, *flags, *more, ranks=2).expect(0, "resumed from")
+    assert saved_steps(run)[-1] == 14

@@ -154,8 +154,7 @@ def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.text
 
 
-def limit_files(size: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def limit_files(size: int) -> None:  # Python ignores SIGXFSZ
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
