@@ -510,7 +510,17 @@ class CheckpointConfig:
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)")
     load: str | None = flag(None, "a run, its checkpoints folder, or one step folder; absent is an error")
     auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
-    save_interval: int | None = flag(None, "save every so many steps, and always at the end", unit="steps", low=1)
+    save_interval: int | Literal["auto"] | None = flag(
+        None, "save every so many steps, and always at the end; auto: as often as loses least, by what a save is measured to cost",
+        unit="steps", low=1,
+    )  # fmt: skip
+    mean_time_between_failures_hours: float | None = flag(
+        None, "of the whole run, for --save-interval auto (default: 50,000 hours of one process, divided by their number)",
+        unit="hours", low=0.001,
+    )  # fmt: skip
+    async_save: bool = flag(
+        True, "copy what is saved to host memory, which is kept for it, and write while training goes on (--no-async-save: training waits)"
+    )
     ckpt_step: int | None = flag(None, "load this step instead of the newest", unit="steps", low=0)
     resume_fallback: bool = flag(False, "if the newest checkpoint is damaged, take the newest sound one before it")
     finetune: bool = flag(False, "load weights only and start at step 0")

@@ -68,7 +68,7 @@ def _ranges(config: Config) -> Iterator[str]:
     for group, cls in GROUPS.items():
         for name in field_kinds(cls):
             low, value = _low(cls, name), getattr(getattr(config, group), name)
-            if low is not None and value is not None and value < low:
+            if low is not None and value is not None and not isinstance(value, str) and value < low:
                 yield f"--{name.replace('_', '-')} ({_show(value)}) must be at least {_show(low)}"
 
 
@@ -505,6 +505,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
     source = ckpt.load or ckpt.auto_resume
     needs = (
         ("--save-interval", ckpt.save_interval, "--save DIR", ckpt.save),
+        ("--mean-time-between-failures-hours", ckpt.mean_time_between_failures_hours, "--save-interval auto", ckpt.save_interval == "auto"),
         ("--auto-resume", ckpt.auto_resume, "--save DIR", ckpt.save),
         ("--keep-every", ckpt.keep_every, "--save DIR", ckpt.save),
         ("--no-save-optim", ckpt.no_save_optim, "--save DIR", ckpt.save),

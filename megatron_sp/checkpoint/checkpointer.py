@@ -21,6 +21,7 @@ from megatron_sp.checkpoint.differences import differences, table
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest, encode_state, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.checkpoint.plan import Description, SavePlan, describe, make_plan
+from megatron_sp.checkpoint.safetensors_file import NamedPiece
 from megatron_sp.checkpoint.together import Together
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.faults import FaultPlan
@@ -39,6 +40,16 @@ class SaveReport:
     num_bytes: int = 0  # written by all ranks
     seconds: float = 0.0  # for which training stood still
     removed: list[str] = field(default_factory=list)  # step folders that were pruned
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save writes, fixed at its step; with the tensors copied, nothing in it changes any more."""
+
+    step: int
+    state: bytes  # state.json, on rank 0
+    plan: SavePlan
+    items: list[NamedPiece]  # of this rank
 
 
 class Checkpointer:
@@ -69,11 +80,12 @@ class Checkpointer:
         if keep_last < 2 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep_last ({keep_last}) must be at least 2 and keep_every ({keep_every}) at least 1, or None")
         self._run_dir = run_dir
-        self._ranks = Together(rank, world_size, group)
-        self._faults = faults or FaultPlan.none()
+        self.ranks = Together(rank, world_size, group)
+        self.faults = faults or FaultPlan.none()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._max_file_bytes = max_file_bytes
         self._planned: tuple[Description, SavePlan] | None = None
+        self._described: Description = {}
         self._last_saved: Path | None = None
         self._verified: dict[Path, Manifest] = {}  # step folders this process has read in full
 
@@ -98,7 +110,7 @@ class Checkpointer:
             commit.log_notes(notes)
             return notes
 
-        return list(self._ranks.first(work))
+        return list(self.ranks.first(work))
 
     def save(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> SaveReport:
         """Write a checkpoint of this step, whole or not at all. Collective.
@@ -117,59 +129,90 @@ class Checkpointer:
             ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON: mistakes of the caller.
         """
         started = time.monotonic()
-        self._faults.at("save.begin", step)
-        report = self._save(step, tensors, state, self._plan(tensors))
+        report = self.write(self.snapshot(step, tensors, state))
         report.seconds = time.monotonic() - started
-        if not report.saved and self._ranks.rank == 0:
-            logger.warning("step %d was NOT saved: %s. Training goes on; older checkpoints are untouched.", step, report.reason)
         return report
 
-    def _save(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any], plan: SavePlan) -> SaveReport:
-        final, rank = self._folder() / commit.step_name(step), self._ranks.rank
+    def snapshot(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> Snapshot:
+        """Fix what a save is to write, all but the tensors' contents. Collective; arguments and errors as of ``save``."""
+        self.faults.at("save.begin", step)
+        encoded = b""
+
+        def is_known() -> bool:  # mistakes of the caller show before anything is written
+            nonlocal encoded
+            encoded = encode_state(step, state) if self.ranks.rank == 0 else b""
+            return self._knows(tensors)
+
+        plan = self._plan(all(self.ranks.each(is_known)))
+        return Snapshot(step, encoded, plan, plan.items_of(self.ranks.rank, tensors))
+
+    def own_items(self, tensors: dict[str, GlobalTensor]) -> list[NamedPiece]:
+        """What this rank would write of these. Collective."""
+        plan = self._plan(all(self.ranks.each(lambda: self._knows(tensors))))
+        return plan.items_of(self.ranks.rank, tensors)
+
+    def write(self, snapshot: Snapshot, ranks: Together | None = None, *, one_core: bool = False) -> SaveReport:
+        """Write what was fixed, whole or not at all. Collective.
+
+        Args:
+            ranks: over whose group the ranks agree, by default this object's own.
+            one_core: work in the calling thread alone, beside those who compute.
+        Returns:
+            As ``save``; ``seconds`` is left to the caller.
+        """
+        ranks = ranks or self.ranks
+        report = self._write(snapshot, ranks, one_core)
+        if not report.saved and ranks.rank == 0:
+            logger.warning("step %d was NOT saved: %s. Training goes on; older checkpoints are untouched.", report.step, report.reason)
+        return report
+
+    def _write(self, snapshot: Snapshot, ranks: Together, one_core: bool) -> SaveReport:
+        step, plan, rank = snapshot.step, snapshot.plan, ranks.rank
+        final = self._folder() / commit.step_name(step)
 
         def fault(point: str) -> None:
-            self._faults.at(point, step)
+            self.faults.at(point, step)
 
         def prune() -> list[str]:
             return saving.prune_quietly(final.parent, self._keep_last, self._keep_every, lambda: fault("save.prune"))
 
         def opening() -> dict[str, str]:
-            encode_state(step, state)  # a mistake in it shows before anything is written
             if final == self._last_saved and verify.is_complete(final):
                 return {"done": f"{final} holds this step already"}
             return saving.open_staging(final.parent, step, sum(plan.rank_bytes), prune)
 
         def finish() -> dict[str, Any]:
-            outcome = saving.commit_staging(staging, step, encode_state(step, state), plan, results, fault)
+            outcome = saving.commit_staging(staging, step, snapshot.state, plan, results, fault)
             return outcome if "failed" in outcome else {**outcome, "removed": prune()}
 
-        opened = self._ranks.first(opening)
+        opened = ranks.first(opening)
         if "staging" not in opened:
             done = opened.get("done")
             return SaveReport(step, bool(done), final if done else None, done or opened["failed"])
         staging = Path(opened["staging"])
-        results = self._ranks.each(
-            lambda: saving.write_own_files(staging, rank, plan.items_of(rank, tensors), self._max_file_bytes, lambda: fault("save.shard"))
+        results = ranks.each(
+            lambda: saving.write_own_files(
+                staging, rank, snapshot.items, self._max_file_bytes, lambda point: fault(f"save.{point}"), one_core
+            )
         )
         for point in ("save.manifest", "save.rename", "save.prune") if rank else ():
             fault(point)  # the other ranks have nothing to do here, but they can die here
-        outcome = self._ranks.first(finish)
+        outcome = ranks.first(finish)
         if "failed" in outcome:
             return SaveReport(step, False, None, outcome["failed"])
         self._last_saved = final
         return SaveReport(step, True, final, num_bytes=outcome["num_bytes"], removed=outcome["removed"])
 
-    def _plan(self, tensors: dict[str, GlobalTensor]) -> SavePlan:
+    def _knows(self, tensors: dict[str, GlobalTensor]) -> bool:
+        """Whether this rank's rectangles are those of the last plan."""
+        self._described = describe(tensors)
+        return self._planned is not None and self._planned[0] == self._described
+
+    def _plan(self, is_known: bool) -> SavePlan:
         """The division of work; exchanged anew only when some rank's rectangles have changed."""
-        mine: Description = {}
-
-        def is_known() -> bool:
-            nonlocal mine
-            mine = describe(tensors)
-            return self._planned is not None and self._planned[0] == mine
-
-        if not all(self._ranks.each(is_known)) or self._planned is None:
-            self._planned = (mine, make_plan(self._ranks.each(lambda: mine)))
+        if not is_known or self._planned is None:
+            mine = self._described
+            self._planned = (mine, make_plan(self.ranks.each(lambda: mine)))
         return self._planned[1]
 
     def _folder(self) -> Path:
@@ -182,7 +225,7 @@ class Checkpointer:
     def has_checkpoint(self, path: str | Path) -> bool:
         """Whether there is any step folder, sound or not, for ``find`` to look at. Collective."""
         path = Path(path)
-        return bool(self._ranks.first(lambda: find.is_step_folder(path) or bool(commit.list_steps(find.checkpoints_folder(path)))))
+        return bool(self.ranks.first(lambda: find.is_step_folder(path) or bool(commit.list_steps(find.checkpoints_folder(path)))))
 
     def find(self, path: str | Path, ckpt_step: int | None = None, fallback: bool = False) -> Path:
         """The newest checkpoint under ``path``, verified byte for byte. Collective.
@@ -194,7 +237,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none, or it is damaged (and so is everything before it, with ``fallback``).
         """
-        folders, warnings = self._ranks.first(lambda: _as_json(find.candidates(Path(path), ckpt_step)))
+        folders, warnings = self.ranks.first(lambda: _as_json(find.candidates(Path(path), ckpt_step)))
         self._tell(warnings)
         problems = []
         for folder in map(Path, folders):
@@ -226,20 +269,20 @@ class Checkpointer:
             return verify.changed(step_dir, listed, self._share([*load.data_files(listed), STATE_NAME]))
 
         self._verified.pop(step_dir, None)
-        if extra := self._ranks.first(presence):
+        if extra := self.ranks.first(presence):
             self._tell([f"{step_dir} holds files that its manifest does not list, ignored: {', '.join(extra[:10])}"])
         try:
-            verify.require_none(step_dir, [problem for of_rank in self._ranks.each(contents) for problem in of_rank])
+            verify.require_none(step_dir, [problem for of_rank in self.ranks.each(contents) for problem in of_rank])
         except BaseException:
             self._verified.pop(step_dir, None)
             raise
 
     def _share(self, names: list[str]) -> list[str]:
         """This rank's part of a list that is the same on all."""
-        return names[self._ranks.rank :: self._ranks.world_size]
+        return names[self.ranks.rank :: self.ranks.world_size]
 
     def _tell(self, notes: list[str]) -> None:
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             commit.log_notes(notes)
 
     # Reading
@@ -269,10 +312,10 @@ class Checkpointer:
             ValueError: pieces outside their own tensor.
         """
         step_dir = Path(step_dir)
-        if not all(self._ranks.each(lambda: step_dir in self._verified)):
+        if not all(self.ranks.each(lambda: step_dir in self._verified)):
             self.verify(step_dir)
         listed = self._verified[step_dir]
-        unasked = self._ranks.each(lambda: sorted(set(listed.tensors) - set(tensors)))
+        unasked = self.ranks.each(lambda: sorted(set(listed.tensors) - set(tensors)))
         unwanted = set.intersection(*map(set, unasked))  # by every rank
 
         def check_fit() -> None:
@@ -281,11 +324,11 @@ class Checkpointer:
             if rows := differences(listed, tensors, set() if partial else unwanted - set(unread), cast):
                 raise CheckpointError(table(step_dir, rows))
 
-        self._ranks.each(check_fit)
-        rows = self._ranks.each(lambda: load.read_headers(step_dir, self._share(load.data_files(listed))))
+        self.ranks.each(check_fit)
+        rows = self.ranks.each(lambda: load.read_headers(step_dir, self._share(load.data_files(listed))))
         index = load.make_index(step_dir, listed, (row for of_rank in rows for row in of_rank))
-        self._ranks.each(lambda: load.check_tiling(step_dir, listed, index, self._share(sorted(set(listed.tensors) - unwanted))))
-        self._ranks.each(lambda: load.fill(step_dir, index, tensors))
+        self.ranks.each(lambda: load.check_tiling(step_dir, listed, index, self._share(sorted(set(listed.tensors) - unwanted))))
+        self.ranks.each(lambda: load.fill(step_dir, index, tensors))
 
 
 def _as_json(found: find.Candidates) -> list[Any]:

@@ -13,6 +13,7 @@ Source: huggingface/safetensors README (format); torch/distributed/checkpoint/hf
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -92,23 +93,31 @@ def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[Nam
 def write_file(
     path: Path,
     items: Sequence[NamedPiece],
-    before_sync: Callable[[], None] = lambda: None,
+    reached: Callable[[str], None] = lambda point: None,
     contents: Callable[[NamedPiece], Tensor] | None = None,
+    one_core: bool = False,
 ) -> FileRecord:
     """Write one new file and put it on the disk.
 
     Args:
         path: must not exist.
         items: pieces with different names, on any device, contiguous or not.
-        before_sync: called when everything is written and nothing is on the disk for certain.
+        reached: told ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are and nothing is on the disk
+            for certain.
         contents: gives a piece's contents when its turn comes (by default those it carries); they are let go before the next ones.
+        one_core: hash and write in turn, not at the same time: slower, and takes one core from those who compute meanwhile.
     Returns:
         Its size and SHA-256, taken from the bytes as they were written.
     Raises:
         OSError: no space, for example; what was written so far stays.
     """
     digest = hashlib.sha256()
-    size = _write(path, items, _header, contents or _own_contents, before_sync, digest.update)
+
+    def update(block: memoryview) -> None:
+        reached("hash")
+        digest.update(block)
+
+    size = _write(path, items, _header, contents or _own_contents, reached, update, one_core)
     return FileRecord(size, digest.hexdigest())
 
 
@@ -122,7 +131,7 @@ def write_plain_file(path: Path, items: Sequence[NamedPiece], contents: Callable
     Raises:
         OSError: what was written so far stays.
     """
-    return _write(path, items, _plain_header, contents, lambda: None, None)
+    return _write(path, items, _plain_header, contents, lambda point: None, None)
 
 
 def _own_contents(item: NamedPiece) -> Tensor:
@@ -131,21 +140,27 @@ def _own_contents(item: NamedPiece) -> Tensor:
 
 def _write(
     path: Path, items: Sequence[NamedPiece], header: Callable[[Sequence[NamedPiece]], bytes], contents: Callable[[NamedPiece], Tensor],
-    before_sync: Callable[[], None], update: Callable[[memoryview], None] | None,
+    reached: Callable[[str], None], update: Callable[[memoryview], None] | None, one_core: bool = False,
 ) -> int:  # fmt: skip
     items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    with open(path, "xb", buffering=0) as file, contextlib.ExitStack() as stack:
+        hasher = None if update is None or one_core else stack.enter_context(ThreadPoolExecutor(1))
         size = 0
         for block in _blocks(header(items), items, contents):
-            hashed = None if update is None else hasher.submit(update, block)  # both calls release the interpreter lock
+            hashed = None  # hashing, writing: both release the interpreter lock
+            if update is not None and hasher is not None:
+                hashed = hasher.submit(update, block)
+            elif update is not None:
+                update(block)
             written = 0
             while written < len(block):
                 written += file.write(block[written:])
+            reached("write")
             if hashed is not None:
                 hashed.result()
             size += len(block)
             del block  # else a tensor stays in memory while the next one is made
-        before_sync()
+        reached("shard")
         os.fsync(file.fileno())
     return size
 

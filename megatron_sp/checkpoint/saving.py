@@ -48,10 +48,13 @@ def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[]
 
 
 def write_own_files(
-    staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, before_sync: Callable[[], None]
+    staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, reached: Callable[[str], None], one_core: bool = False
 ) -> dict[str, Any]:
     """Write and fsync a rank's pieces, several files at once: on a processor without SHA instructions hashing is what takes time.
 
+    Args:
+        reached: told the points of each file (``write_file``).
+        one_core: the same files, one after the other in the calling thread: training goes on beside it.
     Returns:
         {"files": {name: (bytes, sha256)}} or {"failed": why}; what was written stays for rank 0 to remove.
     """
@@ -61,10 +64,13 @@ def write_own_files(
     paths = [staging / f"rank{rank:05d}-{number:05d}.safetensors" for number in range(len(files))]
     try:
         staging.mkdir(exist_ok=True)  # a shared file system may be slow to show it to other hosts
-        with ThreadPoolExecutor(threads) as pool:  # leaving it waits for all, also when one has failed
-            records = list(pool.map(write_file, paths, files, [before_sync] * len(files)))
-        if not records:
-            before_sync()
+        if one_core:
+            records = [write_file(path, file, reached, one_core=True) for path, file in zip(paths, files, strict=True)]
+        else:
+            with ThreadPoolExecutor(threads) as pool:  # leaving it waits for all, also when one has failed
+                records = list(pool.map(write_file, paths, files, [reached] * len(files)))
+        for point in () if records else ("hash", "write", "shard"):
+            reached(point)
         fsync_dir(staging)
     except OSError as error:
         return {"failed": explain(error, staging)}

@@ -188,6 +188,18 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
     )
 
 
+def background_group(world_size: int, timeout: timedelta) -> Group | None:
+    """A gloo group of everybody for one thread beside the training's: on the training's groups its calls would meet the wrong ones.
+
+    Collective. None where there is one process.
+    """
+    if world_size == 1:
+        return None
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    assert made is not None
+    return made
+
+
 def destroy_process_group() -> None:
     """Leave the job, if it was joined."""
     if dist.is_initialized():

@@ -15,6 +15,7 @@ from megatron_sp.config import Config, ModelConfig
 from megatron_sp.training.console import format_bytes, format_count
 from megatron_sp.training.memory import Form
 from megatron_sp.training.memory_plan import Line, MemoryPlan
+from megatron_sp.training.memory_saves import copy_bytes
 from megatron_sp.training.remedies import Device, Remedy, find_remedies, head_share, plan_of
 from megatron_sp.training.traffic import TrafficPlan, traffic_plan
 
@@ -27,6 +28,7 @@ class RunPlan:
         num_params: of the whole model, without padding rows of the vocabulary.
         params_of_rank: elements in the flat buffers of one tp rank, whole; ``kept_params`` of them stay on a rank.
         remedies: changes that lower the peak.
+        copy_of_saves: bytes of host memory that --async-save keeps; on CPUs they are among those of ``memory``.
     """
 
     config: Config
@@ -39,6 +41,7 @@ class RunPlan:
     memory: MemoryPlan
     traffic: TrafficPlan
     remedies: list[Remedy]
+    copy_of_saves: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: bytes, and plain numbers."""
@@ -51,7 +54,7 @@ class RunPlan:
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
-            "remedies": [remedy._asdict() for remedy in self.remedies],
+            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves,
         }  # fmt: skip
 
     def text(self) -> str:
@@ -80,7 +83,14 @@ class RunPlan:
         ]
         if config.kernels.offload_activations:
             beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
-            lines.append(f"activations in host memory: {format_bytes(memory.host)} of each rank{beside}")
+            activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
+            lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
+        if self.copy_of_saves:
+            where = "host memory, pinned" if self.device == "cuda" else "memory, counted above"
+            lines.append(
+                f"saving in the background: {format_bytes(self.copy_of_saves)} of {where}, are kept on each rank for the copy"
+                " (--no-async-save: none, and training waits)"
+            )
         if not traffic.flows:
             lines.append("traffic: none, there is one process")
         else:
@@ -126,7 +136,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     return RunPlan(
         config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
         plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
-        find_remedies(config, world_size, device),
+        find_remedies(config, world_size, device), copy_bytes(config, world_size),
     )  # fmt: skip
 
 

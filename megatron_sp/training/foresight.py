@@ -52,6 +52,21 @@ class Foresight:
         whose = f"for it ({format_bytes(host)} of this host are available to {ranks} {'process' if ranks == 1 else 'processes'})"
         return shortage(self._config, self._world_size, "cpu", host // ranks, whose)
 
+    def spare_host_bytes(self, kept_for_saves: int) -> int | None:
+        """Host memory that this rank can take beyond what it is predicted to need; None where that cannot be read.
+
+        Args:
+            kept_for_saves: what the prediction counts for the copy of a save, which is to be taken from what is returned.
+        """
+        host = host_memory_bytes()
+        if host is None:
+            return None
+        if self._kind == "cuda":
+            to_come = self.memory.host - kept_for_saves
+        else:
+            to_come = self._before + self.memory.peak - kept_for_saves - resident_bytes()
+        return host // self._local_world_size - max(0, to_come)
+
     def record(self, measured: int, step_s: float) -> dict[str, Any]:
         """For metrics.jsonl: bytes and seconds."""
         before = self._before if self._kind == "cpu" else 0

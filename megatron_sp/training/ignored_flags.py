@@ -89,7 +89,7 @@ _IGNORED_SWITCHES = {
     "initial weights never depend on device or layout": "use-cpu-initialization no-initialization",
     "no random state exists, so none is stored or loaded": "no-load-rng no-save-rng",
     "a missing checkpoint is always an error": "exit-on-missing-checkpoint",
-    "saving is synchronous for now; the files are the same": "async-save use-persistent-ckpt-worker",
+    "--async-save writes in a thread of the process itself": "use-persistent-ckpt-worker",
     _FORMAT: """
         use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save auto-detect-ckpt-format
         ckpt-assume-constant-structure""",

@@ -57,10 +57,14 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         try:
             run.prepare()
             return train(run)
-        except ReportedError:
+        except ReportedError as error:
+            if isinstance(error, PeerError) and run.saves is not None:
+                run.saves.abandon()
             raise
         except Exception as error:
             if is_peer_failure(error):
+                if run.saves is not None:
+                    run.saves.abandon()
                 raise PeerError(peers.explain(error)) from error
             raise
 
@@ -74,7 +78,8 @@ def train(run: Run) -> int:
         run.console.start_progress(run.train_iters, progress.step)
         reason = _steps(run)
         run.weights.settle()
-        _save(run)
+        if run.saves is not None:
+            run.saves.save_last()
         run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
         if reason == "signal":
             code = EXIT_PREEMPTED
@@ -88,7 +93,7 @@ def train(run: Run) -> int:
     if code == EXIT_OK and finished and run.task.finish is not None:
         run.watchdog.beat("finish")
         run.task.finish(run)
-    if run.save_failed:
+    if run.saves is not None and run.saves.failed:
         run.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
         run.console.line(
             "error: the last checkpoint could not be written (see the warnings above): free some space and start again with --auto-resume"
@@ -115,9 +120,8 @@ def _steps(run: Run) -> str:
                 run.reporter.pause_ended()
             if progress.step >= run.train_iters:
                 break
-            interval = run.config.checkpoint.save_interval
-            if interval and progress.step % interval == 0:
-                _save(run)
+            if run.saves is not None and run.saves.is_due():
+                run.saves.save()
                 if _any_signal(run):
                     return "signal"
             if (
@@ -137,6 +141,8 @@ def _one_step(run: Run) -> StepResult:
     size, count = plan.global_batch_size(progress.consumed_samples), plan.num_microbatches(progress.consumed_samples)
     step, end = progress.step + 1, progress.consumed_samples + size
     run.watchdog.beat(f"step {step}")
+    if run.saves is not None:
+        run.saves.poll()
     micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
     lr, weight_decay = run.schedule.lr(progress.scheduled_samples), run.schedule.weight_decay(progress.scheduled_samples)
     result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
@@ -228,30 +234,6 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     return True
 
 
-def _save(run: Run) -> None:
-    """Save, unless this step is saved already; trouble with the disk is a warning now and exit code 6 at the end."""
-    progress = run.state.progress
-    if run.config.checkpoint.save is None or run.saved_step == progress.step:
-        return
-    run.watchdog.beat(f"saving step {progress.step}")
-    tensors = run.state.weights()
-    if not run.config.checkpoint.no_save_optim:
-        tensors.update(run.state.optimizer_tensors())
-    state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, run.layout_record())
-    began = time.monotonic()
-    report = run.checkpointer.save(progress.step, tensors, state)
-    seconds = time.monotonic() - began
-    run.save_failed = not report.saved
-    if report.saved:
-        run.saved_step = progress.step
-        run.console.line(f"saved step {progress.step} in {seconds:.1f} s")
-        run.status.write("running", step=progress.step, saved_step=progress.step)
-    else:
-        run.console.line(f"warning: step {progress.step} was not saved: {report.reason}; training goes on")
-    run.metrics.write("save", step=progress.step, seconds=seconds, saved=report.saved)
-    run.reporter.pause_ended()
-
-
 @contextlib.contextmanager
 def _profiler(run: Run) -> Iterator[Callable[[], None]]:
     """torch's profiler over the steps of --profile-step-start/-end; yields what is to be called after each step."""
@@ -267,7 +249,7 @@ def _profiler(run: Run) -> Iterator[Callable[[], None]]:
 
 
 def _what_is_kept(run: Run, reason: str) -> str:
-    if run.saved_step != run.state.progress.step:
+    if run.saves is None or run.saves.saved_step != run.state.progress.step:
         return "; nothing was saved" + (", for there is no --save" if run.config.checkpoint.save is None else " at this step")
     return "; the same command with --auto-resume goes on from here" if reason == "signal" else ""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatron_sp.config import Config
 from megatron_sp.config_rules import normalize, violations
 from megatron_sp.training.console import format_bytes
 from megatron_sp.training.memory import memory_plan
-from megatron_sp.training.memory_plan import MemoryPlan
+from megatron_sp.training.memory_plan import Line, MemoryPlan
+from megatron_sp.training.memory_saves import copy_bytes
 
 Device = Literal["cpu", "cuda"]
 _NUMBER = 3
@@ -30,12 +32,16 @@ def head_share(config: Config) -> float:
 
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
-    """The memory of one rank of a run; its vocabulary size is known."""
-    return memory_plan(
+    """The memory of one rank of a run, with the copy of its saves; its vocabulary size is known."""
+    plan = memory_plan(
         config.model, config.parallel, config.kernels, config.batch, config.precision,
         data_parallel_size=config.parallel.dp_size(world_size), optimizer=config.optimizer.optimizer, device=device,
         head_share=head_share(config),
     )  # fmt: skip
+    copy_of_saves = copy_bytes(config, world_size)
+    if device == "cuda":
+        return replace(plan, host=plan.host + copy_of_saves)
+    return replace(plan, stays=(*plan.stays, Line("copy for saving in the background", copy_of_saves)))
 
 
 def find_remedies(config: Config, world_size: int, device: Device, available: float = 0) -> list[Remedy]:
@@ -91,6 +97,7 @@ def _kinds(config: Config) -> Iterator[list[Change]]:
     yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
     if not config.kernels.offload_activations:
         yield [("--offload-activations", setting("kernels", "offload_activations", True))]
+    yield [("--no-async-save", setting("checkpoint", "async_save", False))]
     sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
     yield [
         (f"--sequence-parallel-size {size}", setting("parallel", "sequence_parallel_size", size))

@@ -33,6 +33,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
+from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
@@ -96,8 +97,7 @@ class Run:
             lambda message: status.write("failed", EXIT_PEER, message),
         )
         self.loaders: list[BatchLoader] = []
-        self.save_failed = False
-        self.saved_step = -1
+        self.saves: Saves | None = None  # from ``prepare`` on
 
     def prepare(self) -> None:
         """Build everything and load the checkpoint, in the order in which mistakes are cheapest to find."""
@@ -143,6 +143,8 @@ class Run:
             self._load(source, stored)
         self._build_step()
         self._announce()
+        if config.checkpoint.save is not None:
+            self.saves = Saves(self, None if self._finetunes else stored)
 
     def _find_checkpoint(self) -> Path | None:
         """The step folder to load; None for a fresh start, which is only ever meant, never a fallback.
@@ -352,7 +354,9 @@ class Run:
         return words
 
     def close(self) -> None:
-        """Stop threads and files; safe to call at any time."""
+        """Stop threads and files; safe to call at any time. Waits for a save that is under way, if nobody has said that it is lost."""
+        if self.saves is not None:
+            self.saves.close()
         self.console.close()
         for loader in self.loaders:
             loader.close()

@@ -121,6 +121,9 @@ class TrainStep:
         faults: faults on purpose.
         recorder: of collectives and computation; told where a step and its passes begin.
         torch_dropout: see ``run.Task``.
+
+    Attributes:
+        before_update: called when the weights are about to change; who copies them on another stream makes this one wait here.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class TrainStep:
         self.optimizer, self.scaler, self.events = optimizer, scaler, UnitWork(weights, gradients)
         self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
         self.recorder, self.torch_dropout = recorder, torch_dropout
+        self.before_update: Callable[[], None] = lambda: None
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
         """Perform step number ``step`` (from 1).
@@ -223,6 +227,7 @@ class TrainStep:
         updated = finite_loss and finite_grad
         self.faults.at("optim.step", step)
         if updated:
+            self.before_update()
             self.optimizer.step(lr, weight_decay, grad_norm, scale, updated=self.weights.refresh)
         self.weights.forget()
         return StepResult(losses, grad_norm, updated, ordinary and not finite_grad, stop_requested, num_loss_tokens)

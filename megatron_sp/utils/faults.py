@@ -2,13 +2,15 @@
 
 A plan is one or more faults joined by ``;``, each ``KIND:key=value:...``, for example
 ``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process) and ``nan`` (the code at that point asks ``poisons()`` and spoils a value itself). ``rank``, ``step`` and
+process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point asks
+``poisons()`` and spoils a value itself). ``rank``, ``step`` and
 ``attempt`` (torchrun's restart count) narrow a fault down; one that is left out matches everything.
 The variable is refused unless --enable-fault-injection was given: production never obeys an inherited environment.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 from megatron_sp.utils.errors import ConfigError
 
 FAULT_VARIABLE = "MEGATRON_SP_FAULT"
-_KINDS = ("kill", "sigterm", "nan")
+_SIGNALS = {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}
+_KINDS = (*_SIGNALS, "full", "nan")
 _POINTS = (
     "step.forward", "step.backward", "optim.step",
-    "save.begin", "save.shard", "save.manifest", "save.rename", "save.prune",
+    "save.begin", "save.copy", "save.hash", "save.write", "save.shard", "save.manifest", "save.rename", "save.prune",
     "loss", "grad",
 )  # fmt: skip
 
@@ -63,10 +66,17 @@ class FaultPlan:
         return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
 
     def at(self, point: str, step: int) -> None:
-        """Fire what is planned for this point and step."""
+        """Fire what is planned for this point and step.
+
+        Raises:
+            OSError: the disk is "full".
+        """
         for fault in self.faults:
-            if fault.at == point and fault.step in (None, step) and fault.kind != "nan":
-                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+            if fault.at == point and fault.step in (None, step):
+                if fault.kind in _SIGNALS:
+                    os.kill(os.getpid(), _SIGNALS[fault.kind])
+                elif fault.kind == "full":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def poisons(self, point: str, step: int) -> bool:
         """Whether the value at this point (``loss`` or ``grad``) is to be made NaN at this step."""

@@ -2,7 +2,8 @@
 
 The command line, YAML files and ``state.json`` all go through ``FieldKind``, so a value means the same wherever it is
 written. Only the types that occur in ``config.py`` are known: int, float, str, bool, ``Literal`` of strings, each
-possibly ``| None``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither torch nor numpy is imported.
+possibly ``| None``, an int that is possibly ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither
+torch nor numpy is imported.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ class FieldKind:
         optional: None is allowed.
         many: a tuple of ``base``, written as several words.
         choices: the words allowed when ``base`` is ``choice``.
+        word: one that stands for no value of ``base``; "" without such a one.
     """
 
     base: str
     optional: bool = False
     many: bool = False
     choices: tuple[str, ...] = ()
+    word: str = ""
 
     @property
     def metavar(self) -> str:
         """How the value is shown in --help."""
-        one = "{" + ",".join(self.choices) + "}" if self.choices else self.base.upper()
+        one = "{" + ",".join(self.choices) + "}" if self.choices else self.base.upper() + (f"|{self.word}" if self.word else "")
         return f"{one} [{one} ...]" if self.many else one
 
     @property
@@ -47,7 +50,11 @@ class FieldKind:
         """The rule in words, for error messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        return {"int": "one or more integers", "str": "one or more texts"}[self.base] if self.many else _WORDS[self.base]
+        return (
+            {"int": "one or more integers", "str": "one or more texts"}[self.base]
+            if self.many
+            else _WORDS[self.base] + (f" or {self.word}" if self.word else "")
+        )
 
     def parse(self, words: Sequence[str]) -> Any:
         """The value that these words of a command line or YAML file stand for.
@@ -82,13 +89,15 @@ class FieldKind:
             raise ValueError(f"expected {self.expected}, got an empty text (an unset shell variable?)")
         if self.base == "choice":
             return self._choose(word)
+        if self.word and word.strip().lower() == self.word:
+            return self.word
         if self.base == "bool":
             if word.lower() not in (*_TRUE, *_FALSE):
                 raise ValueError(f"expected true or false, got '{_short(word)}'")
             return word.lower() in _TRUE
         if self.base == "str":
             return word
-        return _integer(word) if self.base == "int" else _number(word)
+        return _integer(word, self.word) if self.base == "int" else _number(word)
 
     def _choose(self, word: str) -> str:
         for choice in self.choices:
@@ -99,6 +108,8 @@ class FieldKind:
     def _coerce_one(self, value: Any) -> Any:
         if self.base == "choice" and isinstance(value, str):
             return self._choose(value)
+        if self.word and value == self.word:
+            return value
         if self.base == "float" and type(value) in (int, float) and math.isfinite(value):
             return float(value)
         if type(value).__name__ == self.base != "float":  # exact: True is not an integer here
@@ -109,7 +120,7 @@ class FieldKind:
         raise ValueError(f"expected {self.expected}, got {type(value).__name__} {_short(repr(value))}")
 
 
-def _integer(word: str) -> int:
+def _integer(word: str, other: str = "") -> int:
     try:
         return int(word)
     except ValueError:
@@ -120,7 +131,8 @@ def _integer(word: str) -> int:
         hint = f": write {int(value)}" if value == int(value) else ""
     except (ValueError, OverflowError):
         pass
-    raise ValueError(f"expected an integer, got '{_short(word)}'{hint}")
+    wanted = f"an integer or {other}" if other else "an integer"
+    raise ValueError(f"expected {wanted}, got '{_short(word)}'{hint}")
 
 
 def _number(word: str) -> float:
@@ -146,12 +158,14 @@ def field_kinds(cls: type) -> dict[str, FieldKind]:
 
 
 def _kind(hint: Any) -> FieldKind:
-    optional = False
+    optional, word = False, ""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         optional = True
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        hint, *words = (part for part in typing.get_args(hint) if part is not type(None))
+        for literal in words:
+            (word,) = typing.get_args(literal)
     if typing.get_origin(hint) is typing.Literal:
         return FieldKind("choice", optional, choices=typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return FieldKind(typing.get_args(hint)[0].__name__, optional, many=True)
-    return FieldKind(hint.__name__, optional)
+    return FieldKind(hint.__name__, optional, word=word)

@@ -111,7 +111,8 @@ def test_a_layout_changes_nothing(name: str, alone: Path, files: Path, pretraine
 
 
 def test_killed_and_resumed_it_is_equal_to_the_last_bit(alone: Path, files: Path, pretrained: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS, "--pretrained-checkpoint", pretrained, "--save", tmp_path / "run", "--save-interval", 4, "--auto-resume")
+    save = ("--save", tmp_path / "run", "--save-interval", 4, "--no-async-save", "--auto-resume")
+    flags = (*FLAGS, "--pretrained-checkpoint", pretrained, *save)
     finetune(tmp_path, files, *flags, fault="kill:rank=0:at=step.backward:step=7")
     finetune(tmp_path, files, *flags).expect(0, "resumed from", "(step 4")  # type: ignore[attr-defined]
     assert_same_run(tmp_path / "run", alone)

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(writer: str, reader: st
 
 def test_killed_and_resumed_it_is_equal_to_the_last_bit(tmp_path: Path) -> None:
     """The training data, dropout and the weights are those of a run that nothing befell."""
-    flags = ("--sp-size", 2, "--sp-overlap-mode", "split-qkv", "--save-interval", 2, "--auto-resume")
+    flags = ("--sp-size", 2, "--sp-overlap-mode", "split-qkv", "--save-interval", 2, "--no-async-save", "--auto-resume")
     train(tmp_path, *flags, "--save", tmp_path / "whole", ranks=2, program=bert).expect(0)
     run = tmp_path / "killed"
     train(tmp_path, *flags, "--save", run, ranks=2, program=bert, fault="kill:rank=1:at=step.backward:step=4")

@@ -155,8 +155,7 @@ def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.text
 
 
-def limit_files(size: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def limit_files(size: int) -> None:  # Python ignores SIGXFSZ
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -215,7 +214,7 @@ def test_a_rank_that_stands_still(tmp_path: Path) -> None:
             BatchLoader.step = step  # type: ignore[method-assign, assignment]
 
     run = tmp_path / "run"
-    flags = ("--save", run, "--distributed-timeout-minutes", 0.02, "--save-interval", 1)
+    flags = ("--save", run, "--distributed-timeout-minutes", 0.02, "--save-interval", 1, "--no-async-save")
     outcome = train(tmp_path, *flags, ranks=2, setup=stand_still).expect(7, "rank 1: no progress in 'step 3' for 2 s")
     stacks = (run / "stacks-rank1.txt").read_text()
     assert "no progress in 'step 3'" in stacks and "_next_micro_batches" in stacks and "watchdog" in stacks

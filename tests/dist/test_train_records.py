@@ -150,7 +150,7 @@ def test_ignored_flags_are_listed_once(tmp_path: Path) -> None:
 
 def test_the_status_tells_who_runs(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(tmp_path, "--save", run, "--save-interval", 4, ranks=2, fault="kill:at=step.forward:step=6")
+    train(tmp_path, "--save", run, "--save-interval", 4, "--no-async-save", ranks=2, fault="kill:at=step.forward:step=6")
     found = status(run)
     assert found["status"] == "running" and found["world_size"] == 2 and len(found["pids"]) == len(found["hosts"]) == 2
     assert found["saved_step"] == 4 and saved_steps(run) == [4]

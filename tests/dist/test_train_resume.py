@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from training import KILLED, assert_same_run, assert_same_tensors, records, saved_steps, state, status, tensors, trace, train, write_data
 
-SAVE_EVERY_2 = ("--save-interval", 2)
+SAVE_EVERY_2 = ("--save-interval", 2, "--no-async-save")  # a kill in a step finds the one before it saved
+IN_BACKGROUND = ("--save-interval", 2)
 VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "accumulation, 1 rank": (1, ("--micro-batch-size", 1)),
     "2 ranks, warm-up, decays": (2, (
@@ -114,10 +115,16 @@ def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) ->
     assert not (run / "LOCK").exists()
 
 
-@pytest.mark.parametrize("point, rank", both_ranks(["begin", "shard", "manifest", "rename", "prune"], once=["begin", "rename", "prune"]))
-def test_killed_in_a_save(tmp_path: Path, clean: Path, point: str, rank: int) -> None:
+POINTS = ["begin", "copy", "hash", "write", "shard", "manifest", "rename", "prune"]
+
+
+@pytest.mark.parametrize("how", [IN_BACKGROUND, pytest.param(SAVE_EVERY_2, marks=pytest.mark.long)], ids=["background", "waiting"])
+@pytest.mark.parametrize("point, rank", both_ranks(POINTS, once=["begin", "copy", "hash", "write", "rename", "prune"]))
+def test_killed_in_a_save(tmp_path: Path, clean: Path, point: str, rank: int, how: tuple[object, ...]) -> None:
+    if point == "copy" and how is not IN_BACKGROUND:
+        pytest.skip("nothing is copied")
     run = tmp_path / "run"
-    flags = ("--save", run, *SAVE_EVERY_2, "--auto-resume")
+    flags = ("--save", run, *how, "--auto-resume")
     at = 6 if point == "prune" else 4  # the first save that finds one too many
     outcome = train(tmp_path, *flags, ranks=2, fault=f"kill:rank={rank}:at=save.{point}:step={at}")
     assert outcome.codes[rank] == KILLED and outcome.codes[1 - rank] == 7, outcome.text
@@ -127,7 +134,7 @@ def test_killed_in_a_save(tmp_path: Path, clean: Path, point: str, rank: int) ->
     step = at if committed else at - 2
     outcome = train(tmp_path, *flags, ranks=2).expect(0, f"resumed from {run}/checkpoints/step-{step:06d}")
     assert not list((run / "checkpoints").glob("*.part-*"))
-    if not committed and point != "begin":
+    if not committed and point not in ("begin", "copy"):
         assert ".part-" in outcome.text, "what was removed is said"
     assert_same_run(run, clean)
 
@@ -158,7 +165,7 @@ def test_a_restart_before_the_first_save_starts_again(tmp_path: Path, clean: Pat
 def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with(tmp_path: Path, clean: Path) -> None:
     """--load and --ckpt-step say where the run began; after a restart the run's own checkpoints decide."""
     run = tmp_path / "run"
-    flags = ("--load", clean, "--ckpt-step", 4, "--save", run, "--save-interval", 1)
+    flags = ("--load", clean, "--ckpt-step", 4, "--save", run, "--save-interval", 1, "--no-async-save")
     train(tmp_path, *flags, ranks=2, fault="kill:rank=1:at=step.forward:step=6")
     assert saved_steps(run) == [5]
     train(tmp_path, *flags, ranks=2, attempt=1).expect(0, "step-000005")

@@ -88,7 +88,7 @@ def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Pa
         wait_until(lambda: "stop requested" in "".join(f.read_text() for f in tmp_path.glob("rank0-*.txt")))
         os.kill(pids[0], signal.SIGTERM)
 
-    flags = ("--save", run, "--save-interval", 2)
+    flags = ("--save", run, "--save-interval", 2, "--no-async-save")
     outcome = train(tmp_path, *flags, setup=slow_and_impatient, during=act)
     outcome.expect(128 + signal.SIGTERM, "second signal: leaving at once")
     assert saved_steps(run) == [2]
@@ -98,7 +98,8 @@ def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Pa
 def test_a_signal_during_a_save_takes_no_further_step(tmp_path: Path) -> None:
     """The grace of a scheduler is short: what has just been saved need not be saved again one step later."""
     run = tmp_path / "run"
-    outcome = train(tmp_path, "--save", run, "--save-interval", 2, ranks=2, fault="sigterm:rank=1:at=save.shard:step=4").expect(75)
+    flags = ("--save", run, "--save-interval", 2, "--no-async-save")
+    outcome = train(tmp_path, *flags, ranks=2, fault="sigterm:rank=1:at=save.shard:step=4").expect(75)
     assert stopped_at(outcome) == 4 and saved_steps(run) == [2, 4] and outcome.text.count("saved step 4") == 1
     assert status(run)["status"] == "preempted"
 

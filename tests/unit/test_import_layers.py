@@ -29,6 +29,7 @@ TORCH_FREE = (
     "training/flops",
     "training/hardware",
     "training/memory",
+    "training/memory_saves",
     "training/memory_zero",
     "training/traffic",
     "training/remedies",

@@ -185,6 +185,16 @@ def test_where_the_time_went(resumed: Path) -> None:
     assert figures(read_run(resumed)).useful == pytest.approx(8 / 36.5005)
 
 
+def test_a_save_in_the_background_is_where_training_stood_still() -> None:
+    """Its record comes when it has ended, behind the steps that were taken meanwhile; only the copy took time."""
+    steps = [{"kind": "train", "step": n, "time": 100.0 + n + (n > 2), "step_s": 1.0} for n in (1, 2, 3, 4)]
+    save = {"kind": "save", "step": 2, "time": 103.0, "seconds": 1.0, "background_s": 1.5}
+    start = {"kind": "start", "step": 0, "time": 100.0}
+    spans = attempts([start, *steps[:3], save, steps[3]])[0].spans
+    assert [(s.kind, s.begin, s.end) for s in spans if s.kind == "save"] == [("save", 102.0, 103.0)]
+    assert totals(spans)["steps"] == 4.0
+
+
 def test_intervals_of_several_steps_and_records_without_sense(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.write("train", 5, after=0, step_s=1.0)  # a file that begins in the middle

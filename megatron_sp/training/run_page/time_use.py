@@ -74,10 +74,8 @@ class SlowStep:
 def attempts(records: Iterable[Record]) -> list[Attempt]:
     """Cut the records at each start; those without a time are passed over."""
     found: list[Attempt] = []
-    for record in records:
-        now, step = number(record.get("time")), record["step"]
-        if not math.isfinite(now):
-            continue
+    for record in _as_it_was(records):
+        now, step = number(record["time"]), record["step"]
         if record["kind"] == "start" or not found:
             found.append(_begin(record, now, found[-1].end if found else -math.inf))
         if record["kind"] != "start":
@@ -85,6 +83,19 @@ def attempts(records: Iterable[Record]) -> list[Attempt]:
         found[-1].end = max(found[-1].end, now)
         found[-1].last_step = max(found[-1].last_step, step)
     _mark_lost(found)
+    return found
+
+
+def _as_it_was(records: Iterable[Record]) -> list[Record]:
+    """Those with a time; a save in the background, written down when it had ended, where training went on."""
+    found: list[Record] = []
+    for record in records:
+        now, place = number(record.get("time")), len(found)
+        if not math.isfinite(now):
+            continue
+        while "background_s" in record and place > 0 and found[place - 1]["kind"] != "start" and number(found[place - 1]["time"]) > now:
+            place -= 1
+        found.insert(place, record)
     return found
 
 
