@@ -138,9 +138,11 @@ def _one_step(run: Run) -> StepResult:
     step, end = progress.step + 1, progress.consumed_samples + size
     run.watchdog.beat(f"step {step}")
     micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
+    digests = [batch.pop("digests") for batch in micro_batches]
     lr, weight_decay = run.schedule.lr(end), run.schedule.weight_decay(end)
-    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
+    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests)
     result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count).tolist()
+    run.state.samples.add(step, progress.consumed_samples, result.sample_digests)
     progress.step, progress.consumed_samples = step, end
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
     _count_bad_steps(run, result)
