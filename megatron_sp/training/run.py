@@ -15,6 +15,7 @@ from torch import nn
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
 from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
@@ -42,6 +43,7 @@ from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.run_log import evaluated
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,10 @@ class Run:
         if source is not None and stored is not None:
             self._load(source, stored)
         self._build_step()
+        own = self.continues_own and not config.batch.skip_train
+        # what was made of these weights already: a kill between a save and the end of the validation leaves that to be made up for
+        done = evaluated(self.run_dir, self.state.progress.step) if own and self.launch.rank == 0 else []
+        self.evaluated: list[str] = broadcast_json(done, self.groups.control)
         self._announce()
 
     def _find_checkpoint(self) -> Path | None:
@@ -155,6 +161,7 @@ class Run:
         loads_own = checkpoint.load is not None and run_dir.resolve() in (Path(checkpoint.load) / "_").resolve().parents
         has_own = checkpoint.save is not None and self.checkpointer.has_checkpoint(run_dir)
         self.goes_on = has_own and (checkpoint.auto_resume or self.launch.attempt > 0)
+        self.continues_own = self.goes_on or (has_own and loads_own and not checkpoint.finetune)
         if self.goes_on:
             own_step = checkpoint.ckpt_step if checkpoint.load is None or loads_own else None
             return self.checkpointer.find(run_dir, own_step, checkpoint.resume_fallback)

@@ -20,7 +20,7 @@ _KINDS = ("kill", "sigterm", "nan")
 _POINTS = (
     "step.forward", "step.backward", "optim.step",
     "save.begin", "save.shard", "save.manifest", "save.rename", "save.prune",
-    "loss", "grad",
+    "valid.batch", "valid.record", "test.batch", "test.record", "loss", "grad",
 )  # fmt: skip
 
 

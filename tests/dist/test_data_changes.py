@@ -67,7 +67,8 @@ def test_tokens_replaced_between_the_probes(tmp_path: Path, x: Path, before: Any
     train(tmp_path, *again, "--accept-data-change", data=data, ranks=after[0]).expect(
         0, "--accept-data-change: the training data is not what", "sample 0 (number 0 of step 1)", "(step 6, 24 samples)"
     )
-    said = train(tmp_path, *again, "--train-iters", 9, data=data, ranks=after[0]).expect(0, "(step 8")  # it was accepted: from now on these are the data
+    said = train(tmp_path, *again, "--train-iters", 9, data=data, ranks=after[0]).expect(0, "(step 8")
+    # it was accepted: from now on these are the data
     assert "not what" not in said.text and [entry["step"] for entry in state(run)["samples"]] == [7, 8, 9]
 
 
