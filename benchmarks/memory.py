@@ -314,7 +314,8 @@ class Training:
                 mask *= torch.arange(self.config.seq_length, device=self.device) % EVERY == 0
                 batches[-1] |= {"types": tokens % 2, "order": tokens[:, 0] % 2}
             del tokens, labels, mask
-        self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1)
+        digests = [torch.zeros(self.batch, dtype=torch.float64)] * len(batches)
+        self.train_step.run(batches, number, lr=1e-3, weight_decay=0.1, digests=digests)
         self.counter.end("update")
 
 

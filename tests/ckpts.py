@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,15 @@ def reseal(step_dir: Path, **changes: Any) -> None:
     files = {name: FileRecord((step_dir / name).stat().st_size, hash_file(step_dir / name)) for name in listed.files}
     assert STATE_NAME in files
     (step_dir / MANIFEST_NAME).write_bytes(type(listed)(**{**vars(listed), "files": files, **changes}).encode())
+
+
+def with_state(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the newest checkpoint's state.json says, as if it had been saved so."""
+    step_dir = max((run / "checkpoints").glob("step-[0-9]*"))
+    state = json.loads((step_dir / STATE_NAME).read_text())
+    change(state)
+    (step_dir / STATE_NAME).write_text(json.dumps(state))
+    reseal(step_dir)
 
 
 def flip(path: Path, at: int = -1) -> None:

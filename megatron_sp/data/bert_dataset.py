@@ -136,6 +136,11 @@ class BERTDataset:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def where(self, i: int) -> str:
+        samples = (i, i) if self.rows is None else (int(self.rows[i]), int(self.rows[i + 1]) - 1)
+        first, last = int(self.index[samples[0], 0]), int(self.index[samples[1], 1]) - 1
+        return f"{self.indexed.bin_path}, sentences {first} to {last}" + ("" if self.rows is None else " (of the first and last sample)")
+
     def _piece(self, i: int) -> Piece:
         first, last, target = self.index[i].tolist()
         sentences = self._read(first, last)

@@ -278,6 +278,9 @@ class ClassificationDataset:
             seq_length=self._seq_length, tokenizer=self._tokenizer.fingerprint(), length=self._length,
         )  # fmt: skip
 
+    def where(self, i: int) -> str:
+        return f"example {i + 1} of the training examples"
+
 
 def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.ndarray:
     """int64 [true, predicted]: how often."""

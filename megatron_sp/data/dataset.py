@@ -26,6 +26,10 @@ class Dataset(Protocol):
         """A hash of everything that decides the samples and their order."""
         ...
 
+    def where(self, i: int) -> str:
+        """What sample ``i`` is read from, for messages: the file, and the place in it."""
+        ...
+
 
 class FileDataset(Dataset, Protocol):
     """Samples of one ``.bin``/``.idx`` pair."""

@@ -94,6 +94,12 @@ class GPTDataset:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def where(self, i: int) -> str:
+        cut = int(self.index.shuffle[i])
+        (first, start), (last, _) = self.index.sample[cut : cut + 2].tolist()
+        more = f" and the {last - first} that follow it in the shuffled order" if last > first else ""
+        return f"{self.indexed.bin_path}, sequence {int(self.index.document[first])} from token {start}{more}"
+
     @property
     def num_epochs(self) -> int:
         """How often the split is repeated to give the samples."""
@@ -144,6 +150,9 @@ class BlendedDataset:
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def where(self, i: int) -> str:
+        return self.datasets[int(self.sets[i])].where(int(self.samples[i]))
 
 
 def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, tokens: int, seq_length: int) -> str:

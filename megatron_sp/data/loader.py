@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.data.dataset import Dataset
+from megatron_sp.data.digests import sample_digest
 from megatron_sp.data.samplers import Order, deal, next_ids
 from megatron_sp.utils.errors import DataError
 
@@ -36,11 +37,12 @@ class BatchLoader:
         seed: of the cyclic order.
         num_workers: reading threads; 0 reads in the caller's and never ahead.
         pin_memory: batches in page-locked memory, for asynchronous copies to a GPU.
+        digests: batches tell what their samples are (``digests``), worked out where they are read.
     """
 
     def __init__(
         self, dataset: Dataset, *, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, order: Order = "single", seed: int = 1234,
-        num_workers: int = 0, pin_memory: bool = False,
+        num_workers: int = 0, pin_memory: bool = False, digests: bool = False,
     ) -> None:  # fmt: skip
         if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"micro_batch_size ({micro_batch_size}) must be at least 1 and dp_rank ({dp_rank}) below dp_size ({dp_size})")
@@ -48,13 +50,14 @@ class BatchLoader:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers > 0 else None
         self._ahead: tuple[tuple[int, int], list[Future[Batch]]] | None = None
-        self._closed = False
+        self._digests, self._closed = digests, False
 
     def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
         """This rank's micro-batches of the global batch that follows ``consumed_samples``.
 
         Returns:
-            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b].
+            ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b];
+            with ``digests`` also those, float64 [b], on the host.
         Raises:
             DataError: damaged data, or the data set is at its end; also what a background thread met comes out here.
             RuntimeError: the loader is closed.
@@ -114,7 +117,11 @@ class BatchLoader:
         samples = [self.dataset[int(i)] for i in ids]
         batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
         batch["sample_ids"] = torch.from_numpy(np.array(ids, np.int64))
-        return {name: value.pin_memory() for name, value in batch.items()} if self.pin_memory else batch
+        if self.pin_memory:
+            batch = {name: value.pin_memory() for name, value in batch.items()}
+        if self._digests:
+            batch["digests"] = torch.tensor([sample_digest(sample) for sample in samples], dtype=torch.float64)
+        return batch
 
 
 def _discard(futures: list[Future[Batch]]) -> None:

@@ -51,6 +51,9 @@ class MockBERTDataset:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    def where(self, i: int) -> str:
+        return "the synthetic samples of --mock-data"
+
     def _piece(self, i: int, length: int) -> Piece:
         random = np.random.RandomState(np.array([self.options.seed & 0xFFFFFFFF, self._split, i & 0xFFFFFFFF, i >> 32], np.uint32))
         steps = random.randint(1, _STEPS + 1, length)

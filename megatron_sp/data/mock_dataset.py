@@ -50,3 +50,6 @@ class MockGPTDataset:
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def where(self, i: int) -> str:
+        return "the synthetic samples of --mock-data"

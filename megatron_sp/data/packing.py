@@ -42,6 +42,9 @@ class PackedDataset:
     def fingerprint(self) -> str:
         return self.dataset.fingerprint()
 
+    def where(self, i: int) -> str:
+        return self.dataset.where(i)
+
 
 def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
     """int64 [s]: which document of the sample each token belongs to."""

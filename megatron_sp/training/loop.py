@@ -87,7 +87,7 @@ def train(run: Run) -> int:
     if (
         code == EXIT_OK
         and finished
-        and not (_evaluate(run, "valid", run.valid_loader, progress.step) and _evaluate(run, "test", run.test_loader, progress.step))
+        and not (_evaluate_once(run, "valid", run.valid_loader) and _evaluate_once(run, "test", run.test_loader))
     ):
         code = EXIT_PREEMPTED
     if code == EXIT_OK and finished and run.task.finish is not None:
@@ -106,6 +106,9 @@ def train(run: Run) -> int:
 def _steps(run: Run) -> str:
     """The loop itself; returns why it ended."""
     batch, progress = run.config.batch, run.state.progress
+    made_up_for = not run.continues_own or not _is_validation_due(run) or _evaluate_once(run, "valid", run.valid_loader)
+    if not made_up_for:
+        return "signal"
     with _profiler(run) as profiler:
         while progress.step < run.train_iters:
             result = _one_step(run)
@@ -124,15 +127,26 @@ def _steps(run: Run) -> str:
                 run.saves.save()
                 if _any_signal(run):
                     return "signal"
-            if (
-                batch.eval_interval
-                and progress.step % batch.eval_interval == 0
-                and not _evaluate(run, "valid", run.valid_loader, progress.step)
-            ):
+            if _is_validation_due(run) and not _evaluate(run, "valid", run.valid_loader, progress.step):
                 return "signal"
             if batch.exit_interval and progress.step % batch.exit_interval == 0:
                 return "interval"
     return "done"
+
+
+def _is_validation_due(run: Run) -> bool:
+    """After the step that was taken last, in the midst of training."""
+    step, interval = run.state.progress.step, run.config.batch.eval_interval
+    return bool(interval) and step > 0 and step % interval == 0
+
+
+def _evaluate_once(run: Run, kind: str, loader: BatchLoader | None) -> bool:
+    """``_evaluate``, unless these weights were by the process before this one."""
+    step = run.state.progress.step
+    if step == run.start.step and kind in run.evaluated:
+        run.console.line(f"{kind} at step {step}: done already, as metrics.jsonl says")
+        return True
+    return _evaluate(run, kind, loader, step)
 
 
 def _one_step(run: Run) -> StepResult:
@@ -144,9 +158,11 @@ def _one_step(run: Run) -> StepResult:
     if run.saves is not None:
         run.saves.poll()
     micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
+    digests = [batch.pop("digests") for batch in micro_batches]
     lr, weight_decay = run.schedule.lr(progress.scheduled_samples), run.schedule.weight_decay(progress.scheduled_samples)
-    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run))
+    result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests)
     result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count).tolist()
+    run.state.samples.add(step, progress.consumed_samples, result.sample_digests)
     progress.step, progress.consumed_samples = step, end
     progress.scheduled_samples += size if result.updated else 0
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
@@ -214,6 +230,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     total = torch.zeros(2 * len(names), dtype=torch.float64, device=run.groups.device)
     for index in range(batch.eval_iters):
         run.watchdog.beat(f"{kind} batch {index}")
+        run.faults.at(f"{kind}.batch", step)
         micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
         total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name, run.groups, run.weights)
         if _any_signal(run):
@@ -228,6 +245,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
     if run.task.loss.of_tokens:
         others["perplexity"] = math.exp(min(loss, 700.0))
         shown.append(f"perplexity {others['perplexity']:.2f}")
+    run.faults.at(f"{kind}.record", step)
     run.console.line(f"{kind} at step {step}: {', '.join(shown)}")
     run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
     run.reporter.pause_ended()

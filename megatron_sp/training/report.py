@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config import Config
+from megatron_sp.data.digests import step_digest
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.console import Console, format_bytes, format_duration
@@ -26,7 +27,7 @@ from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.remedies import head_share
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
-from megatron_sp.training.step import StepResult, sample_digest
+from megatron_sp.training.step import StepResult
 
 
 class StepReporter:
@@ -90,7 +91,7 @@ class StepReporter:
             "step": progress.step, "consumed_samples": progress.consumed_samples, "consumed_tokens": progress.consumed_tokens,
             "loss": result.losses[0], "loss_hex": result.losses[0].hex(),
             "grad_norm": result.grad_norm, "grad_norm_hex": result.grad_norm.hex(),
-            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens, "samples_sha": sample_digest(result.sample_ids),
+            "lr": lr, "global_batch_size": size, "loss_tokens": result.num_loss_tokens, "samples_sha": step_digest(result.sample_digests),
             "skipped_steps": progress.skipped_steps, "loss_scale": loss_scale, "step_s": self._seconds / self._steps, "tokens_per_s": rate,
             "tflops_causal": causal, "tflops_full": full, "mfu": causal / self._peak if self._peak else None, "peak": self._peak_name,
             "memory_bytes": memory_bytes(self._groups.device),

@@ -15,6 +15,7 @@ from torch import nn
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
 from megatron_sp.config import Config
 from megatron_sp.data.build import Datasets
@@ -33,6 +34,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
+from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.sharding import build_sharded
@@ -40,8 +42,9 @@ from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
 from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
-from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError
+from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.run_log import evaluated
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ class Run:
         if source is not None and stored is not None:
             self._load(source, stored)
         self._build_step()
+        own = self.continues_own and not config.batch.skip_train
+        # what was made of these weights already: a kill between a save and the end of the validation leaves that to be made up for
+        done = evaluated(self.run_dir, self.state.progress.step) if own and self.launch.rank == 0 else []
+        self.evaluated: list[str] = broadcast_json(done, self.groups.control)
         self._announce()
         if config.checkpoint.save is not None:
             self.saves = Saves(self, None if self._finetunes else stored)
@@ -156,6 +163,7 @@ class Run:
         loads_own = checkpoint.load is not None and run_dir.resolve() in (Path(checkpoint.load) / "_").resolve().parents
         has_own = checkpoint.save is not None and self.checkpointer.has_checkpoint(run_dir)
         self.goes_on = has_own and (checkpoint.auto_resume or self.launch.attempt > 0)
+        self.continues_own = self.goes_on or (has_own and loads_own and not checkpoint.finetune)
         if self.goes_on:
             own_step = checkpoint.ckpt_step if checkpoint.load is None or loads_own else None
             return self.checkpointer.find(run_dir, own_step, checkpoint.resume_fallback)
@@ -192,7 +200,7 @@ class Run:
         loader = BatchLoader(
             dataset, micro_batch_size=self.config.batch.micro_batch_size, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size,
             order=self.config.data.dataloader_type, seed=self.config.batch.seed, num_workers=num_workers,
-            pin_memory=self.groups.device.type == "cuda",
+            pin_memory=self.groups.device.type == "cuda", digests=dataset is self.datasets.train,
         )  # fmt: skip
         self.loaders.append(loader)
         return loader
@@ -243,6 +251,7 @@ class Run:
         checkpoint = self.config.checkpoint
         finetune = self._finetunes
         only_validates = self.config.batch.skip_train
+        samples = SampleHistory() if finetune or only_validates else self._check_data(stored)
         weights_only = finetune or only_validates or (checkpoint.no_load_optim and not self.goes_on)
         with all_ranks_agree(self.groups.control):
             if not weights_only and not stored.get("has_optimizer"):
@@ -252,7 +261,6 @@ class Run:
                 )
             if not finetune and not only_validates:
                 self._check_schedule(stored)
-                self._check_data(stored)
             shapes = self.checkpointer.tensor_shapes(source)
             wanted, unread = self.state.to_load(shapes, weights_only=weights_only)
             if finetune:
@@ -262,6 +270,7 @@ class Run:
         self.weights.refresh_all()
         if not finetune:
             self.state.load_json(stored, self.start, weights_only=weights_only)
+        self.state.samples = samples
         verb = "finetuning from" if finetune else "resumed from"
         self.console.line(f"{verb} {source} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
         if not finetune and is_ahead(stored) and not only_validates:
@@ -294,14 +303,39 @@ class Run:
                 "add --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to keep the old"
             )
 
-    def _check_data(self, stored: dict[str, Any]) -> None:
+    def _check_data(self, stored: dict[str, Any]) -> SampleHistory:
+        """See that the data are those that the checkpoint was trained on, the samples of its last steps read again. Collective.
+
+        Returns:
+            Those samples, if they are.
+        Raises:
+            DataError: they are not, and nobody has said that they may be others.
+        """
         old, new = stored.get("data_fingerprint"), self.datasets.fingerprint
-        if old is not None and old != new and not self.config.checkpoint.accept_data_change:  # None: converted, it is not known
-            raise CheckpointError(
-                f"the training data is not what the checkpoint was trained on (fingerprint {old}, now {new}): data files, split, sequence"
-                " length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out; restore them, or add"
-                " --accept-data-change"
+        if old is None or self.datasets.train is None:  # converted, it is not known; or there is nothing to train on
+            return SampleHistory()
+        if "samples" not in stored:
+            self.console.line(
+                "the checkpoint is of an older version and has no digests of its samples: that the data are the same is known from their"
+                " sizes and a few probes only"
             )
+        history = SampleHistory.from_json(stored.get("samples", []))
+        found = history.first_difference(self.datasets.train, self.config.data.dataloader_type, self.config.batch.seed, self.groups.control)
+        if old == new and found is None:
+            return history
+        what = f"the {history.words()} were read again, and the first that differs is {found}" if found is not None else ""
+        if old != new:
+            reason = (
+                "data files, split, sequence length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out"
+            )
+            what = f"(fingerprint {old}, now {new}) {reason}{'; ' * bool(what)}{what}"
+        if not self.config.checkpoint.accept_data_change:
+            raise DataError(
+                f"the training data is not what the checkpoint was trained on: {what}. Restore it (`megatron-sp data verify PREFIX`"
+                " compares files with their digests), or add --accept-data-change to go on with it as it is"
+            )
+        self.console.line(f"--accept-data-change: the training data is not what the checkpoint was trained on: {what}")
+        return SampleHistory()
 
     def _build_step(self) -> None:
         model = self.config.model

@@ -20,6 +20,7 @@ from megatron_sp.models.transformer import shard_specs
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.training.environment import versions
+from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.utils.errors import CheckpointError
 
 # fields whose change makes the stored weights those of another model
@@ -73,7 +74,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
-        self.progress = Progress()
+        self.progress, self.samples = Progress(), SampleHistory()
         specs = shard_specs(model)
         self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
 
@@ -134,6 +135,7 @@ class TrainingState:
             "loss_scaler": self.scaler.state(),
             "schedule": schedule,
             "data_fingerprint": fingerprint,
+            "samples": self.samples.to_json(),
             "layout": world,
             "config": config.to_dict(),
             "versions": versions(),

@@ -13,7 +13,7 @@ over ranks, and a rank without a single loss token is no special case.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,8 +35,8 @@ MicroBatch = dict[str, Tensor]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the device, but for what the host reads (documents and lengths): it would have to wait for it."""
-    return {name: t if name in ("documents", "length") else t.to(device, non_blocking=True) for name, t in batch.items()}
+    """A micro-batch on the device, but for what the host reads (documents, lengths, digests): it would have to wait for it."""
+    return {name: t if name in ("documents", "length", "digests") else t.to(device, non_blocking=True) for name, t in batch.items()}
 
 
 class LossFunction(Protocol):
@@ -77,6 +77,8 @@ class StepResult:
         overflow: an ordinary fp16 overflow (the loss scale goes down; not an error).
         stop_requested: some rank got a signal, or ran out of time.
         num_loss_tokens: what the first term was divided by.
+        sample_ids: of the global batch, in its order.
+        sample_digests: likewise (``data/digests.py``); none if the step was not given any.
     """
 
     losses: list[float]
@@ -86,6 +88,7 @@ class StepResult:
     stop_requested: bool
     num_loss_tokens: float
     sample_ids: list[int] = field(default_factory=list)
+    sample_digests: list[int] = field(default_factory=list)
 
 
 def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
@@ -137,7 +140,10 @@ class TrainStep:
         self.recorder, self.torch_dropout = recorder, torch_dropout
         self.before_update: Callable[[], None] = lambda: None
 
-    def run(self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
+    def run(
+        self, micro_batches: list[MicroBatch], step: int, *, lr: float, weight_decay: float, stop: bool = False,
+        digests: Sequence[Tensor] = (),
+    ) -> StepResult:  # fmt: skip
         """Perform step number ``step`` (from 1).
 
         Args:
@@ -145,6 +151,7 @@ class TrainStep:
             step: number of the step; a key of dropout.
             lr, weight_decay: of this step.
             stop: this rank wants to stop after the step.
+            digests: of the samples of each micro-batch, float64 [b] on the host; all ranks get those of the global batch.
         """
         if self.drops and (self.torch_dropout or self.kernel != "reference"):
             # what draws from torch's generator (dropout in kernels, in models from outside) is keyed, so that a resumed run draws the same
@@ -152,7 +159,7 @@ class TrainStep:
             torch.manual_seed(_step_seed(self.seed, step, rank))
         if self.recorder is not None:
             self.recorder.start_step()
-        totals = self._start_totals(micro_batches, stop)
+        totals = self._start_totals(micro_batches, stop, digests)
         self.gradients.start_step()
         self.weights.start_step(len(micro_batches))
         sums = self._forward_backward(micro_batches, step, totals)
@@ -163,25 +170,38 @@ class TrainStep:
         self.gradients.finish_step()
         norm = self.optimizer.grad_norm() / self.scaler.scale
         # the only point of the step where the host waits for the device
-        values = torch.cat([sums_handle.wait(), self._totals, norm.to(sums.device).reshape(1)]).tolist()
-        num_terms = len(self.loss.names)
-        losses = [s / c if c > 0 else 0.0 for s, c in zip(values[:num_terms], values[num_terms : 2 * num_terms], strict=True)]
-        grad_norm = values[-1]
-        result = self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=values[-2] > 0, num_loss_tokens=values[num_terms])
+        values = torch.cat([norm.to(sums.device).reshape(1), sums_handle.wait(), self._totals]).tolist()
+        grad_norm, num_terms = values[0], len(self.loss.names)
+        terms, counts = values[1 : 1 + num_terms], values[1 + num_terms : 1 + 2 * num_terms]
+        stops, *of_samples = values[1 + 2 * num_terms :]
+        losses = [s / c if c > 0 else 0.0 for s, c in zip(terms, counts, strict=True)]
+        result = self._update(step, losses, grad_norm, lr, weight_decay, stop_requested=stops > 0, num_loss_tokens=counts[0])
+        result.sample_digests = [int(digest) for digest in of_samples]
         if self.recorder is not None:
             self.recorder.end_step()
         return result
 
-    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool) -> Handle:
-        """Start summing [count of each term, number of ranks that want to stop] over the ranks.
+    def _start_totals(self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor]) -> Handle:
+        """Start summing [count of each term, number of ranks that want to stop, digest of each sample] over the ranks.
 
         All ranks of a data-parallel replica have the same whole sequences, so one of them counts.
         """
         counts = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
         device = counts[0].device
         mine = torch.stack(counts).sum(0) * float(self.groups.is_first_of_replica)
-        self._totals = torch.cat([mine, torch.full((1,), float(stop), dtype=torch.float64, device=device)])
+        stops = torch.full((1,), float(stop), dtype=torch.float64, device=device)
+        self._totals = torch.cat([mine, stops, self._in_batch_order(digests, device)])
         return all_reduce_async(self._totals, self.groups.world)
+
+    def _in_batch_order(self, digests: Sequence[Tensor], device: torch.device) -> Tensor:
+        """float64 [samples of the global batch]: this rank's digests where its samples are, 0 elsewhere."""
+        if not digests:
+            return torch.empty(0, dtype=torch.float64, device=device)
+        groups, shape = self.groups, (len(digests), self.groups.dp_size, digests[0].numel())
+        everybody = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        if groups.is_first_of_replica:
+            everybody[:, groups.dp_rank] = torch.stack(list(digests))
+        return everybody.flatten().to(device, non_blocking=True)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Handle) -> Tensor:
         """Run every micro-batch; returns this rank's sums of the loss terms, fp64 [terms]."""
@@ -196,7 +216,7 @@ class TrainStep:
                 terms = [term * float("nan") for term in terms]
             self.faults.at("step.forward", step)
             if inverse is None:
-                inverse = _inverse_or_zero(totals.wait()[:-1])
+                inverse = _inverse_or_zero(totals.wait()[: len(self.loss.names)])
             sums += torch.stack([term.detach().double() for term in terms])
             loss = sum((term * inverse[i].to(term.dtype) for i, term in enumerate(terms[1:], 1)), terms[0] * inverse[0].to(terms[0].dtype))
             if index == len(micro_batches) - 1:
@@ -258,8 +278,3 @@ def evaluate_batches(
         total = both if total is None else total + both
     assert total is not None
     return total
-
-
-def sample_digest(sample_ids: list[int]) -> str:
-    """A short hash of the global sample indices of a step, in order: two runs saw the same data iff it agrees."""
-    return hashlib.sha256(",".join(map(str, sample_ids)).encode()).hexdigest()[:16]

@@ -88,7 +88,8 @@ def traffic_plan(
         head_share: of the positions, those that BERT's head sees on a CPU.
     """
     form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share)
-    counter = _Counter(form, parallel, kernels, data_parallel_size, 2 if model.has_order_head else 1)
+    samples = form.num_micro_batches * batch.micro_batch_size * data_parallel_size
+    counter = _Counter(form, parallel, kernels, data_parallel_size, 2 if model.has_order_head else 1, samples)
     flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.ulysses(), *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
@@ -100,8 +101,8 @@ def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
 
 
 class _Counter:
-    def __init__(self, form: Form, parallel: ParallelConfig, kernels: KernelConfig, dp: int, num_terms: int) -> None:
-        self.form, self.parallel, self.kernels, self.num_terms = form, parallel, kernels, num_terms
+    def __init__(self, form: Form, parallel: ParallelConfig, kernels: KernelConfig, dp: int, num_terms: int, num_samples: int) -> None:
+        self.form, self.parallel, self.kernels, self.num_terms, self.num_samples = form, parallel, kernels, num_terms, num_samples
         self.tp, self.sp = form.tp, form.sp
         self.ranks, self.world = dp * form.sp, dp * form.sp * form.tp
         self.units = range(form.layers + 2)
@@ -218,8 +219,10 @@ class _Counter:
         return (forward[0], forward[1]), (backward[0], backward[1])
 
     def scalars(self) -> Iterator[Flow]:
-        """Token counts, loss sums, the gradient norm."""
-        everybody = [8 * (self.num_terms + 1), 8 * self.num_terms]
+        """Token counts and the samples' digests, loss sums, the gradient norm."""
+        everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
         holders = "world" if self.parallel.zero_stage > 0 else "tp"
-        yield self._flow("token counts, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update")
+        yield self._flow(
+            "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
+        )
         yield self._flow("gradient norm", "all_reduce", holders, [8])

@@ -23,7 +23,7 @@ _KINDS = (*_SIGNALS, "full", "nan")
 _POINTS = (
     "step.forward", "step.backward", "optim.step",
     "save.begin", "save.copy", "save.hash", "save.write", "save.shard", "save.manifest", "save.rename", "save.prune",
-    "loss", "grad",
+    "valid.batch", "valid.record", "test.batch", "test.record", "loss", "grad",
 )  # fmt: skip
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.utils.errors import DataError
+
+_OF_EVALUATION = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("start", "valid", "test"))
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -39,6 +42,27 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if bad:
         notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
     return records, notes
+
+
+def evaluated(run_dir: Path, step: int) -> list[str]:
+    """Which of ``valid`` and ``test`` the run's line of history has a record of at this step.
+
+    What stands before a resume from an earlier step is of a history that was given up. A file that is not there, or is a link, has none.
+    """
+    found = set[str]()
+    try:
+        with open(os.open(run_dir / "metrics.jsonl", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            for line in file:
+                if not line.startswith(_OF_EVALUATION):  # the others are many
+                    continue
+                record = _parse(line)
+                if record is not None and record["kind"] == "start" and record["step"] < step:
+                    found.clear()
+                elif record is not None and record["kind"] != "start" and record["step"] == step:
+                    found.add(record["kind"])
+    except OSError:
+        return []
+    return sorted(found)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

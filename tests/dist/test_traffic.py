@@ -145,7 +145,9 @@ def test_what_can_hide_follows_the_flags() -> None:
 
 def test_stage_1_moves_each_parameter_twice_whatever_the_accumulation() -> None:
     one, four = plan_of({"zero_stage": 1}, dp=4), plan_of({"zero_stage": 1}, dp=4, micro_batches=4)
-    assert one.num_bytes == four.num_bytes
-    flows = {flow.kind: flow for flow in one.flows}
+    flows, more = (
+        {flow.kind: flow for flow in plan.flows if "digests" not in flow.kind} for plan in (one, four)
+    )  # these grow with samples
+    assert flows == more
     assert flows["gradients"].num_bytes == flows["parameters"].num_bytes
     assert plan_of({}, dp=4).flows[0].num_bytes <= 2 * flows["gradients"].num_bytes
