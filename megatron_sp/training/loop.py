@@ -56,13 +56,15 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         stack.callback(run.close)
         try:
             run.prepare()
-            return train(run)
+            code = train(run)
         except ReportedError:
             raise
         except Exception as error:
             if is_peer_failure(error):
-                raise PeerError(peers.explain(error)) from error
+                raise PeerError(peers.explain(error, run_dir)) from error
             raise
+    signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has said why
+    return code
 
 
 def train(run: Run) -> int:
