@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quiet-machine", choices=("only", "skip"), help="only, or all but, the tests that nothing may run beside")
+    parser.addoption("--shuffle", metavar="SEED", help="files in another order, and the tests of each file: none depends on another one's")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -58,3 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if wanted(item)]
     items.sort(key=lambda item: "integration" not in item.path.parts)  # the longest first: at the end two workers share small ones
+    if (seed := config.getoption("--shuffle")) is not None:
+        items[:] = _shuffled(items, seed)
+
+
+def _shuffled(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Another order, the same for every worker: of files, and of the tests of a file, which stay together for the fixtures they share."""
+    place = {path: random.Random(f"{seed} {path.name}").random() for path in {item.path for item in items}}
+    draw = {item.nodeid: random.Random(f"{seed} {item.nodeid}").random() for item in items}
+    return sorted(items, key=lambda item: (place[item.path], draw[item.nodeid]))

@@ -207,6 +207,12 @@ def _fork(
         os._exit(code)
 
 
+def time_is_over(seconds: float) -> None:
+    """From now on a collective of this process waits so long only: to be called when nobody else is still on his way."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def run_once(
     factory: pytest.TempPathFactory, layouts: Mapping[str, tuple[int, tuple[object, ...]]], *flags: object, program: Program = gpt
 ) -> Callable[[str], Path]:

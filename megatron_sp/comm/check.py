@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sp.utils.errors import PeerError, ReportedError
-from megatron_sp.utils.processes import is_running
+from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = str(Path(__file__).resolve().parent) + os.sep
@@ -108,7 +108,7 @@ def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) ->
     store = dist.PrefixStore(_SPACE, dist.distributed_c10d._get_default_store())  # has no public name
     made = store.add(f"made/{rank}", 1)  # groups may be built again in one job, and then count from 1 again
     store = dist.PrefixStore(str(made), store)
-    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid(), machine()]))
     checked: dict[str, CheckedGroup] = {}
     for name, group in groups.items():
         if group.size() > 1 and group.group_name not in checked:
@@ -197,18 +197,21 @@ class CheckedGroup:
         self._fail(PeerError(self._store.compare_set(verdict, "", text).decode()), present)
 
     def _has_ended(self, member: int) -> bool:
-        host, pid = self._process(member)
-        return host == socket.gethostname() and not is_running(pid)
+        _, pid, where = self._process(member)
+        return where == machine() and not is_running(pid)
 
-    def _process(self, member: int) -> tuple[str, int]:
+    def _process(self, member: int) -> tuple[str, int, str]:
+        """Name of the host, process id, and what tells hosts apart."""
         key = f"process/{self._ranks[member]}"
-        host, pid = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid())
-        return str(host), int(pid)
+        host, pid, where = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid(), "?")
+        return str(host), int(pid), str(where)
 
     def _about(self, member: int, dead: bool) -> str:
         rank, last, waiting = self._ranks[member], self._key(member, self._number - 1), f"waiting/{self._ranks[member]}"
-        host, pid = self._process(member)
+        host, pid, where = self._process(member)
         text = f"rank {rank} (pid {pid} on {host}) has died" if dead else f"rank {rank} has not come within {self._timeout_s:g} s"
+        if not dead and where == machine() and is_stopped(pid):
+            text += f": it was stopped by a signal (pid {pid} on {host})"
         if self._store.check([last]):
             text += f", its last collective of this group was {self._number - 1}: {Call(**json.loads(self._store.get(last)))}"
         else:

@@ -1,49 +1,154 @@
-"""Which rank died, when a collective breaks: gloo and NCCL only say that somebody did."""
+"""Which rank died, was stopped or stands still, when a collective breaks: gloo and NCCL only say that somebody did.
+
+The processes of this host can be looked at. For the others there is a roll call: whoever finds a collective broken leaves a mark in the
+job's store, and who has left none after a few seconds is the one that all wait for. The first verdict counts for all ranks, or else a
+rank that ends because of it would be named by the next one as dead.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
-from megatron_sp.utils.processes import is_running
+from megatron_sp.comm.stacks import offer_stack, take_stack
+from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")
+_ROLL_CALL_S = 5.0  # the others find their own collectives broken a little later
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Host and process id of every rank, exchanged once at the start."""
+    """Where every rank is, exchanged once at the start.
+
+    Attributes:
+        hosts: names, for people.
+        pids: process ids.
+        machines: what tells hosts apart.
+        stacks: file descriptors that ``take_stack`` asks for.
+        rank: of this process.
+        store: reached by all ranks; None: there is no roll call.
+    """
 
     hosts: list[str]
     pids: list[int]
+    machines: list[str]
+    stacks: list[int] = field(default_factory=list)
+    rank: int = 0
+    store: dist.Store | None = None
 
     @classmethod
     def create(cls, group: Group) -> Peers:
-        entries = gather_json([socket.gethostname(), os.getpid()], group)
-        return cls([str(e[0]) for e in entries], [int(e[1]) for e in entries])
+        """Collective."""
+        entries = gather_json([socket.gethostname(), os.getpid(), machine(), offer_stack()], group)
+        store = None
+        if len(entries) > 1:
+            store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())  # has no public name
+        hosts, pids, machines, stacks = (list(column) for column in zip(*entries, strict=True))
+        return cls(hosts, pids, machines, stacks, dist.get_rank() if len(entries) > 1 else 0, store)
 
     def dead_here(self, patience_s: float = 1.0) -> list[int]:
         """Ranks of this host whose process is gone; waits a little for one to appear."""
         deadline = time.monotonic() + patience_s
-        here = [r for r, host in enumerate(self.hosts) if host == socket.gethostname()]
-        while not (dead := [r for r in here if not is_running(self.pids[r])]) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while not (dead := [r for r in self._here() if not is_running(self.pids[r])]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         return dead
 
-    def explain(self, error: BaseException) -> str:
-        """One message: who died, or that it was on another host."""
-        dead = self.dead_here()
-        who = (
-            f"rank {dead[0]} (pid {self.pids[dead[0]]} on {self.hosts[dead[0]]}) died" if dead
-            else "a rank died or did not answer, none of those on this host; the launcher's report names it"
-        )  # fmt: skip
-        return f"{who}: a collective failed ({first_line(error)}). Start the same command again with --auto-resume."
+    def stopped_here(self) -> list[int]:
+        """Ranks of this host that a signal has stopped."""
+        return [r for r in self._here() if is_stopped(self.pids[r])]
+
+    def explain(self, error: BaseException, folder: Path | None = None) -> str:
+        """One message: who died, was stopped or did not answer.
+
+        Args:
+            error: of the collective that broke.
+            folder: receives the stacks of a rank of this host that is stopped or stands still.
+        """
+        stopped = self.stopped_here()
+        dead = [] if stopped else self.dead_here()
+        known = f"{self._name(stopped[0])} was stopped by a signal" if stopped else f"{self._name(dead[0])} died" if dead else ""
+        verdicts: list[str] = []
+        talk = threading.Thread(target=lambda: verdicts.append(self._agree(known, stopped or dead)), daemon=True)
+        talk.start()
+        talk.join(4 * _ROLL_CALL_S)  # a network that is cut would hold the store's answer back for ever
+        verdict = verdicts[0] if verdicts else known
+        for rank in stopped or [r for r in self._here() if r != self.rank and f"{self._name(r)} did not answer" in verdict]:
+            verdict += self._keep_stack(rank, folder)
+        nobody = "a rank died or did not answer, none of those on this host; the launcher's report names it"
+        return f"{verdict or nobody}: a collective failed ({first_line(error)}). Start the same command again with --auto-resume."
+
+    def _here(self) -> list[int]:
+        return [r for r, where in enumerate(self.machines) if where == machine()]
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]})"
+
+    def _agree(self, known: str, missing: list[int]) -> str:
+        """The verdict of all ranks: the first one that somebody knows, or else who did not answer.
+
+        Args:
+            known: this rank's verdict; "": it knows nothing.
+            missing: ranks that will not answer, as far as it knows.
+        """
+        if self.store is None:
+            return known
+        store, everybody = self.store, range(len(self.pids))
+        try:
+            store.set(f"broken/{self.rank}", "1")
+            absent = [r for r in everybody if r != self.rank and r not in missing]
+            if known:
+                known = store.compare_set("verdict", "", known).decode()
+            else:
+                answered = _marks(store, "broken", absent)
+                _wait_for(lambda: store.check(["verdict"]) or not answered())
+                late = answered()
+                if not store.check(["verdict"]) and late:
+                    names = ", ".join(self._name(r) for r in late[:8])
+                    known = store.compare_set("verdict", "", f"{names} did not answer").decode()
+                elif store.check(["verdict"]):
+                    known = store.get("verdict").decode()
+                absent = [r for r in absent if r not in late]
+            store.set(f"heard/{self.rank}", "1")
+            if self.rank == 0:  # its process may be the one that keeps the store
+                heard = _marks(store, "heard", absent)
+                _wait_for(lambda: not heard())
+        except RuntimeError:  # the store is gone
+            pass
+        return known
+
+    def _keep_stack(self, rank: int, folder: Path | None) -> str:
+        """Write a rank's stacks into ``folder``; returns where they are, as a part of the message."""
+        text = take_stack(self.pids[rank], self.stacks[rank]) if folder is not None and rank < len(self.stacks) else ""
+        if folder is None or not text:
+            return ""
+        path = folder / f"stacks-rank{rank}.txt"
+        try:
+            path.write_text(f"{self._name(rank)}, as rank {self.rank} found it\n{text}")
+        except OSError:
+            return ""
+        return f" (its stacks are in {path})"
+
+
+def _marks(store: dist.Store, kind: str, ranks: list[int]) -> Callable[[], list[int]]:
+    """A function that tells which of these ranks have not left a mark yet."""
+    return lambda: [r for r in ranks if not store.check([f"{kind}/{r}"])]
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _ROLL_CALL_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def is_peer_failure(error: BaseException) -> bool:

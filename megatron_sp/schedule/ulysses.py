@@ -476,7 +476,13 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
 def _looks_for_documents(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether transformers would take positions that start again for documents: without a mask, and without a cache."""
     caches = given.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
-    return "attention_mask" not in given and (not caches or bool(getattr(model, "is_gradient_checkpointing", False)))
+    return "attention_mask" not in given and (not caches or _recomputes(model))
+
+
+def _recomputes(model: nn.Module) -> bool:
+    """Whether transformers recomputes activations: the older name only where the newer one is not known, for it warns."""
+    names = [n for n in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), n)]
+    return bool(names) and bool(getattr(model, names[0]))
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:

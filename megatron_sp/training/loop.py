@@ -56,7 +56,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         stack.callback(run.close)
         try:
             run.prepare()
-            return train(run)
+            code = train(run)
         except ReportedError as error:
             if isinstance(error, PeerError) and run.saves is not None:
                 run.saves.abandon()
@@ -65,8 +65,10 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
             if is_peer_failure(error):
                 if run.saves is not None:
                     run.saves.abandon()
-                raise PeerError(peers.explain(error)) from error
+                raise PeerError(peers.explain(error, run_dir)) from error
             raise
+    signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has said why
+    return code
 
 
 def train(run: Run) -> int:

@@ -397,7 +397,6 @@ class Run:
         if hasattr(self, "metrics"):
             self.metrics.close()
         self.watchdog.close()
-        self.signals.restore()
 
 
 def _where_it_starts(stored: dict[str, Any] | None, plan: BatchPlan) -> Progress:

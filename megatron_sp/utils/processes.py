@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
+
+
+def machine() -> str:
+    """Which host this is, where pids mean the same processes: boot and pid namespace; the host's name where /proc does not tell.
+
+    Names do not tell hosts apart: containers and images that were cloned share theirs.
+    """
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still because a signal (SIGSTOP, SIGTSTP) or a debugger has stopped it; False where /proc does not tell."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def is_running(pid: int) -> bool:

@@ -8,19 +8,22 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from training import KILLED, assert_same_run, records, saved_steps, status, train, write_data
-from waiting import wait_until
+from training import KILLED, assert_same_run, records, saved_steps, status, time_is_over, train, write_data
+from waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.checkpoint import saving
-from megatron_sp.comm.peers import Peers
+from megatron_sp.comm import rendezvous
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import loop, setup
-
-quiet = pytest.mark.quiet  # of those that wait for a time-out
+from megatron_sp.training.watchdog import Watchdog
+from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.processes import is_stopped
 
 
 def data_flags(prefix: Path, *more: object) -> tuple[object, ...]:
@@ -197,71 +200,133 @@ def test_preempted_with_a_full_disk_is_not_called_preempted(tmp_path: Path) -> N
 # Ranks
 
 
-@quiet
+def at_step_3(act: Callable[[], None]) -> None:
+    """In this process, just before the batches of step 3 are read."""
+    original = BatchLoader.step
+
+    def step(self: BatchLoader, consumed_samples: int, num_microbatches: int) -> object:
+        if taken[0] == 2:
+            act()
+        taken[0] += 1
+        return original(self, consumed_samples, num_microbatches)
+
+    taken = [0]
+    BatchLoader.step = step  # type: ignore[method-assign, assignment]
+
+
+def impatient_watchdog(seconds: float, what: str) -> None:
+    """The watchdog of this process waits so long only, from ``what`` on."""
+    beat = Watchdog.beat
+
+    def short(self: Watchdog, now: str) -> None:
+        if now == what:
+            self._timeout_s = seconds
+        beat(self, now)
+
+    Watchdog.beat = short  # type: ignore[method-assign]
+
+
+NEVER = ("--distributed-timeout-minutes", NEVER_MINUTES)
+
+
 def test_a_rank_that_stands_still(tmp_path: Path) -> None:
-    """It ends itself and leaves its stacks; the one that waited for it ends by the collective's timeout."""
+    """It ends itself and leaves its stacks; those that wait for it end by the collective's timeout, and name it and nobody else."""
+    there = tmp_path / "there"
 
-    def stand_still(rank: int) -> None:
-        Peers.dead_here.__defaults__ = (0.0,)  # its patience is as long as these timeouts
+    def stand_still() -> None:
+        there.touch()
+        time.sleep(60 * NEVER_MINUTES)
+
+    def wait() -> None:
+        wait_until(there.exists)
+        time_is_over(0.5)
+
+    def setup(rank: int) -> None:
         if rank == 1:
-            original = BatchLoader.step
-
-            def step(self: BatchLoader, consumed_samples: int, num_microbatches: int) -> object:
-                if consumed_samples == 8:
-                    time.sleep(100)
-                return original(self, consumed_samples, num_microbatches)
-
-            BatchLoader.step = step  # type: ignore[method-assign, assignment]
+            impatient_watchdog(2.0, "step 3")
+        at_step_3(stand_still if rank == 1 else wait)
 
     run = tmp_path / "run"
-    flags = ("--save", run, "--distributed-timeout-minutes", 0.02, "--save-interval", 1, "--no-async-save")
-    outcome = train(tmp_path, *flags, ranks=2, setup=stand_still).expect(7, "rank 1: no progress in 'step 3' for 2 s")
+    flags = (*NEVER, *THREE, "--save", run, "--save-interval", 1, "--no-async-save")
+    outcome = train(tmp_path, *flags, ranks=3, setup=setup).expect(7, "rank 1: no progress in 'step 3' for 2 s")
     stacks = (run / "stacks-rank1.txt").read_text()
     assert "no progress in 'step 3'" in stacks and "_next_micro_batches" in stacks and "watchdog" in stacks
-    assert "did not answer" in outcome.texts[0] and max(outcome.ended) < 12
+    for rank in (0, 2):
+        assert f"[rank {rank}] error: rank 1 (pid " in outcome.texts[rank] and "died" not in outcome.texts[rank], outcome.text
+        assert "did not answer" in outcome.texts[rank], outcome.text
     assert status(run)["exit_code"] == 7 and saved_steps(run)[-1] == 2
     assert not (run / "stacks-rank0.txt").exists()
 
 
-@quiet
+THREE = ("--global-batch-size", 6)
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    """SIGSTOP stops its watchdog too: the others name it, wake it for its stacks, and it ends as well."""
+    run, pid = tmp_path / "run", tmp_path / "pid"
+
+    def stop() -> None:
+        atomic_write_text(pid, str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def wait() -> None:
+        wait_until(pid.exists)
+        wait_until(lambda: is_stopped(int(pid.read_text())))
+        time_is_over(0.5)
+
+    def setup(rank: int) -> None:
+        at_step_3(stop if rank == 1 else wait)
+
+    outcome = train(tmp_path, *NEVER, *THREE, "--save", run, ranks=3, setup=setup).expect(7)
+    for text in outcome.texts:
+        assert f"error: rank 1 (pid {pid.read_text()} on {socket.gethostname()}) was stopped by a signal" in text, outcome.text
+        assert "died" not in text and "Traceback" not in text, outcome.text
+    stacks = (run / "stacks-rank1.txt").read_text()
+    assert "in stop" in stacks and "_next_micro_batches" in stacks, stacks
+    assert str(run / "stacks-rank1.txt") in outcome.text and "was stopped by a signal" in status(run)["message"]
+
+
 def test_a_single_process_that_stands_still_says_so_in_its_status(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def stand_still(rank: int) -> None:
-        BatchLoader.step = lambda *_: time.sleep(100)  # type: ignore[assignment, method-assign]
+        impatient_watchdog(0.3, "step 1")
+        BatchLoader.step = lambda *_: time.sleep(60 * NEVER_MINUTES)  # type: ignore[assignment, method-assign]
 
-    train(tmp_path, "--save", run, "--distributed-timeout-minutes", 0.005, setup=stand_still).expect(7, "no progress in 'step 1'")
+    train(tmp_path, "--save", run, setup=stand_still).expect(7, "no progress in 'step 1'")
     assert status(run)["exit_code"] == 7 and "no progress in 'step 1'" in status(run)["message"]
 
 
-@quiet
-def test_a_frozen_rank(tmp_path: Path) -> None:
-    """SIGSTOP stops its watchdog too: the others end by the timeout and say that nobody has died here."""
+def test_a_launcher_that_ends_the_others_does_not_keep_them_from_saying_why(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM as soon as one rank has died; that may come between a survivor's message and its exit."""
     run = tmp_path / "run"
 
-    def freeze(pids: list[int]) -> None:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2)
-        os.kill(pids[1], signal.SIGSTOP)
-        wait_until(lambda: status(run)["status"] == "failed")
-        os.kill(pids[1], signal.SIGKILL)
+    def setup(rank: int) -> None:
+        close = loop.Run.close
 
-    flags = ("--save", run, "--distributed-timeout-minutes", 0.03, "--train-iters", 100_000)
-    outcome = train(tmp_path, *flags, ranks=2, during=freeze)
-    assert outcome.codes == [7, KILLED] and "did not answer" in outcome.texts[0], outcome.text
+        def closed(self: loop.Run) -> None:
+            close(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        loop.Run.close = closed  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, "--save", run, ranks=2, setup=setup, fault="kill:rank=1:at=step.backward:step=3")
+    assert outcome.codes == [7, KILLED] and "rank 1 (pid " in outcome.texts[0], outcome.text
+    assert status(run)["exit_code"] == 7
 
 
-@quiet
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     def setup(rank: int) -> None:
         if rank == 1:
             os._exit(1)
+        offer = rendezvous._offer_prefix
+        rendezvous._offer_prefix = lambda store, world_size, _: offer(store, world_size, timedelta(seconds=0.3))
 
-    outcome = train(tmp_path, "--distributed-timeout-minutes", 0.01, ranks=2, setup=setup)
+    outcome = train(tmp_path, *NEVER, ranks=2, setup=setup)
     assert outcome.codes == [7, 1] and "error: " in outcome.texts[0] and "Traceback" not in outcome.texts[0], outcome.text
     assert "ranks [1] of 2 did not join" in outcome.texts[0]
 
 
-@quiet
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -272,7 +337,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
             os.environ["MASTER_PORT"] = str(port)
 
-        outcome = train(tmp_path, "--distributed-timeout-minutes", 0.02, setup=taken)
+        outcome = train(tmp_path, *NEVER, setup=taken)
     outcome.expect(7, "no other job has the port", f"at 127.0.0.1:{port}")
     assert "Traceback" not in outcome.text
 

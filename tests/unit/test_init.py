@@ -67,7 +67,7 @@ def test_standard_deviations() -> None:
             assert (p == (1 if name.endswith("layernorm.weight") else 0)).all(), name
             continue
         want = 0.05 / math.sqrt(2 * 3) if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0.05
-        drawn = p[:37] if name in ("embedding.word_embeddings.weight", "output_layer.weight") else p
+        drawn = p.detach()[:37] if name in ("embedding.word_embeddings.weight", "output_layer.weight") else p.detach()
         assert float(drawn.std()) == pytest.approx(want, rel=5 / math.sqrt(2 * drawn.numel())), name
     assert output_std(0.02, 8) == 0.005
 

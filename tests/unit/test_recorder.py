@@ -119,6 +119,8 @@ def test_a_collective_that_nobody_waits_for(clock: Clock, recorder: Recorder) ->
     clock.time = 105.0
     (flight,) = ended(recorder).flights
     assert (flight.begin, flight.end, flight.exposed) == (0.0, 0.0, 0.0) and not handle.waited
+    with pytest.warns(RuntimeWarning, match="nobody waited"):
+        del handle
 
 
 def test_the_sum_behind_a_wait_is_computation(clock: Clock, recorder: Recorder) -> None:
@@ -159,7 +161,8 @@ def test_it_stops_after_its_steps(clock: Clock, recorder: Recorder) -> None:
 
 
 def test_what_an_error_left_is_not_in_the_next_step(clock: Clock, recorder: Recorder) -> None:
-    start(recorder.at("sp", 0), Work(clock, 101.0))
+    with pytest.warns(RuntimeWarning, match="nobody waited"):
+        start(recorder.at("sp", 0), Work(clock, 101.0))
     recorder.start_step()
     assert ended(recorder).flights == []
 

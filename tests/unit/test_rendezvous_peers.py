@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,17 +12,21 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
+from megatron_sp.comm import peers as peers_module
 from megatron_sp.comm import rendezvous
 from megatron_sp.comm.peers import Peers, first_line, is_peer_failure
 from megatron_sp.comm.rendezvous import fresh_store
+from megatron_sp.comm.stacks import offer_stack, take_stack
+from megatron_sp.utils.processes import is_stopped, machine
 
-SHORT = timedelta(seconds=10)
+LONG = timedelta(seconds=PATIENCE_S)
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SHORT)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -35,11 +38,11 @@ def join(world_size: int, order: list[int], pause_s: float = 0.0) -> dict[int, d
     stores: dict[int, dist.Store] = {}
     threads = []
     for rank in order:
-        threads.append(Thread(target=lambda rank=rank: stores.__setitem__(rank, fresh_store(rank, world_size, SHORT))))
+        threads.append(Thread(target=lambda rank=rank: stores.__setitem__(rank, fresh_store(rank, world_size, LONG))))
         threads[-1].start()
         time.sleep(pause_s)
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert sorted(stores) == list(range(world_size))
     return stores
 
@@ -66,17 +69,25 @@ def test_an_attempt_in_which_a_rank_died_half_way(store: dist.TCPStore) -> None:
     assert not dist.PrefixStore("old-prefix", store).check(["k"])
 
 
-def test_a_rank_that_does_not_come(store: dist.TCPStore) -> None:
+def test_a_rank_that_does_not_come(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer, accept, soon = rendezvous._offer_prefix, rendezvous._accept_prefix, timedelta(seconds=0.2)
+
+    def accept_soon(own: dist.Store, rank: int) -> str:
+        own.set_timeout(soon)
+        return accept(own, rank)
+
+    monkeypatch.setattr(rendezvous, "_offer_prefix", lambda own, world_size, _: offer(own, world_size, soon))
+    monkeypatch.setattr(rendezvous, "_accept_prefix", accept_soon)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] of 3 did not join within 0 s") as caught:
-        fresh_store(0, 3, timedelta(seconds=0.2))
+        fresh_store(0, 3, LONG)
     assert is_peer_failure(caught.value)
     with pytest.raises(dist.DistStoreError) as missing:
-        fresh_store(1, 2, timedelta(seconds=0.3))
+        fresh_store(1, 2, LONG)
     assert is_peer_failure(missing.value)
 
 
 def test_a_world_of_one_waits_for_nobody(store: dist.TCPStore) -> None:
-    fresh_store(0, 1, SHORT).set("k", "v")
+    fresh_store(0, 1, LONG).set("k", "v")
     assert rendezvous._POLL_S < 1
 
 
@@ -92,12 +103,15 @@ def dead_pid() -> int:
     return pid
 
 
+HERE = machine()
+
+
 def test_the_dead_rank_is_named(dead_pid: int) -> None:
-    here = socket.gethostname()
-    peers = Peers([here, "elsewhere", here], [os.getpid(), 1, dead_pid])
+    """Hosts are told apart by their boot, not by a name that clones share."""
+    peers = Peers(["node", "node", "other"], [os.getpid(), 1 << 30, dead_pid], [HERE, "another boot", HERE])
     assert peers.dead_here() == [2]
     text = peers.explain(RuntimeError("[gloo] Connection closed by peer\nmore"))
-    assert text.startswith(f"rank 2 (pid {dead_pid} on {here}) died: a collective failed ([gloo] Connection closed by peer)")
+    assert text.startswith(f"rank 2 (pid {dead_pid} on other) died: a collective failed ([gloo] Connection closed by peer)")
     assert "--auto-resume" in text
 
 
@@ -105,9 +119,8 @@ def test_a_zombie_has_died() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
-    time.sleep(0.05)
     try:
-        assert Peers([socket.gethostname()], [pid]).dead_here() == [0]
+        assert Peers(["a"], [pid], [HERE]).dead_here(PATIENCE_S) == [0]
     finally:
         os.waitpid(pid, 0)
 
@@ -117,16 +130,78 @@ def test_a_process_that_dies_a_little_later() -> None:
     if pid == 0:
         time.sleep(0.15)
         os._exit(0)
-    assert Peers([socket.gethostname()], [pid]).dead_here(5.0) == [0]
+    assert Peers(["a"], [pid], [HERE]).dead_here(PATIENCE_S) == [0]
     os.waitpid(pid, 0)
 
 
 def test_nobody_died_here(dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pid of another host says nothing about ours."""
     monkeypatch.setattr(Peers.dead_here, "__defaults__", (0.0,))
-    peers = Peers([socket.gethostname(), "elsewhere"], [os.getpid(), dead_pid])
+    peers = Peers(["a", "b"], [os.getpid(), dead_pid], [HERE, "another boot"])
     assert peers.dead_here() == []
     assert "none of those on this host" in peers.explain(RuntimeError(""))
+
+
+def roll_call(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, where: list[str], pids: list[int], ranks: list[int]) -> list[str]:
+    """What these ranks say, which all find a collective broken."""
+    monkeypatch.setattr(Peers.dead_here, "__defaults__", (0.0,))
+    hosts = [f"host{i}" for i in range(len(where))]
+    said: dict[int, str] = {}
+
+    def explain(rank: int) -> None:
+        said[rank] = Peers(hosts, pids, where, [], rank, store).explain(RuntimeError("time is over"))
+
+    threads = [Thread(target=explain, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return [said[rank].partition(": a collective failed (time is over)")[0] for rank in ranks]
+
+
+def test_who_does_not_answer_on_another_host_is_named(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "_ROLL_CALL_S", 0.5)
+    pids = [os.getpid()] * 3
+    store.set("broken/1", "1")  # rank 1 has found it broken as well
+    want = f"rank 2 (pid {pids[2]} on host2) did not answer"
+    for rank in (0, 1):
+        assert roll_call(store, monkeypatch, [HERE, "another", "a third"], pids, [rank]) == [want]
+
+
+def test_what_one_host_knows_all_say(store: dist.TCPStore, dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a rank that finds another one gone which has ended for this very reason."""
+    pids = [os.getpid(), os.getpid(), dead_pid]
+    monkeypatch.setattr(peers_module, "_ROLL_CALL_S", PATIENCE_S)
+    monkeypatch.setattr(Peers, "_here", lambda self: [0] if self.rank == 0 else [1, 2])
+    want = f"rank 2 (pid {dead_pid} on host2) died"
+    assert roll_call(store, monkeypatch, ["x", "y", "y"], pids, [0, 1]) == [want] * 2
+
+
+def test_a_store_that_is_gone_leaves_what_this_rank_knows(dead_pid: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=LONG)
+    del server
+    text = Peers(["a", "b"], [os.getpid(), dead_pid], [HERE, HERE], [], 0, client).explain(RuntimeError("x"))
+    assert text.startswith(f"rank 1 (pid {dead_pid} on b) died: a collective failed (x)")
+
+
+def test_a_stopped_process_is_woken_for_its_stacks() -> None:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(theirs, str(offer_stack()).encode())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60 * NEVER_MINUTES)
+    try:
+        wait_until(lambda: is_stopped(pid))
+        peers = Peers(["a"], [pid], [HERE])
+        assert peers.stopped_here() == [0] and peers.dead_here(0.0) == []
+        text = take_stack(pid, int(os.read(ours, 9)))
+        assert "test_a_stopped_process_is_woken_for_its_stacks" in text and not is_stopped(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert take_stack(pid, 3) == ""
 
 
 def test_first_line() -> None:
@@ -151,10 +226,9 @@ def test_what_counts_as_a_lost_peer(error: Exception, expected: bool) -> None:
 def test_kill_is_seen(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        time.sleep(30)
-        os._exit(0)
-    peers = Peers([socket.gethostname()], [pid])
+        time.sleep(60 * NEVER_MINUTES)
+    peers = Peers(["a"], [pid], [HERE])
     assert peers.dead_here(0.0) == []
     os.kill(pid, signal.SIGKILL)
-    assert peers.dead_here() == [0]
+    assert peers.dead_here(PATIENCE_S) == [0]
     os.waitpid(pid, 0)
