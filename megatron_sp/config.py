@@ -378,10 +378,10 @@ class BatchConfig:
     )
     train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1)
     train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
-    eval_interval: int | None = flag(None, "validate every so many steps (default: only at the end)", unit="steps", low=1)
-    eval_iters: int = flag(100, "global batches per validation and test pass", unit="batches", low=0)
+    eval_interval: int | None = flag(None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0)
+    eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1)
     skip_train: bool = flag(False, "only validate and test what --load names")
-    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0", unit="steps", low=1)
+    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0 (0: never)", unit="steps", low=0)
     exit_duration_in_mins: float | None = flag(None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0)
     no_exit_signal_handler: bool = flag(False, "die at once on SIGTERM instead of saving first (exit code 75)")
     seed: int = flag(1234, "of weights, dropout and sample order", low=0)
@@ -480,6 +480,9 @@ class DataConfig:
     tokenizer_model: str | None = flag(
         None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it"
     )
+    eod_id: int | None = flag(
+        None, "NullTokenizer: the id that ends a document (default: the last one)", aliases=("null-tokenizer-eod-id",), low=0
+    )
     vocab_file: str | None = flag(
         None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer"
     )
@@ -508,11 +511,16 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)")
-    load: str | None = flag(None, "a run, its checkpoints folder, or one step folder; absent is an error")
+    load: str | None = flag(
+        None,
+        "a run, its checkpoints folder, or one step folder; absent is an error, except in a first run whose --save is the same folder:"
+        " that starts afresh",
+    )
+    exit_on_missing_checkpoint: bool = flag(False, "nothing to load is an error in that first run, too (exit code 3)")
     auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
     save_interval: int | Literal["auto"] | None = flag(
-        None, "save every so many steps, and always at the end; auto: as often as loses least, by what a save is measured to cost",
-        unit="steps", low=1,
+        None, "save every so many steps, and always at the end (0: only then); auto: as often as loses least, by what a save is measured to cost",
+        unit="steps", low=0,
     )  # fmt: skip
     mean_time_between_failures_hours: float | None = flag(
         None, "of the whole run, for --save-interval auto (default: 50,000 hours of one process, divided by their number)",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_sp.config_concessions import concede
 from megatron_sp.config_rules_data import data_violations
 from megatron_sp.config_rules_model import variant_violations
 from megatron_sp.utils.field_kinds import field_kinds
@@ -45,6 +46,7 @@ def normalize(config: Config) -> None:
             kernels.recompute_num_layers = 1
     if data.tokenizer_type is None:
         data.tokenizer_type = default_type(data, model.vocab_size)
+    config.ignored_flags += tuple(concede(config))
 
 
 def violations(config: Config, world_size: int) -> list[str]:
@@ -142,18 +144,11 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _split_heads(config, world_size)
     yield from _exchanges(config, world_size)
     yield from _whole_replicas(config, world_size)
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield (
-            "--sequence-parallel cuts activations over the tensor-parallel ranks and needs --tensor-model-parallel-size > 1"
-            f"{_ways_out(config, world_size, set(), 'tp', more_than=1)}; for Ulysses give --sequence-parallel-size N, else leave it out"
-        )
     yield from _zero(config)
     if parallel.distributed_timeout_minutes <= 0:
         yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
     if world_size < 1:
         yield f"the number of processes ({world_size}) must be at least 1"
-    if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
-        yield "--distributed-backend nccl works on GPUs only, but --device cpu was given: use gloo, or leave the flag out"
 
 
 def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
@@ -490,8 +485,6 @@ def _precision(config: Config) -> Iterator[str]:
     given = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
     if len(given) > 1:
         yield f"{' and '.join(given)} exclude each other: give one, or none for fp32"
-    if precision.loss_scale is not None and not precision.fp16:
-        yield f"--loss-scale is for --fp16 only ({precision.params_dtype} needs no scaling): drop it"
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(precision, name)
         if value is not None and value <= 0:
@@ -504,14 +497,10 @@ def _checkpoint(config: Config) -> Iterator[str]:
     ckpt = config.checkpoint
     source = ckpt.load or ckpt.auto_resume
     needs = (
-        ("--save-interval", ckpt.save_interval, "--save DIR", ckpt.save),
         ("--mean-time-between-failures-hours", ckpt.mean_time_between_failures_hours, "--save-interval auto", ckpt.save_interval == "auto"),
         ("--auto-resume", ckpt.auto_resume, "--save DIR", ckpt.save),
-        ("--keep-every", ckpt.keep_every, "--save DIR", ckpt.save),
-        ("--no-save-optim", ckpt.no_save_optim, "--save DIR", ckpt.save),
         ("--ckpt-step", ckpt.ckpt_step is not None, "--load DIR or --auto-resume", source),
         ("--resume-fallback", ckpt.resume_fallback, "--load DIR or --auto-resume", source),
-        ("--no-load-optim", ckpt.no_load_optim, "--load DIR or --auto-resume", source),
         ("--finetune", ckpt.finetune, "--load DIR", ckpt.load),
         ("--use-checkpoint-args", ckpt.use_checkpoint_args, "--load DIR or --auto-resume", source),
     )
@@ -524,8 +513,6 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 def _logging(config: Config, world_size: int) -> Iterator[str]:
     log = config.logging
-    if log.wandb_exp_name and not log.wandb_project:
-        yield "--wandb-exp-name needs --wandb-project"
     if log.profile and log.profile_step_end <= log.profile_step_start:
         yield f"profile_step_end ({log.profile_step_end}) must be above profile_step_start ({log.profile_step_start})"
     absent = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]

@@ -32,18 +32,16 @@ def data_violations(config: Config) -> Iterator[str]:
     of_a_file = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
     if data.tokenizer_type in of_a_file and not data.tokenizer_model:
         yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model FILE"
-    if data.tokenizer_model and data.tokenizer_type not in (None, *of_a_file):
-        yield f"--tokenizer-model is for {' and '.join(of_a_file)}, but --tokenizer-type {data.tokenizer_type} was given: drop one"
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
         yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file FILE, its vocab.json, and --merge-file FILE, its merges.txt"
-    if data.merge_file and data.tokenizer_type not in (None, "GPT2BPETokenizer"):
-        yield f"--merge-file is for GPT2BPETokenizer, but --tokenizer-type {data.tokenizer_type} was given: drop one"
     if data.tokenizer_type == "NullTokenizer" and not vocab_size:
         yield "--tokenizer-type NullTokenizer needs --vocab-size N"
     if data.tokenizer_type in WORDPIECE and not data.vocab_file:
         yield f"--tokenizer-type {data.tokenizer_type} needs --vocab-file FILE, BERT's vocab.txt"
-    if data.vocab_file and data.tokenizer_type not in (None, "GPT2BPETokenizer", *WORDPIECE):
-        yield f"--vocab-file is for WordPiece and GPT2BPETokenizer, but --tokenizer-type {data.tokenizer_type} was given: drop one"
+    if data.eod_id is not None and data.tokenizer_type not in (None, "NullTokenizer"):
+        yield f"--eod-id is for NullTokenizer: {data.tokenizer_type} knows which token ends a document; leave it out"
+    elif data.eod_id is not None and vocab_size and data.eod_id >= vocab_size:
+        yield f"eod_id ({data.eod_id}) must be below vocab_size ({vocab_size}): it is one of the ids"
     yield from _bert_data(config)
 
 

@@ -32,7 +32,7 @@ Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a 
 
 def page() -> str:
     """The whole text of docs/flags.md."""
-    return "\n".join([_HEAD, *_groups(), *_rewritten(), *_deepspeed(), *_ignored(), *_refused()])
+    return "\n".join([_HEAD, *_groups(), *_rewritten(), *_values(), *_deepspeed(), *_ignored(), *_refused()])
 
 
 def _groups() -> Iterator[str]:
@@ -75,11 +75,25 @@ def _rewritten() -> Iterator[str]:
     yield "| `--profile pt --profile-steps A,B` | `--profile --profile-step-start A --profile-step-end B` |\n"
 
 
+def _values() -> Iterator[str]:
+    yield "## Other spellings of values\n"
+    yield "| value | means |\n|---|---|"
+    for flag, spellings in dialect.VALUE_SPELLINGS.items():
+        yield from (f"| `--{flag} {theirs}` | `--{flag} {ours}` |" for theirs, ours in spellings.items())
+    yield "\nRefused, with what there is instead:\n\n| value | because |\n|---|---|"
+    for flag, choices in dialect.MEGATRON_CHOICES.items():
+        for why in dict.fromkeys(choices.values()):
+            yield f"| {' '.join(f'`--{flag} {value}`' for value, reason in choices.items() if reason == why)} | {why} |"
+    yield ""
+
+
 def _deepspeed() -> Iterator[str]:
     yield "## DeepSpeed's JSON\n"
     yield (
         "`--deepspeed_config FILE` reads it. What the file and the flags (or `--config`) both say must agree; a contradiction ends the"
-        ' program and names both values. `"auto"` and `null` say nothing, and what the file does not say keeps the default above (not'
+        " program and names both values. Only the ZeRO stage, clipping and loss scaling, which DeepSpeed reads from its file alone, are"
+        ' as the file says, and a line tells of the flag that does not count. `"auto"` and `null` say nothing, and what the file does'
+        " not say keeps the default above (not"
         " DeepSpeed's: `--clip-grad` is 1). Every name is given once. `--print-config` shows what comes out.\n"
     )
     yield "| key | means |\n|---|---|"
@@ -106,6 +120,11 @@ def _refused() -> Iterator[str]:
     yield from _by_reason({**dialect.REFUSED, **prefixes})
     harmless = ", ".join(f"`--{name} {' or '.join(values)}`" for name, values in dialect.HARMLESS_VALUES.items())
     yield f"\nIgnored with a value that asks for what happens anyway: {harmless}.\n"
+    yield "Ignored while none of the flags on the left asks for what they are about:\n\n| asks | flags |\n|---|---|"
+    for family in dialect.FAMILIES:
+        names = [*sorted(family.names), *([f"{family.prefix}*"] if family.prefix else [])]
+        yield f"| {' '.join(f'`--{name}`' for name in family.asks)} | {' '.join(f'`--{name}`' for name in names)} |"
+    yield ""
 
 
 def _by_reason(table: dict[str, str]) -> Iterator[str]:

@@ -306,6 +306,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
     ignored: dict[str, str] = {}
     given: Given = {}
     deepspeed_file: str | None = None
+    asked = _features_asked_for(settings)
 
     def assign(setting: Setting) -> None:
         target = targets()[setting.name]
@@ -332,6 +333,9 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
             elif name == "profile-steps":
                 for piece in _profile_steps(setting):
                     assign(piece)
+            elif (family := next((each for each in dialect.FAMILIES if each.has(name)), None)) is not None:
+                if family not in asked:
+                    ignored[where] = family.reason
             elif (reason := _ignored_because(name, words)) is not None:
                 if name not in dialect.IGNORED_SWITCHES or _is_on(words):
                     ignored[where] = reason
@@ -349,9 +353,20 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
     raise_all(problems)
     _settle_preset(config, given)
     config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
-    if deepspeed_file is not None and (note := found.note()):
-        config.ignored_flags += (note,)
+    if deepspeed_file is not None:
+        config.ignored_flags += (*found.overruled, *([note] if (note := found.note()) else []))
     return config
+
+
+def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
+    """The families of flags one of which asks for their feature: that one is refused, and with it the others."""
+
+    def asks(setting: Setting) -> bool:
+        harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), "0")
+        return not setting.words or not (_is_off(setting.words) or all(word in harmless for word in setting.words))
+
+    names = {setting.name for setting in settings if asks(setting)}
+    return [family for family in dialect.FAMILIES if not names.isdisjoint(family.asks)]
 
 
 def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
@@ -397,8 +412,10 @@ def _value(setting: Setting, target: Target) -> Any:
         return _is_on(words) != target.negated
     if target.name == "window_size" and len(words) == 1:
         words = (_one_window(words[0]),)
-    spellings = dialect.VALUE_SPELLINGS.get(setting.name, {})
-    return target.kind.parse([spellings.get(word, word) for word in words])
+    if target.name == "split":
+        words = tuple(word.strip("'\" ") for word in words)  # of a shell that took the quotes for part of the value
+    spellings = {theirs.lower(): ours for theirs, ours in dialect.VALUE_SPELLINGS.get(setting.name, {}).items()}
+    return target.kind.parse([spellings.get(word.lower(), word) for word in words])
 
 
 def _one_window(text: str) -> str:
@@ -450,8 +467,9 @@ def _unusable(name: str, words: tuple[str, ...], where: str) -> str:
 
 
 def _known_elsewhere(setting: Setting) -> str:
-    known = dialect.MEGATRON_CHOICES.get(setting.name, ())
-    return " (a value of Megatron's that is not supported yet)" if setting.words and setting.words[0] in known else ""
+    known = dialect.MEGATRON_CHOICES.get(setting.name, {})
+    instead = known.get(setting.words[0]) if setting.words else None
+    return f" (a value of Megatron's that is not supported yet: {instead})" if instead else ""
 
 
 def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:

@@ -1,7 +1,8 @@
 """DeepSpeed's JSON (``--deepspeed_config FILE``) against our flags: what it says becomes part of the configuration.
 
 ``deepspeed_keys.py`` knows what each key means. Where the command line or ``--config`` says it too, both must agree: DeepSpeed never
-compared its JSON with the flags, and one of the two was silently not what ran. Where neither speaks, the default holds.
+compared its JSON with the flags, and one of the two was silently not what ran. Where only DeepSpeed's engine reads a value (the ZeRO
+stage, clipping, loss scaling) its file counts, and a line says that the flag does not. Where neither speaks, the default holds.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class DeepSpeedConfig:
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)
+    """What the command line said of values that DeepSpeed reads from its file alone, one line each."""
 
     def note(self) -> str | None:
         """One line about all keys that were ignored."""
@@ -87,9 +90,26 @@ def settle(found: DeepSpeedConfig, config: Config, given: Given, world_size: int
             setattr(getattr(config, group), name, claim.value)
             if not claim.weak:
                 given[group, name] = claim.where
+        elif others and not claim.weak and claim.field in _FILE_COUNTS:
+            _overrule(claim, config)
+            found.overruled.append(f"{others[0]} (DeepSpeed reads this from its file alone, and so it counts: {claim.where})")
         elif others and not claim.weak:
             problems.append(f'{claim.where} contradicts {others[0]}: make them agree, or write "auto" in the file')
     return problems or _batch_sizes(found, config, given, world_size)
+
+
+_FILE_COUNTS: dict[str, dict[str, Any]] = {
+    "parallel.zero_stage": {"parallel.use_distributed_optimizer": False}, "optimizer.clip_grad": {},
+    **{f"precision.{name}": {} for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")},
+}  # fmt: skip
+"""Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock scripts contradict
+themselves in them: what the file says counts. With each, the flags that would say it again and their value for "nothing said"."""
+
+
+def _overrule(claim: Claim, config: Config) -> None:
+    for name, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
+        group, _, attribute = name.partition(".")
+        setattr(getattr(config, group), attribute, value)
 
 
 # fields that say something about another: (other field, the value that says it or None for any, what it says or None for that value)

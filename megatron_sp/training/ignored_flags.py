@@ -9,6 +9,7 @@ projects. Names are written without dashes in front and with hyphens, as ``argum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,37 @@ REWRITTEN: dict[str, Rewrite] = {
     "use-flash-attn-builder": Rewrite((("attention-backend", "flash"),)),
     "encoder-seq-length": Rewrite((("seq-length", None),)),
     "encoder-num-layers": Rewrite((("num-layers", None),)),
+    "max-absolute-position-embeddings": Rewrite((("max-position-embeddings", None),)),
+    "tokenizer-name-or-path": Rewrite((("tokenizer-model", None),)),
+    "use-rms-norm": Rewrite((("normalization", "RMSNorm"),)),
+    "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
 
 VALUE_SPELLINGS: dict[str, dict[str, str]] = {
-    "tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"},
-}
+    "tokenizer-type": {
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer",
+        "HFTokenizer": "HuggingFaceTokenizer", "PretrainedFromHF": "HuggingFaceTokenizer", "Llama3Tokenizer": "HuggingFaceTokenizer",
+    },
+    "position-embedding-type": {"absolute": "learned_absolute", "rotary": "rope"},
+    "optimizer": {"adamw": "adam", "fusedadamw": "adam"},
+    "distributed-backend": {"ccl": "auto", "hccl": "auto", "mccl": "auto"},
+}  # fmt: skip
 """Values that other projects spell differently, by flag."""
 
-MEGATRON_CHOICES: dict[str, tuple[str, ...]] = {
-    "tokenizer-type": ("Llama2Tokenizer", "TikTokenizer", "PretrainedFromHF"),
-    "position-embedding-type": ("yarn", "relative", "mrope", "alibi"),
-    "optimizer": ("muon", "dist_muon", "lion", "onebitadam"),
-    "dataloader-type": ("external",),
+MEGATRON_CHOICES: dict[str, dict[str, str]] = {
+    "tokenizer-type": {
+        "TikTokenizer": "have its vocabulary as a tokenizer.json, and give --tokenizer-type HuggingFaceTokenizer",
+        **dict.fromkeys(
+            ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"), "models here read text alone, as it stands in the data"
+        ),
+    },
+    "position-embedding-type": dict.fromkeys(("yarn", "relative", "mrope", "alibi"), "positions are learned_absolute, rope or none"),
+    "optimizer": dict.fromkeys(("muon", "dist_muon", "lion", "onebitadam", "soap"), "the optimizers are adam (AdamW) and sgd"),
+    "dataloader-type": {"external": "samples come from .bin/.idx files, in the order single or cyclic"},
 }  # fmt: skip
-"""Values that Megatron knows and this package does not yet."""
+"""Values that Megatron knows and this package does not: what there is instead."""
 
 TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
 """Megatron-DeepSpeed's lengths in tokens; ``arguments`` turns them into samples or steps."""
@@ -72,14 +88,24 @@ _MEMORY = "memory is managed differently here"
 _DATA = "data is read with checked reads, and masks are never stored"
 _GARBAGE = "Python's garbage collector is kept out of the steps without a flag"
 
-_IGNORED_LISTS = ("high-priority-stream-groups", "hierarchical-context-parallel-sizes", "cuda-graph-scope")
+_IGNORED_LISTS = (
+    "recompute-modules",
+    "offload-modules",
+    "cuda-graph-modules",
+    "tiktoken-special-tokens",
+    "high-priority-stream-groups",
+    "hierarchical-context-parallel-sizes",
+    "cuda-graph-scope",
+)
 
 _IGNORED_SWITCHES = {
     _FUSED: """
         no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
         cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
-        ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload
+        ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload use-te-activation-func use-transformer-engine-op-fuser
+        abort-on-unmet-fused-kernel-constraints cross-entropy-loss-fusion-te no-weight-gradient-accumulation-fusion
+        use-fused-weighted-squared-relu fused-residual-rmsnorm use-fused-rmsnorm-te use-turbo-attention cuda-graph-share-io-buffers
         tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
         disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag disable-tp-comm-split-rs""",
     "the softmax and the loss are always computed in fp32": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
@@ -88,30 +114,34 @@ _IGNORED_SWITCHES = {
     "the loss is always divided by the step's global number of tokens": "calculate-per-token-loss",
     "initial weights never depend on device or layout": "use-cpu-initialization no-initialization",
     "no random state exists, so none is stored or loaded": "no-load-rng no-save-rng",
-    "a missing checkpoint is always an error": "exit-on-missing-checkpoint",
     "--async-save writes in a thread of the process itself": "use-persistent-ckpt-worker",
     _FORMAT: """
         use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save auto-detect-ckpt-format
-        ckpt-assume-constant-structure""",
+        ckpt-assume-constant-structure dist-ckpt-save-pre-mcore-014 no-strict-fsdp-dtensor-load dist-ckpt-optim-fully-reshardable
+        distrib-optim-fully-reshardable-mem-efficient async-strategy-nvrx""",
     _LOGGED: """
         log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
         log-batch-size-to-tensorboard log-world-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard
         log-optimizer-states-to-tensorboard no-log-learning-rate-to-tensorboard no-log-learnig-rate-to-tensorboard
         no-log-loss-scale-to-tensorboard log-progress log-energy log-straggler disable-straggler-on-startup enable-one-logger
-        no-barrier-with-level-1-timing""",
+        no-barrier-with-level-1-timing log-max-attention-logit log-device-memory-used log-optimizer-states log-overall-straggler""",
     "the profiler is torch's": "use-pytorch-profiler record-memory-history profile-backward",
     _GARBAGE: "manual-gc no-manual-gc-eval",
     _ENGINE: """
-        deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel""",
+        deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel sync-tp-duplicated-parameters
+        repeated-dataloader skip-warmup use-dataset-only custom-token-counting""",
     _COMMUNICATION: """
         overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
         no-async-tensor-model-parallel-allreduce no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce delay-param-gather
         no-align-param-gather no-scatter-gather-tensors-in-pipeline no-contiguous-buffers-in-local-ddp use-contiguous-buffers-in-ddp
+        use-contiguous-parameters-in-local-ddp disable-gloo-process-groups enable-gloo-process-groups nccl-ub disable-symmetric-registration
+        batch-p2p-communication no-batch-p2p-communication overlap-p2p-communication-warmup-flush defer-grad-reduce
         use-ring-exchange-p2p ddp-average-in-collective use-nccl-ub use-sharp ddp-pad-buckets-for-high-nccl-busbw use-tp-pp-dp-mapping""",
     _MEMORY: """
         distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding partition-activations
         contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
-        overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params""",
+        overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params init-model-with-meta-device use-precision-aware-optimizer
+        reuse-grad-buf-for-mxfp8-param-ag fine-grained-activation-offloading torch-memory-saver""",
     _DATA: """
         no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
@@ -119,7 +149,14 @@ _IGNORED_SWITCHES = {
 }
 
 _IGNORED_VALUES = {
-    _FUSED: "transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps tp-comm-overlap-cfg",
+    _FUSED: """
+        transformer-impl cross-entropy-fusion-impl cuda-graph-impl cuda-graph-scope cuda-graph-modules cuda-graph-warmup-steps
+        tp-comm-overlap-cfg te-precision-config-file use-torch-compile use-fused-sdpa use-fused-sdpa-with-recompute use-fused-rmsnorm
+        use-fast-softmax""",
+    "it is for TikTokenizer": "tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens",
+    "rows of padding are never in a checkpoint; --make-vocab-size-divisible-by says how many there are": "pad-vocab-size-to",
+    "all layers are on every rank": "pp-partition-method microbatch-group-size-per-virtual-pipeline-stage",
+    "GPT and BERT have no decoder beside": "decoder-seq-length",
     "there is one data-parallel implementation": "DDP-impl",
     _DATA: "data-impl num-dataset-builder-threads",
     _FORMAT: """
@@ -127,7 +164,8 @@ _IGNORED_VALUES = {
         non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir""",
     _LOGGED: """
         timing-log-level timing-log-option tensorboard-log-interval log-memory-interval logging-level straggler-minmax-count
-        straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity log-path""",
+        straggler-ctrlr-port one-logger-project one-logger-run-name one-logger-entity one-logger-async log-path log-level
+        log-level-replica config-logger-dir codecarbon-dir profile-dir app-tag-run-name app-tag-run-version""",
     "W&B reads its own environment variables": "wandb-save-dir wandb-entity",
     _GARBAGE: "manual-gc-interval",
     _ENGINE: "remote-device",
@@ -135,8 +173,8 @@ _IGNORED_VALUES = {
     "exit code 75 means saved, whatever the signal": "exit-signal",
     _COMMUNICATION: """
         cp-comm-type hierarchical-context-parallel-sizes ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
-        high-priority-stream-groups tp-comm-bootstrap-backend""",
-    _MEMORY: "empty-unused-memory-level tile-factor",
+        high-priority-stream-groups tp-comm-bootstrap-backend distributed-timeout-seconds-after-init""",
+    _MEMORY: "empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context",
     "every loss and gradient is checked, and a bad step is skipped": "rerun-mode error-injection-rate error-injection-type",
     "replicas are checked by the tests, not while training, for now": "check-weight-hash-across-dp-replicas-interval",
     "ranks agree on stopping in every step without it": "train-sync-interval",
@@ -160,13 +198,15 @@ _REFUSED = {
     "--reset-attention-mask keeps documents apart": "dataloader-inter-document-masking",
     "the formats today are fp32, --bf16, --fp16 and --fp64": """
         fp8-format fp8-hybrid fp8-e4m3 fp8-margin fp8-recipe fp8-interval fp8-param-gather fp8-amax-history-len fp8-amax-compute-algo
-        no-fp8-wgrad fp4-format""",
+        fp8-amax-reduce fp8-coverage fp8-quantizer-factory no-fp8-wgrad fp4-format fp4-recipe fp4-param-gather
+        keep-fp8-weight-transpose-cache first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16""",
     "residuals, master weights, gradients and Adam's moments have fixed formats": """
-        fp32-residual-connection use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype
-        exp-avg-sq-dtype embedding-weights-in-fp32""",
-    "all MLPs are dense today; leave out the flags for experts": """
+        fp32-residual-connection main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype embedding-weights-in-fp32""",
+    "all MLPs are dense today (no experts); leave out the flags for experts": """
         num-experts expert-interval expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size
-        create-moe-param-group disable-moe-token-dropping topk mlp-type ds-inference""",
+        create-moe-param-group disable-moe-token-dropping enable-expert-tensor-parallelism topk mlp-type overlap-moe-expert-parallel-comm
+        num-experts-switch""",
+    "text is generated by tools/generate.py and tools/serve.py": "ds-inference inference text-generate-input-file out-seq-length",
     "--zero-stage 1, 2 or 3 is what shards here": """
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy
         optimizer-offload-fraction num-distributed-optimizer-instances""",
@@ -174,38 +214,54 @@ _REFUSED = {
         num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout
         pipeline-model-parallel-split-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers standalone-embedding-stage
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split defer-embedding-wgrad-compute
-        encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size""",
+        encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size enable-zbh1-pipeline enable-zbh1-exact-semantics
+        enable-zbv-pipeline enable-zero-bubble zero-bubble-v-schedule num-layers-in-first-pipeline-stage schedule-method
+        num-layers-in-last-pipeline-stage""",
     "a classifier is trained by tools/finetune_classifier.py, which has this flag; pretraining has no use for it": """
         pretrained-checkpoint task epochs train-data valid-data""",
     "GPT and BERT are the models today; T5 and retrieval are not there yet": """
-        bert-load decoder-num-layers decoder-seq-length retriever-seq-length""",
+        bert-load decoder-num-layers retriever-seq-length ict-head-size ict-load query-in-block-prob use-one-sent-docs evidence-data-path
+        img-h img-w patch-dim num-channels num-classes vision-pretraining vision-model-type vision-backbone-type swin-backbone-type
+        prefixlm noise-density mean-noise-span-length""",
     "--tokenizer-type today is SentencePieceTokenizer or HuggingFaceTokenizer (--tokenizer-model FILE), GPT2BPETokenizer (--vocab-file and"
     " --merge-file), BertWordPieceLowerCase or BertWordPieceCase (--vocab-file FILE), ByteTokenizer or NullTokenizer (--vocab-size N)": """
-        vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens""",
+        vocab-extra-ids vocab-extra-ids-list""",
     "rotary positions today turn pairs (i, i + n/2) of every layer alike, stretched by --use-rope-scaling or"
     " --rotary-seq-len-interpolation-factor": """
-        rotary-interleaved rotary-scaling-factor no-rope-freq mrope-section use-alibi-position-embeddings
+        rotary-interleaved no-rope-freq mrope-section use-alibi-position-embeddings
         relative-attention-num-buckets relative-attention-max-distance""",
     "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
         window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-        softmax-type ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size force-ds-sequence-parallel mtp-num-layers
-        mtp-loss-scaling-factor attention-head-type""",
+        rotary-scaling-factor mscale mscale-all-dim cache-mla-latents qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
+        softmax-type force-ds-sequence-parallel mtp-num-layers mtp-loss-scaling-factor attention-head-type attention-output-gate
+        linear-attention-type linear-attention-freq experimental-attention-variant attn-logit-softcapping""",
+    "a sequence is cut over the ranks (--sequence-parallel-size N), its MLPs run in pieces (--mlp-chunks N) and what blocks save to the"
+    " host (--offload-activations); attention itself is not cut into chunks in host memory": """
+        ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading""",
     "blocks today are pre-norm (BERT's also post-norm: --norm-placement post), all of one shape, with GELU, ReLU, squared ReLU (--relu,"
     " --squared-relu), or gated by SiLU or GELU (--swiglu, --geglu)": """
         apply-residual-connection-post-layernorm quick-geglu glu-activation embed-layernorm onnx-safe is-hybrid-model
-        hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio spec heterogeneous-layers-config-path""",
+        hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio hybrid-layer-pattern spec heterogeneous-layers-config-path
+        heterogeneous-layers-config-encoded-json use-mup activation-func-clamp-value glu-linear-offset residual-scaling xielu""",
     "initial weights today are normal (--init-method-std)": """
         init-method-xavier-uniform data-parallel-random-init embedding-init-method-std""",
     "the optimizers today are AdamW and SGD, with one learning rate for all": """
-        decoupled-lr decoupled-min-lr no-decoupled-weight-decay no-weight-decay-cond-type""",
+        decoupled-lr decoupled-min-lr no-decoupled-weight-decay no-weight-decay-cond-type apply-wd-to-qk-layernorm use-bnb-optimizer
+        optimizer-layerwise""",
     "the batch size today is constant or grows by --rampup-batch-size": "step-batch-size-schedule decrease-batch-size-if-needed",
     "curricula, compression, distillation and data-efficiency methods are not there": """
+        kd teacher-model-config export-kd-teacher-load export-kd-cfg export-kd-finalize
         curriculum-learning curriculum-learning-legacy data-efficiency-curriculum-learning random-ltd compression-training
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-idx-path train-desc-path mos kd-alpha-ce kd-beta-ce
         kd-temp load-teacher num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher""",
     "--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path name the data": """
         data-args-path per-split-data-args-path titles-data-path full-validation multiple-validation-sets sample-rate
-        train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path""",
+        train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths aml-data-download-path extra-eval-data-path
+        train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-split-paths-path skip-train-iteration-range
+        loss-on-targets-only reweight-loss-based-on-position-frequency""",
+    "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
+        sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
+    "a run ends by a signal, --exit-interval or --exit-duration-in-mins, and saves first": "kill-switch-path kill-switch-file",
     "checkpoints of other programs are converted by megatron-sp convert (docs/convert.md); --load takes ours": """
         load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
@@ -216,6 +272,16 @@ REFUSED: dict[str, str] = _by_name(_REFUSED)
 """Flags that would change the result and are not there: name -> what works today."""
 REFUSED_PREFIXES: dict[str, str] = {
     "moe-": REFUSED["num-experts"],
+    "ds-sequence-parallel-fpdt": REFUSED["ds-sequence-parallel-fpdt"],
+    "kd-": REFUSED["kd"],
+    "rl-": REFUSED["sft"],
+    "vision-": REFUSED["vision-pretraining"],
+    "dino-": REFUSED["vision-pretraining"],
+    "biencoder-": REFUSED["vision-pretraining"],
+    "linear-attention-": REFUSED["linear-attention-type"],
+    "dsa-": REFUSED["linear-attention-type"],
+    "hybrid-": REFUSED["spec"],
+    "mup-": REFUSED["use-mup"],
     "fp8-": REFUSED["fp8-format"],
     "curriculum-": REFUSED["curriculum-learning"],
     "random-ltd-": REFUSED["random-ltd"],
@@ -227,10 +293,60 @@ REFUSED_PREFIXES: dict[str, str] = {
 """Beginnings of refused families."""
 
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
-    "num-experts": ("1",), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
+    "num-experts": ("1", "0"), "expert-model-parallel-size": ("1",), "expert-tensor-parallel-size": ("1",),
     "moe-expert-parallel-size": ("1",), "mlp-type": ("standard",), "vocab-extra-ids": ("0",),
-    "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
+    "main-grads-dtype": ("fp32", "bf16"), "main-params-dtype": ("fp32",), "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",),
     "optimizer-offload-fraction": ("1.0", "1"),
     "encoder-tensor-model-parallel-size": ("0", "1"), "encoder-pipeline-model-parallel-size": ("0", "1"), "sample-rate": ("1.0", "1"),
 }  # fmt: skip
 """Refused flags that are ignored with these values, because they then ask for what happens anyway."""
+
+
+class Family(NamedTuple):
+    """Refused flags that mean nothing until one of them asks for the feature that all of them are about.
+
+    Attributes:
+        asks: those that do.
+        names: the others.
+        prefix: beginning of still others; empty: there are none.
+    """
+
+    asks: tuple[str, ...]
+    names: frozenset[str]
+    prefix: str = ""
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is one of the others."""
+        return name not in self.asks and (name in self.names or bool(self.prefix and name.startswith(self.prefix)))
+
+    @property
+    def reason(self) -> str:
+        return f"without --{self.asks[0]} it has no effect"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FAMILIES = (
+    Family(
+        ("num-experts", "expert-model-parallel-size", "num-experts-switch"),
+        _names("""
+            expert-interval expert-tensor-parallel-size create-moe-param-group disable-moe-token-dropping topk mlp-type
+            enable-expert-tensor-parallelism overlap-moe-expert-parallel-comm"""),
+        "moe-",
+    ),
+    Family(
+        ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp4-format"),
+        _names("""
+            fp8-margin fp8-recipe fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-amax-reduce fp8-coverage no-fp8-wgrad
+            fp4-recipe keep-fp8-weight-transpose-cache first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16"""),
+    ),
+    Family(
+        ("multi-latent-attention",),
+        _names("""
+            q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
+            cache-mla-latents"""),
+    ),
+    Family(("mtp-num-layers",), _names("mtp-loss-scaling-factor")),
+)  # fmt: skip

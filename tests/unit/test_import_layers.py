@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_sp"
 LEVELS = {
-    "__init__": 0, "config": 0, "config_rules": 0, "config_rules_data": 0, "config_rules_model": 0, "presets": 0,
+    "__init__": 0, "config": 0, "config_rules": 0, "config_rules_data": 0, "config_rules_model": 0, "config_concessions": 0, "presets": 0,
     "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2,
     "checkpoint": 2, "models": 3, "schedule": 4, "convert": 4, "training": 5, "cli": 5, "doctor": 5,
 }  # fmt: skip
@@ -19,6 +19,7 @@ TORCH_FREE = (
     "config_rules",
     "config_rules_data",
     "config_rules_model",
+    "config_concessions",
     "presets",
     "cli",
     "utils/errors",

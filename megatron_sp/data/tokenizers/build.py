@@ -54,7 +54,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     elif kind == "NullTokenizer":
         if not vocab_size:
             raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size N")
-        tokenizer = NullTokenizer(vocab_size)
+        tokenizer = NullTokenizer(vocab_size, data.eod_id)
     else:
         raise ConfigError(
             f"--tokenizer-type {kind} is not known: use SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer,"

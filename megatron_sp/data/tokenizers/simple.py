@@ -42,21 +42,23 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text that is integers with white space between them; the last id of the vocabulary ends a document.
+    """Text that is integers with white space between them; ``eod``, else the last id of the vocabulary, ends a document.
 
     ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Megatron-LM's tokenizer of
     this name adds one more for the end of a document, so data written by it with ``--vocab-size N`` need ``--vocab-size N+1`` here.
     For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if they leave any.
 
     Raises:
-        ConfigError: a vocabulary below 2 ids.
+        ConfigError: a vocabulary below 2 ids, or ``eod`` outside of it.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         if vocab_size < 2:
             raise ConfigError(f"vocab_size ({vocab_size}) must be at least 2 with NullTokenizer: one token and the end of a document")
+        if eod is not None and not 0 <= eod < vocab_size:
+            raise ConfigError(f"eod_id ({eod}) must be an id of the vocabulary, 0 to {vocab_size - 1}")
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+        self.eod = vocab_size - 1 if eod is None else eod
         special: list[int | None] = [*range(vocab_size - 5, vocab_size - 1)] if vocab_size > 5 else [None] * 4
         self.pad, self.cls, self.sep, self.mask = special
 
@@ -83,7 +85,8 @@ class NullTokenizer:
         return np.ones(ids.size, bool)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"NullTokenizer {self.vocab_size}".encode()).hexdigest()
+        own_end = "" if self.eod == self.vocab_size - 1 else f" {self.eod}"
+        return hashlib.sha256(f"NullTokenizer {self.vocab_size}{own_end}".encode()).hexdigest()
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
