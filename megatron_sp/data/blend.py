@@ -10,6 +10,7 @@ When no guess is wrong any more the result is that of the loop, bit for bit; the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,11 +58,19 @@ def _as_number(word: str) -> float | None:
         return None
 
 
-def normalized(weights: list[float] | tuple[float, ...]) -> np.ndarray:
-    """float64 weights that sum to 1."""
+def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    """float64 weights that sum to 1, as nearly as one division makes them."""
     array = np.array(weights, dtype=np.float64)
     result: np.ndarray = array / np.sum(array)
     return result
+
+
+def blending_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    """What ``build_blending_indices`` goes by where weights are given: normalised twice, as Megatron-core does.
+
+    The second division moves a weight by a last bit if the first one's results do not sum to exactly 1, and a last bit settles near-ties.
+    """
+    return normalized(normalized(weights))
 
 
 def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:

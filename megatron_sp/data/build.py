@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_sp.config import DataConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
-from megatron_sp.data.blend import Blend, build_blending_indices, normalized, parse_blend, samples_per_set
+from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, hash_of
-from megatron_sp.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -29,7 +29,7 @@ _CACHE_FOLDER = "index-cache"
 
 @dataclass(frozen=True)
 class Datasets:
-    """The data sets of a run; None where no samples are asked for or the split has no share.
+    """The data sets of a run, and what to warn of; None where no samples are asked for or the split has no share.
 
     ``fingerprint`` is that of the training data (of the first there is, without any), for the checkpoint.
     """
@@ -37,6 +37,7 @@ class Datasets:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    warnings: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -55,7 +56,7 @@ def build_datasets(
 ) -> Datasets:
     """The three data sets of the flags, each with at least the samples asked for.
 
-    The order of samples is the same on every rank. Every rank may call this at once: see ``index_cache``.
+    The order of samples is that of megatron-core 0.16.1, the same on every rank. Every rank may call this at once: see ``index_cache``.
 
     Args:
         data: the flags.
@@ -65,15 +66,20 @@ def build_datasets(
         num_samples: wanted for training, validation and test; 0 builds none.
         vocab_size: entries of the model's vocabulary; ids from here on are errors (default: the tokenizer's).
     Raises:
-        DataError: files absent or damaged, a split too short for a sample.
+        DataError: files absent or damaged, an empty split.
         ConfigError: no data, or flags that cannot be read.
     """
 
-    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:
-        return GPTDataset(
-            indexed, bounds, seq_length=seq_length, num_samples=num, seed=seed, tokenizer=tokenizer, vocab_size=vocab_size,
+    warnings: dict[str, list[str]] = {}
+
+    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
+        dataset = GPTDataset(
+            indexed, bounds, seq_length=seq_length, num_samples=num, seed=_seed_of(seed, turn), tokenizer=tokenizer, vocab_size=vocab_size,
             eod_mask_loss=data.eod_mask_loss, name=name, cache_folder=folder,
         )  # fmt: skip
+        if (warning := dataset.repetition()) is not None:
+            warnings.setdefault(name, []).append(warning)
+        return dataset
 
     def mock(name: str, num: int) -> Dataset:
         return MockGPTDataset(
@@ -81,7 +87,9 @@ def build_datasets(
         )
 
     made = _build(data, num_samples, mock, len, from_file)
-    return Datasets(*(None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made))
+    train, valid, test = (None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made)
+    more = [f" (the blend repeats {len(found)} of its data sets)" if found[1:] else "" for found in warnings.values()]
+    return Datasets(train, valid, test, tuple(found[0] + rest for found, rest in zip(warnings.values(), more, strict=True)))
 
 
 def build_bert_datasets(
@@ -105,9 +113,10 @@ def build_bert_datasets(
     """
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
 
-    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset:
+    def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
+        own = replace(options, seed=_seed_of(seed, turn))
         return BERTDataset(
-            indexed, bounds, options, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
+            indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
         )
 
     def mock(name: str, num: int) -> Dataset:
@@ -129,9 +138,11 @@ def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset
 
 
 class _FromFile(Protocol):
-    """Makes the data set of one split of one file; ``num`` None is one epoch."""
+    """Makes the data set of one split of one file; ``num`` None is one epoch; each ``turn`` (from 0) has an order of its own."""
 
-    def __call__(self, indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str) -> FileDataset: ...
+    def __call__(
+        self, indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int
+    ) -> FileDataset: ...
 
 
 def _build(
@@ -169,30 +180,42 @@ class _Builder:
             return None
         blend = parse_blend(paths, "--data-path" if self.data.data_path else f"--{name}-data-path")
         if len(blend.prefixes) > 1:
-            return self._blend(blend, split, num_samples)
+            return self._by_weight(blend, split, num_samples) if blend.weights else self._by_size(blend, split, num_samples)
         one_epoch = self.data.dataloader_type == "cyclic" and name == "train"  # the sampler reshuffles each epoch itself
+        if blend.weights and self.data.data_path:  # a blend of one: it asks for a blend's surplus, and that may be another epoch
+            (num_samples,) = samples_per_set(normalized(blend.weights), num_samples)
         return self._single(blend.prefixes[0], split, None if one_epoch else num_samples)
 
-    def _single(self, prefix: str, split: int, num_samples: int | None) -> FileDataset:
+    def _single(self, prefix: str, split: int, num_samples: int | None, turn: int = 0) -> FileDataset:
         if prefix not in self._open:
             self._open[prefix] = IndexedDataset(prefix)
         indexed = self._open[prefix]
         units = self.units(indexed)
         bounds = split_bounds(self.data.split, units)[split] if self.data.data_path else (0, units)
         folder = self.data.data_cache_path or os.path.join(os.path.dirname(indexed.prefix), _CACHE_FOLDER)
-        return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder)
+        return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder, turn)
 
-    def _blend(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
-        """With weights, each set gives its share; without, each counts by its size and is repeated only if all together are too few."""
-        if blend.weights is None:
-            datasets = [self._single(prefix, split, None) for prefix in blend.prefixes]
-            weights = normalized([len(d) for d in datasets])
-            enough = sum(len(d) for d in datasets) >= num_samples
-        else:
-            datasets, weights, enough = [], normalized(blend.weights), False
-        if not enough:
-            wanted = samples_per_set(weights, num_samples)
-            datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
+    def _by_weight(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
+        """Each set gives the share that its weight says, repeated as often as that takes."""
+        assert blend.weights is not None
+        wanted = samples_per_set(normalized(blend.weights), num_samples)
+        datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
+        return self._mixed(datasets, blending_weights(blend.weights), num_samples)
+
+    def _by_size(self, blend: Blend, split: int, num_samples: int) -> Dataset:
+        """Each set counts by its size: one epoch of all, and if that is too little more of them, each in a new order.
+
+        Megatron-core has the first one only, and its training ends there.
+        """
+        passes: list[BlendedDataset] = []
+        while not passes or num_samples > 0:
+            datasets = [self._single(prefix, split, None, turn=len(passes)) for prefix in blend.prefixes]
+            sizes = [len(d) for d in datasets]
+            passes.append(self._mixed(datasets, normalized(sizes), min(num_samples, sum(sizes))))
+            num_samples -= sum(sizes)
+        return passes[0] if len(passes) == 1 else ChainedDataset(passes)
+
+    def _mixed(self, datasets: list[FileDataset], weights: np.ndarray, num_samples: int) -> BlendedDataset:
         sets, samples = self._blending_indices(weights, num_samples)
         return BlendedDataset(datasets, weights, sets, samples)
 
@@ -204,6 +227,11 @@ class _Builder:
             lambda: dict(zip(("set", "sample"), build_blending_indices(weights, num_samples), strict=True)),
         )
         return arrays["set"], arrays["sample"]
+
+
+def _seed_of(seed: int, turn: int) -> int:
+    """Of the order in one of several passes over the data: the first has the seed of the run."""
+    return seed if turn == 0 else int(hash_of(seed=seed, turn=turn)[:7], 16) + 1
 
 
 def _share(split: str, k: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.data.dataset import FileDataset, Sample, hash_of, make_sample
+from megatron_sp.data.dataset import Dataset, FileDataset, Sample, hash_of, make_sample
 from megatron_sp.data.gpt_index import (
     GPTIndex,
     build_gpt_index,
@@ -33,7 +33,7 @@ class GPTDataset:
         indexed: the tokens.
         bounds: first sequence of the split and the one after its last.
         seq_length: s, tokens per sample.
-        num_samples: at least so many, repeating the split as often as it takes; None: one epoch.
+        num_samples: at least so many, repeating the split as often as it takes, within a sample too; None: one epoch.
         seed: of the order.
         tokenizer: its ``eod`` and fingerprint.
         vocab_size: ids from here on are errors (default: the tokenizer's).
@@ -41,7 +41,7 @@ class GPTDataset:
         name: of the split, for messages.
         cache_folder: for the index arrays; None keeps them in memory.
     Raises:
-        DataError: the split has too few tokens for a single sample.
+        DataError: the split is empty, or one epoch of it is less than a sample.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class GPTDataset:
         first, last = bounds
         lengths = indexed.sequence_lengths
         tokens_per_epoch = int(lengths[first:last].sum(dtype=np.int64))
-        if tokens_per_epoch < seq_length + 1:
+        if tokens_per_epoch < (seq_length + 1 if num_samples is None else 1):
             raise DataError(_too_short(indexed, bounds, name, tokens_per_epoch, seq_length))
+        self._name, self._tokens, self._wanted = name, tokens_per_epoch, num_samples or 0
         self._plan = plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
         self._facts = {
             "kind": "GPT-1", "data": indexed.digest(), "bounds": [first, last], "seq_length": seq_length, "seed": seed,
@@ -104,6 +105,17 @@ class GPTDataset:
     def num_epochs(self) -> int:
         """How often the split is repeated to give the samples."""
         return self._plan.num_epochs
+
+    def repetition(self) -> str | None:
+        """What to warn of: a split that is repeated within a sample, or another than the training's that is repeated at all."""
+        per_epoch = (self._tokens - 1) // self.seq_length
+        if self.num_epochs == 1 or (self._name == "train" and per_epoch > 0):
+            return None
+        has = f"{per_epoch} samples" if per_epoch else "less than one sample"
+        return (
+            f"{self.indexed.prefix}: the {self._name} split has {self._tokens:,} tokens, {has} of {self.seq_length} (and one more): it is"
+            f" repeated {self.num_epochs} times for the {self._wanted} that are asked for"
+        )
 
     def _read(self, cut: int) -> np.ndarray:
         """int64 [s + 1]: from one cut to the next, both ends included."""
@@ -155,12 +167,39 @@ class BlendedDataset:
         return self.datasets[int(self.sets[i])].where(int(self.samples[i]))
 
 
+class ChainedDataset:
+    """The samples of several data sets one behind the other: passes over the same data, each in an order of its own.
+
+    Its fingerprint is that of the first pass, which those after it follow from: a longer run begins as a shorter one.
+    """
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        return self.parts[part][i - (int(self._ends[part - 1]) if part else 0)]
+
+    def fingerprint(self) -> str:
+        return self.parts[0].fingerprint()
+
+
 def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, tokens: int, seq_length: int) -> str:
     first, last = bounds
-    what = f"{indexed.prefix}: the {name} split is empty (0 of {len(indexed)} sequences)"
-    if last > first:
-        what = f"{indexed.prefix}: the {name} split has {tokens} tokens (sequences {first} to {last - 1} of {len(indexed)})"
+    if not tokens:
+        what = f"{last - first} of {len(indexed)} sequences" + (", none of which has a token" if last > first else "")
+        return (
+            f"{indexed.prefix}: the {name} split is empty ({what}): give it a larger share with --split (or 0 to go without it), or use"
+            " more data"
+        )
     return (
-        f"{what}; one sample needs seq_length + 1 = {seq_length + 1} tokens: give it a larger share with --split (or 0 to go without"
-        " it), use more data, or lower --seq-length"
+        f"{indexed.prefix}: the {name} split has {tokens} tokens (sequences {first} to {last - 1} of {len(indexed)}); one sample needs"
+        f" seq_length + 1 = {seq_length + 1} tokens: give it a larger share with --split, use more data, or lower --seq-length; in a blend"
+        " without weights, give some (--data-path WEIGHT PREFIX ...): it is repeated then"
     )

@@ -184,12 +184,15 @@ class Run:
     def _build_data(self) -> None:
         batch, full = self.config.batch, self.plan.full
         start = self.start
-        train = 0 if batch.skip_train else self.plan.samples_after(max(self.train_iters - start.step, 0), start.consumed_samples)
+        train = self.plan.samples_after(max(self.train_iters - start.step, 0), start.consumed_samples)
+        train = 0 if batch.skip_train else max(train, batch.train_samples or 0)  # a batch that is not full is dropped, but was asked for
         last_step = max(self.train_iters, start.step, 1)  # a checkpoint may be beyond the end of a run that was made shorter
         passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
         samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
         with all_ranks_agree(self.groups.control):
             self.datasets = self.task.build_datasets(self.config, self.tokenizer, samples)
+        for warning in self.datasets.warnings:
+            self.console.line(f"warning: {warning}")
         self.train_loader = self._loader(self.datasets.train, self.config.data.num_workers)
         self.valid_loader = self._loader(self.datasets.valid, 0)
         self.test_loader = self._loader(self.datasets.test, 0)

@@ -103,6 +103,29 @@ def test_train_samples(tmp_path: Path) -> None:
     assert state(run)["consumed_samples"] == 20
 
 
+def test_data_that_evaluation_repeats_are_warned_of_and_a_dropped_batch_is_asked_for(tmp_path: Path) -> None:
+    """22 samples are asked for as in Megatron, which may take one more epoch than the 20 of whole steps."""
+    data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "8,1,1", "--vocab-size", 60)
+
+    def note(rank: int) -> None:
+        from megatron_sp.training.loop import Run
+
+        def build(self: Run, *args: object) -> None:
+            original(self, *args)
+            (tmp_path / "asked.txt").write_text(str(self.datasets.train._wanted))  # type: ignore[union-attr]
+
+        original = Run._build_data
+        Run._build_data = build  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, "--train-samples", 22, "--eval-iters", 40, data=data, setup=note).expect(
+        0, "valid at step 5", "test at step 5"
+    )
+    assert (tmp_path / "asked.txt").read_text() == "22"
+    warned = [line for line in outcome.text.splitlines() if "is repeated" in line or " repeated " in line]
+    for name, line in zip(("valid", "test"), warned, strict=True):
+        assert f"warning: {tmp_path}/d/x: the {name} split has" in line
+
+
 def test_missing_trackers_are_one_line(tmp_path: Path) -> None:
     def without(rank: int) -> None:
         def load(name: str) -> object:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.data import blend
-from megatron_sp.data.blend import Blend, build_blending_indices, normalized, parse_blend, samples_per_set
+from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -30,6 +30,15 @@ def test_golden_values() -> None:
     sets, samples = build_blending_indices(np.array([0.3, 0.7]), 10)
     assert sets.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1] and sets.dtype == np.int16
     assert samples.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6] and samples.dtype == np.int64
+
+
+def test_given_weights_are_normalised_twice() -> None:
+    """As megatron-core 0.16.1 does, whose order this is: at sample 20 the last bit of a weight decides."""
+    weights = [93.0, 28.0, 81.0, 67.0, 1.0]
+    sets, samples = build_blending_indices(blending_weights(weights), 24)
+    assert sets.tolist() == [0, 2, 3, 1, 0, 2, 3, 0, 2, 3, 0, 2, 1, 0, 3, 2, 0, 3, 2, 0, 1, 2, 0, 3]
+    assert samples.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 1, 4, 3, 4, 5, 4, 5, 6, 2, 6, 7, 5]
+    assert build_blending_indices(normalized(weights), 24)[0].tolist() != sets.tolist()
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20), st.integers(0, 700), st.sampled_from([2, 7, 256]))

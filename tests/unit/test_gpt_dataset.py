@@ -11,7 +11,7 @@ import pytest
 
 from megatron_sp.config import DataConfig
 from megatron_sp.data.build import Datasets, build_datasets
-from megatron_sp.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
@@ -138,9 +138,46 @@ def test_blend_by_size(tmp_path: Path) -> None:
     assert [d.num_epochs for d in small.train.datasets] == [1, 1, 1]  # type: ignore[union-attr]
     shares = np.bincount(small.train.sets) / 50  # type: ignore[union-attr]
     assert shares.tolist() == pytest.approx([0.5, 0.25, 0.25], abs=0.06)
-    large = build(tmp_path, (5000, 0, 0), data_path=paths)
-    assert len(large.train) == 5000 and large.train.datasets[0].num_epochs > 1  # type: ignore[union-attr, arg-type]
-    everything(large.train)
+
+
+def test_blends_by_size_go_on_behind_one_epoch(tmp_path: Path) -> None:
+    """Megatron's end there: its order comes first, then the same data in others, and a longer run begins as a shorter one."""
+    paths = (corpus(tmp_path, "a", 80), corpus(tmp_path, "b", 40, seed=1), corpus(tmp_path, "c", 40, seed=2))
+    one, large, larger = (build(tmp_path, (n, 0, 0), data_path=paths) for n in (50, 2000, 3000))
+    assert isinstance(large.train, ChainedDataset) and isinstance(one.train, BlendedDataset)
+    epoch = sum(len(d) for d in one.train.datasets)
+    samples = everything(large.train)
+    assert 2 * epoch < len(samples) == 2000 < len(larger.train)  # type: ignore[arg-type]
+    assert samples[:50] == everything(one.train) and samples == everything(larger.train)[:2000]
+    assert one.fingerprint == large.fingerprint == larger.fingerprint
+    first, second = samples[:epoch], samples[epoch : 2 * epoch]
+    assert first != second and sum(sum(s) for s in first) == pytest.approx(sum(sum(s) for s in second), rel=0.01), "the same tokens"
+    for i in (-1, 2000):
+        with pytest.raises(IndexError):
+            large.train[i]
+
+
+def test_a_blend_of_one_asks_for_the_surplus_of_a_blend(tmp_path: Path) -> None:
+    """--data-path 1.0 PREFIX: 0.5 % more samples, here one epoch more, which is shuffled apart."""
+    prefix = corpus(tmp_path)
+    n = len(build(tmp_path, (1, 0, 0), data_path=(prefix,)).train)  # type: ignore[arg-type]
+    plain, weighted = (build(tmp_path, (n, 0, 0), data_path=words) for words in ((prefix,), ("1.0", prefix)))
+    assert (plain.train.num_epochs, weighted.train.num_epochs) == (1, 2)  # type: ignore[union-attr]
+    assert weighted.fingerprint == build(tmp_path, (n + 1, 0, 0), data_path=(prefix,)).fingerprint, "so it is no other data set"
+    own = build(tmp_path, (n, 0, 0), train_data_path=("1.0", prefix))
+    assert own.train.num_epochs == 1, "not where each split has paths of its own"  # type: ignore[union-attr]
+
+
+def test_splits_that_are_repeated_are_warned_of(tmp_path: Path) -> None:
+    prefix, other = corpus(tmp_path), corpus(tmp_path, "b", 60, seed=1)
+    sets = build(tmp_path, (10, 5, 5), data_path=(prefix,))
+    assert sets.warnings == ()
+    sets = build(tmp_path, (5000, 500, 5), data_path=(prefix,))
+    (warning,) = sets.warnings
+    assert "the valid split has" in warning and f"repeated {sets.valid.num_epochs} times for the 500" in warning  # type: ignore[union-attr]
+    sets = build(tmp_path, (10, 500, 500), data_path=("1", prefix, "1", other))
+    assert [name for name in ("train", "valid", "test") for w in sets.warnings if f"the {name} split has" in w] == ["valid", "test"]
+    assert all(warning.endswith(" (the blend repeats 2 of its data sets)") for warning in sets.warnings)
 
 
 def test_blend_indices_are_cached(tmp_path: Path) -> None:
@@ -161,17 +198,39 @@ def test_cyclic_trains_on_one_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("969,30,1", r"the test split is empty \(0 of 60 sequences\); one sample needs seq_length \+ 1 = 9 tokens"),
-        ("58,1,1", r"the valid split has \d+ tokens \(sequences 58 to 58 of 60\); one sample needs seq_length \+ 1 = 65 tokens"),
+        ("969,30,1", r"a: the test split is empty \(0 of 60 sequences\): give it a larger share with --split \(or 0 to go without it\)"),
+        ("58,1,1", r"a: the test split is empty \(1 of 60 sequences, none of which has a token\): give it a larger share"),
     ],
 )
-def test_splits_that_are_too_small(split: str, message: str, tmp_path: Path) -> None:
-    prefix = corpus(tmp_path)
+def test_empty_splits(split: str, message: str, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", vocab_size=257) as writer:
+        for i in range(60):
+            writer.add_document([1] * 20 * (i < 59), [20 * (i < 59)])
     with pytest.raises(DataError, match=message):
-        build_datasets(
-            DataConfig(data_path=(prefix,), split=split), seq_length=S if "969" in split else 64, seed=1, tokenizer=ByteTokenizer(),
-            num_samples=(1, 1, 1),
-        )  # fmt: skip
+        build(tmp_path, (1, 1, 1), data_path=(str(tmp_path / "a"),), split=split)
+
+
+@pytest.mark.parametrize("words", [("a",), ("2", "a", "3", "b")])
+def test_splits_shorter_than_a_sample_are_repeated(words: tuple[str, ...], tmp_path: Path) -> None:
+    """As in Megatron, which says nothing; one data set of a blend may be short too."""
+    for name in "ab":
+        with IndexedDatasetWriter(tmp_path / name, vocab_size=257) as writer:
+            writer.add_document(list(range(30)))
+            writer.add_document([7, 8, 9])
+    paths = tuple(str(tmp_path / word) if word in "ab" else word for word in words)
+    sets = build(tmp_path, (4, 5, 0), data_path=paths, split="1,1")
+    assert sets.valid is not None and everything(sets.valid)[:5] == [([7, 8, 9] * 6)[k : k + S] for k in _starts(sets.valid, 5)]
+    (warning,) = sets.warnings
+    assert "the valid split has 3 tokens, less than one sample of 8 (and one more): it is repeated" in warning
+    with pytest.raises(
+        DataError, match=r"the valid split has 3 tokens .*one sample needs seq_length \+ 1 = 9 .*without weights, give some"
+    ):
+        build(tmp_path, (4, 5, 0), data_path=(str(tmp_path / "a"), str(tmp_path / "b")), split="1,1")
+
+
+def _starts(data: object, n: int) -> list[int]:
+    """Where in the repeated three tokens each sample begins."""
+    return [data[i]["tokens"][0] - 7 for i in range(n)]  # type: ignore[index]
 
 
 def test_exactly_enough_tokens_for_one_sample(tmp_path: Path) -> None:
@@ -180,7 +239,7 @@ def test_exactly_enough_tokens_for_one_sample(tmp_path: Path) -> None:
     data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S, num_samples=1, seed=1, tokenizer=ByteTokenizer())
     assert len(data) == 1 and data[0]["tokens"].tolist() == list(range(S)) and data[0]["labels"].tolist() == list(range(1, S + 1))
     with pytest.raises(DataError, match="has 9 tokens"):
-        GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S + 1, num_samples=1, seed=1, tokenizer=ByteTokenizer())
+        GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S + 1, num_samples=None, seed=1, tokenizer=ByteTokenizer())
 
 
 def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
