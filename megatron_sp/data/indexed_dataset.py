@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,21 +135,27 @@ class IndexedDataset:
             f" {vocab_size - 1}, the vocabulary has {vocab_size} entries. The data were made with another tokenizer, or are damaged"
         )
 
-    def verify(self, vocab_size: int | None = None) -> VerifyReport:
+    def verify(self, vocab_size: int | None = None, hasher: hashlib._Hash | None = None) -> VerifyReport:
         """Read every token once, in pieces.
 
         Args:
             vocab_size: ids from here on are errors; without it only negative ids are.
+            hasher: is given the whole ``.bin``, in a thread of its own, beside the reading of the next piece.
         Raises:
             DataError: the first bad token, or the place where the file ends too early.
         """
         limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+        with ThreadPoolExecutor(1) as pool:
+            return self._verify(limit, (lambda raw: None) if hasher is None else _in_turn(pool, hasher.update))
+
+    def _verify(self, limit: int, look: Callable[[bytes | bytearray], None]) -> VerifyReport:
         step = _SCAN_BYTES // self.dtype.itemsize
         smallest: int | None = None
         largest: int | None = None
         for start in range(0, self.num_tokens, step):
             count = min(step, self.num_tokens - start)
             raw = pread_exact(self._fd, start * self.dtype.itemsize, count * self.dtype.itemsize, self.bin_path)
+            look(raw)
             tokens = np.frombuffer(raw, self.dtype)
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= limit:
@@ -178,6 +186,18 @@ class IndexedDataset:
                 hasher.update(pread_exact(self._fd, start, min(_PROBE_BYTES, size), self.bin_path))
             self._digest = hasher.hexdigest()
         return self._digest
+
+
+def _in_turn(pool: ThreadPoolExecutor, work: Callable[[bytes | bytearray], object]) -> Callable[[bytes | bytearray], None]:
+    """``work`` on one thing after another in the pool's thread; no more than two are in memory."""
+    under_way: list[Future[object]] = []
+
+    def start(raw: bytes | bytearray) -> None:
+        while under_way:
+            under_way.pop().result()
+        under_way.append(pool.submit(work, raw))
+
+    return start
 
 
 def _open(path: str) -> int:

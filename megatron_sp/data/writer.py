@@ -1,21 +1,25 @@
 """Writing a Megatron data set so that a half-written one can never be taken for a whole one.
 
-Both files are written under temporary names in the same folder; ``close`` flushes them to the disk and renames the ``.bin`` and then
-the ``.idx``. An older pair of the same name loses its ``.idx`` before its ``.bin`` is replaced, so at no moment do
-two files lie there that do not belong together. An exception inside the ``with`` block, or a kill, leaves the old pair as it was.
+Both files, and their digests (``digest_file``), are written under temporary names in the same folder; ``close`` flushes them to the disk
+and renames the ``.bin``, then the ``.idx``, then the digests. An older pair of the same name loses digests and ``.idx`` before its
+``.bin`` is replaced, so at no moment do files lie there that do not belong together. An exception inside the ``with`` block, or a kill,
+leaves the old pair as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from megatron_sp.data import digest_file
 from megatron_sp.data.idx_format import DTYPE_CODES, HEADER, MAGIC, VERSION, pread_exact, token_dtype
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
@@ -50,7 +54,8 @@ class IndexedDatasetWriter:
         self.prefix = os.fspath(prefix)
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {suffix: f"{self.prefix}{suffix}.part-{os.getpid()}" for suffix in (".bin", ".idx")}
+        self._temporary = {suffix: f"{self.prefix}{suffix}.part-{os.getpid()}" for suffix in (".bin", ".idx", digest_file.SUFFIX)}
+        self._hasher = hashlib.sha256()
         try:
             self._bin: IO[bytes] = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abort()
         except OSError as error:
@@ -118,22 +123,34 @@ class IndexedDatasetWriter:
         """
         try:
             _sync_and_close(self._bin)
+            hasher = hashlib.sha256()
             with open(self._temporary[".idx"], "wb") as idx:
-                lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-                ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-                idx.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
-                idx.write(lengths.astype("<i4", copy=False).data)
-                idx.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8", copy=False).data)
-                idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
+                for part in self._index():
+                    idx.write(part)
+                    hasher.update(part)
                 _sync_and_close(idx)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.prefix + ".idx")
-            for suffix in (".bin", ".idx"):
-                os.replace(self._temporary[suffix], self.prefix + suffix)
+            with open(self._temporary[digest_file.SUFFIX], "wb") as file:
+                digests = {".bin": self._hasher.hexdigest(), ".idx": hasher.hexdigest()}
+                file.write(digest_file.text_of(self.prefix, digests).encode())
+                _sync_and_close(file)
+            for suffix in (digest_file.SUFFIX, ".idx"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.prefix + suffix)
+            for suffix, temporary in self._temporary.items():
+                os.replace(temporary, self.prefix + suffix)
             fsync_dir(os.path.dirname(self.prefix) or ".")
         except OSError as error:
             self.abort()
             raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error
+
+    def _index(self) -> Iterator[bytes | memoryview]:
+        """The parts of the .idx."""
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents))
+        yield lengths.astype("<i4", copy=False).data
+        yield (ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8", copy=False).data
+        yield np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data
 
     def abort(self) -> None:
         """Remove what was written; an older pair of this name stays."""
@@ -157,7 +174,9 @@ class IndexedDatasetWriter:
             bad = int(ids[np.argmax((ids < 0) | (ids >= self._limit))])
             raise DataError(f"{self.prefix}: token id {bad}: expected 0 to {self._limit - 1} (vocabulary, and dtype {self.dtype.name})")
         try:
-            self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+            contents = np.ascontiguousarray(ids, dtype=self.dtype).data
+            self._bin.write(contents)
+            self._hasher.update(contents)
         except OSError as error:
             raise DiskError(f"{self.prefix}.bin: cannot be written: {error.strerror}") from error
 

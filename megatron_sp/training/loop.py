@@ -139,7 +139,7 @@ def _steps(run: Run) -> str:
 def _is_validation_due(run: Run) -> bool:
     """After the step that was taken last, in the midst of training."""
     step, interval = run.state.progress.step, run.config.batch.eval_interval
-    return bool(interval) and step > 0 and step % interval == 0
+    return bool(interval and step > 0 and step % interval == 0)
 
 
 def _evaluate_once(run: Run, kind: str, loader: BatchLoader | None) -> bool:

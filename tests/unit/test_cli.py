@@ -58,7 +58,7 @@ def test_verify_a_sound_data_set_by_prefix_or_file(tmp_path: Path, capsys: pytes
     prefix = make_data(tmp_path / "good")
     assert cli.main(["data", "verify", str(prefix), f"{prefix}.bin"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{prefix}: sound: 2 documents, 2 sequences, 5 tokens, ids 5 to 90"
+    assert lines[0] == f"{prefix}: sound: 2 documents, 2 sequences, 5 tokens, ids 5 to 90; every byte is as {prefix}.sha256 says"
     assert lines[1].startswith(f"{prefix}.bin: sound")
 
 

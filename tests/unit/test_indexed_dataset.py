@@ -294,11 +294,11 @@ def test_an_error_leaves_the_older_pair(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"), IndexedDatasetWriter(tmp_path / "x", vocab_size=1000) as writer:
         writer.add_document([3])
         raise RuntimeError("stop")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.sha256"]
     assert IndexedDataset(tmp_path / "x").get(0).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("kill_at", [0, 1, 2, 3])
+@pytest.mark.parametrize("kill_at", [0, 1, 2, 3, 4, 5])
 def test_killed_while_writing(kill_at: int, tmp_path: Path) -> None:
     """Killed at any rename: the old pair, the new pair, or nothing that could be opened; never a mixture."""
     write(tmp_path / "x", [[1, 2]])  # of the same size as the new one, so sizes alone could not tell
@@ -318,7 +318,8 @@ def test_killed_while_writing(kill_at: int, tmp_path: Path) -> None:
         write(tmp_path / "x", [[3], [4]])
         os._exit(0)
     os.waitpid(child, 0)
-    expected = {0: [[1, 2]], 1: None, 2: None, 3: [[3], [4]]}[kill_at]
+    expected = {0: [[1, 2]], 1: [[1, 2]], 2: None, 3: None}.get(kill_at, [[3], [4]])
+    assert Path(f"{tmp_path}/x.sha256").exists() == (kill_at in (0, 5)), "digests of files that are being replaced would be wrong"
     if expected is None:
         with pytest.raises(DataError, match=r"x\.idx does not exist"):
             IndexedDataset(tmp_path / "x")
