@@ -363,7 +363,11 @@ class KernelConfig:
         "keep what each block saves for backward in host memory, and fetch it a block ahead; with --recompute-granularity full that is the"
         " blocks' inputs; for sequences that do not fit on a GPU otherwise",
     )
-    num_threads: int | None = flag(None, "intra-op CPU threads per process (default: the host's cores divided by its processes)", low=1)
+    num_threads: int | None = flag(
+        None,
+        "intra-op CPU threads per process (default: the host's cores divided by its processes; OMP_NUM_THREADS for one process alone)",
+        low=1,
+    )
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
 
 

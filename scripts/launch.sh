@@ -8,7 +8,8 @@
 #   MASTER_PORT                      where host 0 is met (29400)
 #   JOIN_TIMEOUT                     seconds that hosts wait for each other (600)
 #   JOB_ID                           tells two jobs on one host and port apart
-#   RESTARTS                         restart a failed job so often, from its last checkpoint (0)
+#   RESTARTS                         restart a failed job so often, from its last checkpoint (0); so often a host that died is taken back, too,
+#                                    if the same command is started on it again within JOIN_TIMEOUT
 #   PYTHON                           the interpreter (.venv/bin/python)
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
@@ -19,6 +20,8 @@ die() { # CODE TEXT
 }
 number() { [[ "$1" =~ ^[0-9]{1,9}$ ]]; }
 
+restarts="${RESTARTS:-0}"
+number "$restarts" || die 2 "RESTARTS=$restarts must be a number, 0 or more"
 nproc="${NPROC_PER_NODE:-}"
 if [[ "${1:-}" =~ ^([0-9]+|auto|gpu|cpu)$ ]]; then
     [ -z "$nproc" ] || [ "$nproc" = "$1" ] ||
@@ -56,7 +59,8 @@ elif [ -n "${NODE_RANK:-}" ] && [ "$NODE_RANK" != 0 ]; then
     die 2 "NODE_RANK=$NODE_RANK says that this is one of several hosts, but NNODES is ${NNODES:-not set}: set NNODES on every host, or leave NODE_RANK out"
 fi
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # silences torchrun; the program gives each process its share of the cores
+# for several processes this silences torchrun, and the program gives each its share of the cores; to one alone it would be an order
+if number "$nproc" && [ "$nproc" -gt 1 ]; then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
 # from torch 2.13 on: how long torchrun waits for the last save after SIGTERM before it kills (30 s is its default, and fixed before)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}"
 
@@ -82,25 +86,55 @@ done
 status="$run_dir/run_status.json"
 before="$([ -n "$run_dir" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
-if [ "$nnodes" -gt 1 ]; then
-    met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || exit $?
+# Meet the other hosts, and set `hosts` to torchrun's words for it.
+meet() {
+    local met address interface
+    if [ "$nnodes" -eq 1 ]; then
+        hosts=(--standalone)
+        return 0
+    fi
+    met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || return $?
     read -r address interface <<<"$met"
     [ "$interface" = "-" ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+    # torchrun's agents tell each other the address of a store that they share in their first round only: a host that comes back in a
+    # later one would wait for it in vain. Without sharing, each round has its own store, on the first rank's host.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     echo "launch: host $NODE_RANK of $nnodes ($address), $nproc processes here; all meet at $MASTER_ADDR:$port" >&2
     # who opens the port is said, not guessed from names; --node-rank means nothing to this rendezvous, which orders hosts by address
     hosts=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port"
         --local-addr "$address" --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
-else
-    hosts=(--standalone)
-fi
-"$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" --max-restarts "${RESTARTS:-0}" "$@" &
-child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT
-# a trapped signal interrupts `wait`: wait again until torchrun has ended
+}
+
+# Whether the job may go on without torchrun having seen to it: its rendezvous is on host 0, and that may have died.
+may_return() {
+    [ "$nnodes" -gt 1 ] && [ "$NODE_RANK" -ne 0 ] && [ "$relaunched" -lt "$restarts" ] && [ -z "$signalled" ] || return 1
+    [ -n "$run_dir" ] && [ -f "$status" ] && [ "$(cat "$status")" != "$before" ] || return 0
+    "$python" -c '
+import json, sys
+status = json.load(open(sys.argv[1]))
+sys.exit(not (status.get("status") == "running" or status.get("exit_code") == 7))' "$status"
+}
+
+signalled=""
+relaunched=0
 while :; do
-    wait "$child"
-    code=$?
-    kill -0 "$child" 2>/dev/null || break
+    trap - TERM INT # a trap would have to wait until the others have come
+    meet || exit $?
+    child=""
+    trap 'signalled=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT
+    MEGATRON_SP_RELAUNCHED=$relaunched "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" \
+        --max-restarts "$((restarts - relaunched))" "$@" &
+    child=$!
+    [ -z "$signalled" ] || kill -TERM "$child" 2>/dev/null
+    # a trapped signal interrupts `wait`: wait again until torchrun has ended
+    while :; do
+        wait "$child"
+        code=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    [ "$code" -ne 0 ] && may_return || break
+    relaunched=$((relaunched + 1))
+    echo "launch: host 0, or the way to it, was lost: waiting up to $join_timeout s for it to come back (restart $relaunched of $restarts)" >&2
 done
 if [ "$code" -ne 0 ] && [ -n "$run_dir" ] && [ -f "$status" ] && [ "$(cat "$status")" != "$before" ]; then
     "$python" - "$status" "$code" <<'PY'
@@ -116,6 +150,6 @@ PY
     code=$?
 elif [ "$code" -ne 0 ] && [ "$nnodes" -gt 1 ]; then
     echo "launch: the job of $nnodes hosts ended before training began, or this host cannot see the run folder. A RendezvousTimeoutError" \
-        "above means that not all hosts came within $join_timeout s: see that each was started with its own NODE_RANK." >&2
+        "above means that not all hosts came, or came back, within $join_timeout s: see that each was started with its own NODE_RANK." >&2
 fi
 exit "$code"

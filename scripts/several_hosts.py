@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import sys
@@ -101,9 +102,9 @@ def wait_for_master(family: int, host: str, address: str, port: int, timeout_s: 
     Raises:
         Refusal: it has not within ``timeout_s``.
     """
-    began = time.monotonic()
+    began, launcher = time.monotonic(), os.getppid()
     told = False
-    while True:
+    while os.getppid() == launcher:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.settimeout(2.0)
             try:
@@ -122,6 +123,7 @@ def wait_for_master(family: int, host: str, address: str, port: int, timeout_s: 
             told = True
             print(f"launch: waiting for host 0 at {host}:{port}", file=sys.stderr, flush=True)
         time.sleep(0.3)
+    raise Refusal(7, "the launcher has ended meanwhile")
 
 
 def main(words: list[str]) -> int:

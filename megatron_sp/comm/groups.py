@@ -49,7 +49,7 @@ class Launch:
     local_rank: int
     world_size: int
     local_world_size: int
-    attempt: int  # torchrun's restart count
+    attempt: int  # how often this host has started it again: torchrun's count, and that of scripts/launch.sh
 
     @classmethod
     def from_env(cls) -> Launch:
@@ -59,7 +59,7 @@ class Launch:
             local_rank=int(env.get("LOCAL_RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(env.get("MEGATRON_SP_RELAUNCHED", 0)),
         )
 
 

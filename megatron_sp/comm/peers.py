@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_sp.comm.groups import Group
+from megatron_sp.comm.groups import Group, Launch
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.comm.stacks import offer_stack, take_stack
 from megatron_sp.utils.processes import is_running, is_stopped, machine
@@ -37,6 +37,7 @@ class Peers:
         machines: what tells hosts apart.
         stacks: file descriptors that ``take_stack`` asks for.
         rank: of this process.
+        attempt: how often the job was started again; a host that came back has not counted, so the highest number counts.
         store: reached by all ranks; None: there is no roll call.
     """
 
@@ -45,17 +46,18 @@ class Peers:
     machines: list[str]
     stacks: list[int] = field(default_factory=list)
     rank: int = 0
+    attempt: int = 0
     store: dist.Store | None = None
 
     @classmethod
-    def create(cls, group: Group) -> Peers:
+    def create(cls, group: Group, launch: Launch) -> Peers:
         """Collective."""
-        entries = gather_json([socket.gethostname(), os.getpid(), machine(), offer_stack()], group)
+        entries = gather_json([socket.gethostname(), os.getpid(), machine(), offer_stack(), launch.attempt], group)
         store = None
         if len(entries) > 1:
             store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())  # has no public name
-        hosts, pids, machines, stacks = (list(column) for column in zip(*entries, strict=True))
-        return cls(hosts, pids, machines, stacks, dist.get_rank() if len(entries) > 1 else 0, store)
+        hosts, pids, machines, stacks, attempts = (list(column) for column in zip(*entries, strict=True))
+        return cls(_told_apart(hosts, machines), pids, machines, stacks, launch.rank, max(attempts), store)
 
     def dead_here(self, patience_s: float = 1.0) -> list[int]:
         """Ranks of this host whose process is gone; waits a little for one to appear."""
@@ -123,8 +125,9 @@ class Peers:
             if self.rank == 0:  # its process may be the one that keeps the store
                 heard = _marks(store, "heard", absent)
                 _wait_for(lambda: not heard())
-        except RuntimeError:  # the store is gone
-            pass
+        except RuntimeError:  # the store is gone, and with several hosts that is the first rank's
+            if not known and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                known = f"{self._name(0)} is gone, or cannot be reached"
         return known
 
     def _keep_stack(self, rank: int, folder: Path | None) -> str:
@@ -138,6 +141,12 @@ class Peers:
         except OSError:
             return ""
         return f" (its stacks are in {path})"
+
+
+def _told_apart(hosts: list[str], machines: list[str]) -> list[str]:
+    """Names of hosts; several of one name get a number: "node (2)"."""
+    boots = {host: list(dict.fromkeys(m for h, m in zip(hosts, machines, strict=True) if h == host)) for host in hosts}
+    return [h if len(boots[h]) == 1 else f"{h} ({boots[h].index(m) + 1})" for h, m in zip(hosts, machines, strict=True)]
 
 
 def _marks(store: dist.Store, kind: str, ranks: list[int]) -> Callable[[], list[int]]:

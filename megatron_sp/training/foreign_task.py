@@ -6,7 +6,6 @@ Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. What 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +69,10 @@ def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSc
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
         model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it evaluating, without dropout
     if config.kernels.recompute_granularity == "full":
-        enable: Any = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
+        kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
+        if not kinds:
             raise ConfigError(f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()")
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        getattr(model, f"{kinds[0]}_checkpointing_enable")(**{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}})
     s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group))
     if layout.tp.size > 1:
         write(s, layout.tp.seq)

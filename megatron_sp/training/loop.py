@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,8 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     if not config.batch.no_exit_signal_handler:
         signals.install()
     groups = join(config, launch)
-    peers = Peers.create(groups.control)
+    peers = Peers.create(groups.control, launch)
+    launch = dataclasses.replace(launch, attempt=peers.attempt)
     if config.parallel.verify_parallelism:
         return verify_parallelism(config, task, launch, groups)
     with contextlib.ExitStack() as stack:

@@ -129,11 +129,22 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 
 
 def set_threads(config: Config, launch: Launch) -> int:
-    """Give this process its share of the host's cores; torchrun's default of one thread each wastes the rest."""
+    """Give this process its share of the host's cores, unless it was told otherwise.
+
+    ``OMP_NUM_THREADS`` tells a process that is alone on its host. Of several it tells nothing: torchrun sets it to 1 for them, which
+    would waste the rest.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.kernels.num_threads or max(1, cores // launch.local_world_size)
+    asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0
+    threads = config.kernels.num_threads or asked or max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def _number(text: str) -> int:
+    """Of threads, the outermost level of "4" or "4,2"; 0 where OpenMP would not take it either."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and len(first) < 5 else 0
 
 
 def join(config: Config, launch: Launch) -> ParallelGroups:

@@ -169,7 +169,7 @@ def drop(name: str, rate: float) -> dict[str, float]:
 def gradients(s: Schedule, name: str, *, theirs: bool) -> dict[str, torch.Tensor]:
     model: Any = s.apply().double()
     if theirs:
-        model.gradient_checkpointing_enable()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the older name warns
     torch.manual_seed(5)
     result = model(**{k: v.double() if v.is_floating_point() else v for k, v in batch_of(name).items()})
     value = result.loss if result.get("loss") is not None else result[0].square().sum()

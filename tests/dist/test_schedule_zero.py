@@ -57,7 +57,7 @@ def steps_of(name: str, case: Case, micro_batches: int) -> tuple[list[float], di
     model = with_attention(make(name), "sdpa").double()
     _, tp, sp, seq, stage, recompute = case
     if recompute:
-        model.gradient_checkpointing_enable()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the older name warns
     mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
     s = schedule(model, mesh)
     if tp > 1:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import stored_models
-from training import Outcome, train, wait_until
-from waiting import NEVER_MINUTES, PATIENCE_S
+from training import Outcome, train
+from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.models.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel

@@ -19,8 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from training import MOCK, TINY, records, saved_steps, status, train
+from training import MOCK, TINY, assert_same_run, records, saved_steps, status, train
 from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
+
+from megatron_sp.utils.processes import is_running
 
 pytestmark = pytest.mark.torchrun
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,12 +111,52 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = PATIEN
             p.wait()
 
 
-def start_both(hosts: list[Host], tmp_path: Path, *flags: object, **variables: object) -> tuple[list[subprocess.Popen[str]], list[Path]]:
-    port = free_port()
-    outputs = [tmp_path / f"host{i}.txt" for i in range(2)]
-    common: dict[str, object] = {"NNODES": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": port, **variables}
-    processes = [start(h, outputs[i], *flags, cwd=tmp_path, **common, NODE_RANK=i) for i, h in enumerate(hosts)]
-    return processes, outputs
+class Job:
+    """The same command on both hosts.
+
+    Attributes:
+        processes: the launcher of each host.
+    """
+
+    def __init__(self, hosts: list[Host], tmp_path: Path, *flags: object, **variables: object) -> None:
+        self._hosts, self._folder, self._flags = hosts, tmp_path, flags
+        self._variables: dict[str, object] = {"NNODES": 2, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": free_port(), **variables}
+        self._outputs: list[Path] = []
+        self.processes = [self._start(i) for i in range(2)]
+
+    def _start(self, i: int) -> subprocess.Popen[str]:
+        self._outputs.append(self._folder / f"host{i}-{len(self._outputs)}.txt")
+        return start(self._hosts[i], self._outputs[-1], *self._flags, cwd=self._folder, **self._variables, NODE_RANK=i)
+
+    def lose(self, i: int) -> None:
+        """A host loses power: all its processes are gone, without a word."""
+        for pid in processes_of(self.processes[i].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.processes[i].wait()
+
+    def start_again(self, i: int) -> None:
+        self.processes[i] = self._start(i)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(f"--- {f.name}\n{f.read_text()}" for f in self._outputs)
+
+
+def processes_of(launcher: int) -> list[int]:
+    """A launcher, what it has started, what those have started, and so on."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [launcher]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def steps(run: Path) -> int:
+    return len(records(run)) if (run / "metrics.jsonl").exists() else 0
 
 
 def test_two_hosts_train_as_one_and_stop_together(tmp_path: Path, two_hosts: list[Host]) -> None:
@@ -123,19 +165,69 @@ def test_two_hosts_train_as_one_and_stop_together(tmp_path: Path, two_hosts: lis
     SIGTERM to one, as from a scheduler that takes a host away: all agree on the step, save it, and both shells see 75.
     """
     run, flags = tmp_path / "apart", (*SP2, "--distributed-timeout-minutes", NEVER_MINUTES, "--train-iters", 100_000)
-    processes, outputs = start_both(two_hosts, tmp_path, *flags, "--save", run)
+    job = Job(two_hosts, tmp_path, *flags, "--save", run)
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3)
-        processes[1].send_signal(signal.SIGTERM)
+        wait_until(lambda: steps(run) >= 3)
+        job.processes[1].send_signal(signal.SIGTERM)
     finally:
-        codes = finish(processes)
-    said = "\n".join(f.read_text() for f in outputs)
+        codes = finish(job.processes)
+    said = job.said
     assert codes == [75, 75], said
     assert f"host 1 of 2 ({two_hosts[1].address})" in said
     assert status(run)["status"] == "preempted" and saved_steps(run) == [records(run)[-1]["step"]]
     train(tmp_path, *flags, "--exit-interval", 3, "--save", tmp_path / "together", ranks=2).expect(0)
     apart, together = ([(r["step"], r["loss_hex"], r["grad_norm_hex"]) for r in records(of)] for of in (run, tmp_path / "together"))
     assert apart[:3] == together and len(together) == 3
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_host_that_dies_and_returns_is_taken_back(tmp_path: Path, two_hosts: list[Host], victim: int) -> None:
+    """By the same command and without a word of a resume; the run is, bit for bit, the one that was left in peace.
+
+    Host 0 keeps torchrun's rendezvous: when it has died, the other one's launcher waits for it.
+    """
+    run, clean = tmp_path / "run", tmp_path / "clean"
+    flags = (*SP2, "--distributed-timeout-minutes", NEVER_MINUTES, "--save-interval", 10)
+    job = Job(two_hosts, tmp_path, *flags, "--train-iters", 100_000, "--save", run, RESTARTS=2, JOIN_TIMEOUT=int(PATIENCE_S))
+    try:
+        wait_until(lambda: steps(run) >= 15)
+        job.lose(victim)
+        before = records(run)[-1]["step"]
+        job.start_again(victim)
+        wait_until(lambda: len(records(run, "start")) == 2 and records(run)[-1]["step"] > before and steps(run) > before)
+        job.processes[victim].send_signal(signal.SIGTERM)
+    finally:
+        codes = finish(job.processes)
+    assert codes == [75, 75], job.said
+    last = records(run)[-1]["step"]
+    assert [r["attempt"] for r in records(run, "start")] == [0, 1] and saved_steps(run)[-1] == last
+    train(tmp_path, *flags, "--train-iters", 100_000, "--exit-interval", last, "--save", clean, ranks=2).expect(0)
+    assert_same_run(run, clean)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1, "cable"])
+def test_a_host_that_does_not_return_ends_the_job(tmp_path: Path, two_hosts: list[Host], lost: int | str) -> None:
+    """Every launcher and every rank, on every host, by itself."""
+    if lost == "cable" and not two_hosts[0].inside:
+        pytest.skip("needs network namespaces")
+    run = tmp_path / "run"
+    timeout = NEVER_MINUTES if lost != "cable" else 0.4
+    flags = (*SP2, "--distributed-timeout-minutes", timeout, "--save-interval", 10, "--train-iters", 100_000, "--save", run)
+    job = Job(two_hosts, tmp_path, *flags, RESTARTS=3, JOIN_TIMEOUT=10, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=10)
+    try:
+        wait_until(lambda: steps(run) >= 15)
+        there = [pid for process in job.processes for pid in processes_of(process.pid)]
+        if lost == "cable":
+            assert ip("-n", two_hosts[1].inside[-1], "link", "set", "mspwire", "down").returncode == 0
+        else:
+            job.lose(int(lost))
+        wait_until(lambda: all(process.poll() is not None for process in job.processes), 0.1)
+    finally:
+        codes = finish(job.processes)
+    assert [code for i, code in enumerate(codes) if i != lost] == [7] * (2 if lost == "cable" else 1), job.said
+    assert not any(is_running(pid) for pid in there), "no orphan is left"
+    assert status(run)["exit_code"] == 7 and saved_steps(run)
 
 
 def slurm(tmp_path: Path) -> dict[str, object]:

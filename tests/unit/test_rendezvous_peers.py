@@ -115,6 +115,10 @@ def test_the_dead_rank_is_named(dead_pid: int) -> None:
     assert "--auto-resume" in text
 
 
+def test_hosts_of_one_name_are_numbered() -> None:
+    assert peers_module._told_apart(["a", "b", "a", "a", "b"], ["1", "2", "3", "1", "2"]) == ["a (1)", "b", "a (2)", "a (1)", "b"]
+
+
 def test_a_zombie_has_died() -> None:
     pid = os.fork()
     if pid == 0:
@@ -149,7 +153,7 @@ def roll_call(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, where: list
     said: dict[int, str] = {}
 
     def explain(rank: int) -> None:
-        said[rank] = Peers(hosts, pids, where, [], rank, store).explain(RuntimeError("time is over"))
+        said[rank] = Peers(hosts, pids, where, rank=rank, store=store).explain(RuntimeError("time is over"))
 
     threads = [Thread(target=explain, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -181,7 +185,7 @@ def test_a_store_that_is_gone_leaves_what_this_rank_knows(dead_pid: int) -> None
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=LONG)
     del server
-    text = Peers(["a", "b"], [os.getpid(), dead_pid], [HERE, HERE], [], 0, client).explain(RuntimeError("x"))
+    text = Peers(["a", "b"], [os.getpid(), dead_pid], [HERE, HERE], store=client).explain(RuntimeError("x"))
     assert text.startswith(f"rank 1 (pid {dead_pid} on b) died: a collective failed (x)")
 
 
