@@ -80,7 +80,7 @@ for word in "$@"; do
 done
 
 status="$run_dir/run_status.json"
-before="$([ -n "$run_dir" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
+before="$([ -f "$status" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
 if [ "$nnodes" -gt 1 ]; then
     met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || exit $?
@@ -95,7 +95,7 @@ else
 fi
 "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" --max-restarts "${RESTARTS:-0}" "$@" &
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT
+trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 # a trapped signal interrupts `wait`: wait again until torchrun has ended
 while :; do
     wait "$child"
