@@ -19,6 +19,7 @@ import numpy as np
 from megatron_sp.data.idx_format import DTYPE_CODES, HEADER, MAGIC, VERSION, pread_exact, token_dtype
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
+from megatron_sp.utils.output_file import file_place
 
 if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -50,8 +51,9 @@ class IndexedDatasetWriter:
         self.prefix = os.fspath(prefix)
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {suffix: f"{self.prefix}{suffix}.part-{os.getpid()}" for suffix in (".bin", ".idx")}
         try:
+            self._final = {suffix: os.fspath(file_place(f"{self.prefix}{suffix}")) for suffix in (".bin", ".idx")}
+            self._temporary = {suffix: f"{path}.part-{os.getpid()}" for suffix, path in self._final.items()}
             self._bin: IO[bytes] = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abort()
         except OSError as error:
             raise DiskError(f"{self.prefix}.bin: cannot be written: {error.strerror}") from error
@@ -127,10 +129,10 @@ class IndexedDatasetWriter:
                 idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
                 _sync_and_close(idx)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.prefix + ".idx")
+                os.unlink(self._final[".idx"])
             for suffix in (".bin", ".idx"):
-                os.replace(self._temporary[suffix], self.prefix + suffix)
-            fsync_dir(os.path.dirname(self.prefix) or ".")
+                os.replace(self._temporary[suffix], self._final[suffix])
+                fsync_dir(os.path.dirname(self._final[suffix]))
         except OSError as error:
             self.abort()
             raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error
