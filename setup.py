@@ -67,7 +67,7 @@ setup(
         "pyyaml>=6.0",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-sp = megatron_sp.cli:main"]},
+    entry_points={"console_scripts": ["megatron-sp = megatron_sp.cli:program"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",

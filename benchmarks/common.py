@@ -6,7 +6,6 @@ that a number can be measured again. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -159,8 +158,10 @@ def write_json(path: str | None, benchmark: str, results: dict[str, Any], versio
         "versions": {"python": platform.python_version(), **versions},
         "results": results,
     }
+    from megatron_sp.utils.output_file import write_output_json  # a worker under another interpreter has no need of it
+
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_output_json(path, record)
     print(f"written to {path}")
 
 

@@ -157,4 +157,6 @@ def pack(train_step: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

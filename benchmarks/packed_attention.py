@@ -123,4 +123,6 @@ def measure(ways: dict[str, Callable[[Any], Any]], qkv: Any, grad: Any, rounds: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

@@ -200,4 +200,6 @@ def _row(size: str, world_size: int, result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

@@ -218,4 +218,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

@@ -226,4 +226,6 @@ class Theirs:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

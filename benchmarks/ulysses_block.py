@@ -370,4 +370,6 @@ def count_copies(run: Callable[[], Any], unit: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

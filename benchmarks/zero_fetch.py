@@ -425,4 +425,6 @@ class PerParameter(Sharded):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

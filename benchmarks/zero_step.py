@@ -575,4 +575,6 @@ def make(name: str, model: dict[str, int]) -> Contender:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from megatron_sp import __version__
-from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.errors import EXIT_INTERRUPTED, ReportedError
+from megatron_sp.utils.program import run_program
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -28,11 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReportedError as error:
         print(f"megatron-sp: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
-        return 0
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
+
+
+def program() -> NoReturn:
+    """The console entry: ``main`` and the way out of the process."""
+    run_program(main)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,4 +175,4 @@ def _verify_data(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -84,7 +84,7 @@ for word in "$@"; do
 done
 
 status="$run_dir/run_status.json"
-before="$([ -n "$run_dir" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
+before="$([ -f "$status" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
 # Meet the other hosts, and set `hosts` to torchrun's words for it.
 meet() {
@@ -118,10 +118,10 @@ sys.exit(not (status.get("status") == "running" or status.get("exit_code") == 7)
 signalled=""
 relaunched=0
 while :; do
-    trap - TERM INT # a trap would have to wait until the others have come
+    trap - TERM INT HUP # a trap would have to wait until the others have come
     meet || exit $?
     child=""
-    trap 'signalled=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT
+    trap 'signalled=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT HUP
     MEGATRON_SP_RELAUNCHED=$relaunched "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" \
         --max-restarts "$((restarts - relaunched))" "$@" &
     child=$!

@@ -8,6 +8,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.training.recipe_run import main
+from megatron_sp.utils import output
+from megatron_sp.utils.program import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    output.survive()  # a training is not left undone because nobody takes what is said of it
+    leave(main(sys.argv[1:]))

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_sp import __version__
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.output_file import require_place, write_output_json
+from megatron_sp.utils.program import run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -79,8 +81,8 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
         raise ConfigError("--split is about a data set: it goes with --data-path")
     if config.model.is_bert and (options.last_word or options.choices or options.stride):
         raise ConfigError("--last-word, --choices and --stride are about continuing a text, and this is a BERT: use --data-path or --text")
-    if options.json is not None and not Path(options.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no folder {Path(options.json).resolve().parent}")
+    if options.json is not None:
+        require_place(options.json, "--json")
     return Reading(length, stride, options.batch_size, options.limit)
 
 
@@ -128,8 +130,6 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
     Raises:
         DiskError: the file cannot be written.
     """
-    from megatron_sp.utils.files import atomic_write_json
-
     known = {name: value for name, value in numbers.items() if value is not None}
     for name, value in known.items():
         print(f"{name.replace('_', ' '):18} {value:,}" if isinstance(value, int) else f"{name.replace('_', ' '):18} {value:.6g}")
@@ -137,7 +137,7 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
         return
     finite = {name: value if value is None or abs(value) < float("inf") else None for name, value in numbers.items()}
     try:
-        atomic_write_json(output, {"results": finite, **about})
+        write_output_json(output, {"results": finite, **about})
     except OSError as error:
         raise DiskError(f"--json {output} cannot be written: {error.strerror}") from None
 
@@ -151,4 +151,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_sp.data.classification import GLUE, Example, TextTable, check_labels, labels_of, read_examples
 from megatron_sp.training.arguments import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.program import run_program
 
 _COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group": "group"}
 
@@ -132,4 +133,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -12,7 +12,6 @@ generated, everything else to stderr. The same command gives the same text, and 
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DataError
+from megatron_sp.utils.program import run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -182,13 +182,10 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without the letter shows "?", it does not end the program
     from megatron_sp.training.inference import run_tool
 
     return run_tool(lambda launch: run(options, launch))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -12,6 +12,7 @@ from megatron_sp.config import GROUPS
 from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
+from megatron_sp.utils.program import run_program
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -141,4 +142,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

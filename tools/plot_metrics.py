@@ -11,6 +11,7 @@ did it again), and a dotted line marks the place. Without matplotlib the curves 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
+from megatron_sp.utils.output_file import write_output
+from megatron_sp.utils.program import run_program
 from megatron_sp.utils.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.utils.sparkline import sparkline
 
@@ -81,7 +84,9 @@ def draw(runs: list[History], axis: str, output: Path, title: str | None) -> Non
             _mark_resumes([main, *panels], run, axis, colour if len(runs) > 1 else GREY, first=index == 0)
         _decorate(main, panels, axis, title or (f"{runs[0].name}" if len(runs) == 1 else "loss"))
         try:
-            figure.savefig(output, dpi=160)
+            picture = io.BytesIO()
+            figure.savefig(picture, dpi=160, format=output.suffix[1:].lower())
+            write_output(output, picture.getvalue())
         except OSError as error:
             raise DiskError(f"{output} cannot be written: {error.strerror}; choose another -o") from None
         finally:
@@ -189,4 +194,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.output_file import require_place
+from megatron_sp.utils.program import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:
+        if Path(args.output).absolute().parent.is_dir():  # else it is made
+            require_place(args.output, "--output", only_file=True)
         texts = (text for path in args.input for text in texts_of_jsonl(path, args.json_key))
         if args.type == "wordpiece":
             report = train_wordpiece(texts, args.output, args.vocab_size, args.sample_bytes, lowercase=not args.cased)
@@ -48,4 +52,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -337,4 +337,6 @@ def _cell(found: dict[str, Any] | None, best: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

@@ -374,4 +374,6 @@ def report(label: str, shape: dict[str, int], raw: dict[str, list[dict[str, Any]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron_sp.utils.program import run_program
+
+    run_program(main)

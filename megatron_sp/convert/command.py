@@ -23,7 +23,7 @@ from megatron_sp.convert.options import Options
 from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import require_place, write_output
 
 _MAX_METADATA_MB = 1024
 _RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats of ranks' files
@@ -42,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
         return _run(args)
     except CheckpointError as error:
         raise CheckpointError(_complete(str(error), args)) from None
-    except BrokenPipeError:
-        raise
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -68,7 +66,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _run(args: argparse.Namespace) -> int:
     options = _options(args)
     require_absent(args.output)
-    _require_place(args.report)
+    if args.report is not None:
+        require_place(args.report, "--report")
     if not args.input.is_dir():
         raise CheckpointError(
             f"--input {args.input} is {'a file' if args.input.exists() else 'not there'}: give the folder of a checkpoint"
@@ -163,15 +162,9 @@ def _require_use(args: argparse.Namespace, source: str) -> None:
             )
 
 
-def _require_place(path: Path | None) -> None:
-    """Of --report, before the work is done."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--report {path} must be a file in a folder that exists")
-
-
 def _write_report(path: Path, report: dict[str, Any]) -> None:
     try:
-        atomic_write_text(path, json.dumps(report, indent=1) + "\n")
+        write_output(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise DiskError(f"--report {path} was not written, --output was: {error.strerror or error}") from None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import write_output
 
 WANTED_BYTES = 8_000_000
 LEAST_BYTES = 1_000_000
@@ -89,7 +89,7 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
     lines = [json.dumps({"text": d.text, "source": d.source}) + "\n" for d in documents]
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, "".join(lines))
+        write_output(path, "".join(lines))
     except OSError as error:
         raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
     return len(documents), num_bytes

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.utils.files import atomic_write_json
+from megatron_sp.utils.files import atomic_write_json, require_own
 
 try:
     import fcntl
@@ -116,6 +116,7 @@ def _store(folder: Path, key: str, arrays: Arrays) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
+            require_own(path)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):

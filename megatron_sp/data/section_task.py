@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_sp.data.tokenizers.train import texts_of_jsonl
 from megatron_sp.utils.errors import DataError, DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import write_output
 
 LONGEST, SHORTEST = 480, 200  # characters: about 120 tokens, and enough to tell
 LONG_LINE = 40  # characters
@@ -99,7 +99,7 @@ def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_tra
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, half in task._asdict().items():
             lines = [json.dumps({"label": section, "text": passage}) + "\n" for section, passage in half]
-            atomic_write_text(Path(folder, f"{name}.jsonl"), "".join(lines))
+            write_output(Path(folder, f"{name}.jsonl"), "".join(lines))
     except OSError as error:
         raise DiskError(f"{folder}: cannot be written: {error.strerror}") from error
     return task

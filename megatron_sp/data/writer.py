@@ -23,6 +23,7 @@ from megatron_sp.data import digest_file
 from megatron_sp.data.idx_format import DTYPE_CODES, HEADER, MAGIC, VERSION, pread_exact, token_dtype
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
+from megatron_sp.utils.output_file import file_place
 
 if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -54,9 +55,10 @@ class IndexedDatasetWriter:
         self.prefix = os.fspath(prefix)
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {suffix: f"{self.prefix}{suffix}.part-{os.getpid()}" for suffix in (".bin", ".idx", digest_file.SUFFIX)}
         self._hasher = hashlib.sha256()
         try:
+            self._final = {suffix: os.fspath(file_place(f"{self.prefix}{suffix}")) for suffix in (".bin", ".idx", digest_file.SUFFIX)}
+            self._temporary = {suffix: f"{path}.part-{os.getpid()}" for suffix, path in self._final.items()}
             self._bin: IO[bytes] = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abort()
         except OSError as error:
             raise DiskError(f"{self.prefix}.bin: cannot be written: {error.strerror}") from error
@@ -135,10 +137,10 @@ class IndexedDatasetWriter:
                 _sync_and_close(file)
             for suffix in (digest_file.SUFFIX, ".idx"):
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.prefix + suffix)
+                    os.unlink(self._final[suffix])
             for suffix, temporary in self._temporary.items():
-                os.replace(temporary, self.prefix + suffix)
-            fsync_dir(os.path.dirname(self.prefix) or ".")
+                os.replace(temporary, self._final[suffix])
+                fsync_dir(os.path.dirname(self._final[suffix]) or ".")
         except OSError as error:
             self.abort()
             raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error

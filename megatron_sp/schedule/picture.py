@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_sp.schedule.show import count, is_quiet, line_words, part_words
 from megatron_sp.schedule.survey import Edge, Node, Part, Survey
 from megatron_sp.utils.errors import DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import write_output
 
 _MOST_BARS = 16  # of more ranks, each bar shows as many
 _STYLE = """
@@ -60,7 +60,7 @@ _LEGEND = (("own", "this rank's share"), ("other", "other ranks' shares"), ("who
 def write_picture(found: Survey, path: str | Path) -> None:
     """Write the page. Raises DiskError: it cannot be written."""
     try:
-        atomic_write_text(path, page(found))
+        write_output(path, page(found))
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror}") from None
 

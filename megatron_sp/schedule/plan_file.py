@@ -28,7 +28,7 @@ from megatron_sp.schedule.mesh import AXES
 from megatron_sp.schedule.paths import PathError, expand
 from megatron_sp.schedule.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import write_output
 from megatron_sp.utils.text_file import read_text
 
 SCHEMA = 1
@@ -80,7 +80,7 @@ def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_di
             " behind load()"
         )
     try:
-        atomic_write_text(path, as_text(model, directives, seq_dim))
+        write_output(path, as_text(model, directives, seq_dim))
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -27,6 +27,7 @@ from megatron_sp.training import ignored_flags as dialect
 from megatron_sp.training.config_file import Setting, canonical, read_config_file
 from megatron_sp.training.deepspeed_config import Given, settle
 from megatron_sp.training.deepspeed_keys import read_deepspeed_config
+from megatron_sp.utils import output
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
@@ -74,10 +75,13 @@ def parse_config(
         A normalised and validated configuration; ``ignored_flags`` lists what was accepted without a meaning.
     Raises:
         SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a --dry-run have
-            their own codes). Only rank 0 prints.
+            their own codes; so has an answer that could not be written). Only rank 0 prints.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    prog = prog or os.path.basename(sys.argv[0])
+    with output.checked():
+        return _parse(sys.argv[1:] if argv is None else argv, prog or os.path.basename(sys.argv[0]), description, world_size, family)
+
+
+def _parse(argv: Sequence[str], prog: str, description: str, world_size: int | None, family: str | None) -> Config:
     talks = os.environ.get("RANK", "0") == "0"
     try:
         line = scan(argv)

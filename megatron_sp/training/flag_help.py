@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from typing import Annotated, Any
 
 import tyro
@@ -27,10 +25,9 @@ def print_help(prog: str, description: str) -> None:
     text = f"{description}\n\n{_FOOTER}" if description else _FOOTER
     try:
         tyro.cli(_types(), prog=prog, description=text, args=["--help"], config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff))
-    except SystemExit:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def _types() -> Any:

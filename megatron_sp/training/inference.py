@@ -29,9 +29,9 @@ from megatron_sp.config_rules import inference_violations
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.stored_model import Stored, find_stored
-from megatron_sp.utils.errors import EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.program import leave
 
-EXIT_INTERRUPTED = 130
 _TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
 
 
@@ -204,6 +204,8 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
 def run_tool(body: Callable[[Launch], None]) -> int:
     """Run a tool's work and leave the process group; whatever a user can meet becomes one message and an exit code.
 
+    For the ``main`` of a program that is run by ``run_program``.
+
     Args:
         body: called with this process's place.
     Returns:
@@ -222,9 +224,6 @@ def run_tool(body: Callable[[Launch], None]) -> int:
     except KeyboardInterrupt as error:
         failed, code = error, EXIT_INTERRUPTED
         print(file=sys.stderr)
-    except BrokenPipeError as error:  # the reader of our output has seen enough
-        failed, code = error, EXIT_OK
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         if launch.world_size == 1 or not is_peer_failure(error):
             raise
@@ -233,5 +232,4 @@ def run_tool(body: Callable[[Launch], None]) -> int:
     if failed is None or launch.world_size == 1:
         destroy_process_group()
         return code
-    sys.stdout.flush()
-    os._exit(code)  # a broken process group would hold an orderly exit up
+    leave(code, as_usual=False)  # a broken process group would hold an orderly exit up

@@ -3,8 +3,9 @@
 Nothing in here may stop training: a full or read-only disk costs one warning and the records written meanwhile.
 
 Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: its configuration and where it runs),
-``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's last word), ``save`` and ``prediction`` (beside what was
-measured). Floats that a resumed run must reproduce are also stored as hexadecimal (``loss_hex``), where no digit is lost.
+``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's last word), ``save``, ``prediction`` (beside what was
+measured) and ``lost_output`` (standard output or error could not be written). Floats that a resumed run must reproduce are also stored as
+hexadecimal (``loss_hex``), where no digit is lost.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from megatron_sp.config import LoggingConfig
 from megatron_sp.ops import availability
+from megatron_sp.utils import output
+from megatron_sp.utils.files import open_own
 
 
 class MetricsLog:
@@ -36,8 +39,9 @@ class MetricsLog:
         self._path = run_dir / "metrics.jsonl"
         self._sinks: list[Callable[[dict[str, Any]], None]] = []
         self._closers: list[Callable[[], None]] = []
-        self._warned: set[str] = set()
+        self.lost: dict[str, str] = {}  # what could not be written at least once, and why
         self._is_first = True
+        self._lost_streams: dict[str, str] = {}
         if rank != 0:
             return
         self._sinks.append(self._append)
@@ -48,6 +52,9 @@ class MetricsLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a record; the time is added here."""
+        if (lost := output.lost()) != self._lost_streams:  # nobody may have seen it elsewhere
+            self._lost_streams = lost
+            self.write("lost_output", step=values.get("step", 0), **lost)
         record = {"kind": kind, "time": time.time(), **values}
         for sink in self._sinks:
             self._guard("metrics.jsonl" if sink == self._append else "a tracker", lambda sink=sink: sink(record))  # type: ignore[misc]
@@ -58,10 +65,12 @@ class MetricsLog:
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps({k: _plain(v) for k, v in record.items()}) + "\n"
-        with open(self._path, "ab+") as file:
-            if self._is_first and file.tell() > 0:
+        follows_whole_line = not self._is_first
+        self._is_first = True  # until this one is whole
+        with open_own(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
+            if not follows_whole_line and file.seek(0, os.SEEK_END) > 0:
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a process was killed while it wrote: its half line must not swallow this one
+                if file.read(1) != b"\n":  # a process was killed, or the disk was full: a half line must not swallow this one
                     file.write(b"\n")
             file.write(line.encode())
         self._is_first = False
@@ -90,8 +99,8 @@ class MetricsLog:
         try:
             action()
         except Exception as error:  # whatever a tracker does wrong, training goes on
-            if what not in self._warned:
-                self._warned.add(what)
+            if what not in self.lost:
+                self.lost[what] = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 print(f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True)
 
 

@@ -185,6 +185,3 @@ def main(argv: Sequence[str]) -> int:
     except ReportedError as error:
         print(f"{Path(argv[0]).stem}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK

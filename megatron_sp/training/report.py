@@ -28,6 +28,7 @@ from megatron_sp.training.remedies import head_share
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult
+from megatron_sp.utils.files import atomic_write_text
 
 
 class StepReporter:
@@ -148,7 +149,7 @@ def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResu
         "sample_ids": result.sample_ids, "layer_grad_norms": norms,
     }  # fmt: skip
     try:
-        path.write_text(json.dumps(record, indent=1))
+        atomic_write_text(path, json.dumps(record, indent=1))
     except OSError as error:
         print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
     return path

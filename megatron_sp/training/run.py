@@ -362,6 +362,7 @@ class Run:
         if config.kernels.offload_activations and groups.device.type == "cpu":
             self.console.line("--offload-activations: they are in host memory already, so this costs memory and time, and saves nothing")
         self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
+        self.status.lost = self.metrics.lost
         num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
         self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, self.foresight)
         self.console.line(

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,19 +24,23 @@ from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_grou
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
-from megatron_sp.utils.errors import ConfigError, DiskError, PeerError, ReportedError
+from megatron_sp.utils import output
+from megatron_sp.utils.errors import EXIT_OK, ConfigError, DiskError, PeerError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
+from megatron_sp.utils.program import leave
 
 
 class RunStatus:
     """``run_status.json`` of a run: what a script reads after torchrun has ended.
 
-    Written by rank 0, and by a surviving rank when rank 0 is the one that died.
+    Written by rank 0, and by a surviving rank when rank 0 is the one that died: others write failures alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         self.path: Path | None = None
         self.fields: dict[str, Any] = {}
+        self.lost: dict[str, str] = {}  # what else cannot be written, and why
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "run_status.json"
@@ -48,23 +52,26 @@ class RunStatus:
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
         """Replace the file; trouble with the disk is not worth stopping for."""
         self.fields.update(fields)
-        if self.path is None:
+        if self.path is None or (self._rank != 0 and status != "failed"):
             return
         record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
+        if lost := {**output.lost(), **self.lost}:
+            record["lost_output"] = lost
         try:
             atomic_write_json(self.path, record)
         except OSError as error:
             print(f"warning: {self.path} cannot be written: {error}", file=sys.stderr)
 
 
-def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
-    """Run ``body`` and exit the process with its code; never returns.
+def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
+    """Run ``body`` and leave the process with its code (``utils/program.py``); never returns.
 
     Args:
         body: does the work, returns the exit code; it opens the status once the run folder is known.
         launch: this process's place.
     """
-    status = RunStatus()
+    output.survive()
+    status = RunStatus(launch.rank)
     held: list[Exception] = []  # to the end: collectives that were under way in its frames are not worth a warning
     try:
         code = body(status)
@@ -91,12 +98,9 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         status.write("failed", code, message)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == 0:
+    if code == EXIT_OK:
         destroy_process_group()
-        sys.exit(0)
-    os._exit(code)  # a broken process group would hold an orderly exit up
+    leave(code, as_usual=not held)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

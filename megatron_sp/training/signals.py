@@ -12,6 +12,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from megatron_sp.utils.output import complain
+
 _ECHO_SECONDS = 2.0  # a Ctrl-C reaches us from the terminal and again from torchrun
 
 
@@ -24,7 +26,9 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # nohup
+                continue
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
@@ -35,8 +39,8 @@ class StopSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.requested and now - self._first > _ECHO_SECONDS:
-            os.write(2, b"second signal: leaving at once, the last checkpoint stays valid\n")
+            complain("second signal: leaving at once, the last checkpoint stays valid")
             os._exit(128 + number)
         if not self.requested:
             self.requested, self._first = True, now
-            os.write(2, b"stop requested: saving after this step (a second signal leaves at once)\n")
+            complain("stop requested: saving after this step (a second signal leaves at once)")

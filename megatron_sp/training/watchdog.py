@@ -5,15 +5,17 @@ The collectives' own timeout ends the ranks that wait; this ends, with a stack d
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_sp.utils.errors import EXIT_PEER
+from megatron_sp.utils.files import open_own
+from megatron_sp.utils.output import complain
 
 
 class Watchdog:
@@ -57,14 +59,15 @@ class Watchdog:
     def _end(self) -> None:
         message = f"rank {self._rank}: no progress in '{self._what}' for {self._timeout_s:.0f} s"
         try:
-            with open(self._report, "w") as file:
-                file.write(message + "\n")
+            with open_own(self._report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+                file.write(f"{message}\n".encode())
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             message += f": the stacks of this rank are in {self._report}"
         except OSError:
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(2, all_threads=True)
         message += ". Raise --distributed-timeout-minutes if a step may take that long."
-        os.write(2, f"{message}\n".encode())
+        complain(message)
         self._on_end(message)
         os._exit(EXIT_PEER)

@@ -11,11 +11,14 @@ import errno
 import json
 import os
 import shutil
+import stat
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)  # file systems that cannot open or sync a folder
+
+_MODES = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "rb+"}
 
 
 def fsync_dir(path: str | Path) -> None:
@@ -48,16 +51,71 @@ def write_synced(path: str | Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def atomic_write_text(path: str | Path, text: str) -> None:
-    """Replace a file by this text (UTF-8): readers see the old contents or the new ones, even across a power cut.
+def open_own(path: str | Path, flags: int) -> BinaryIO:
+    """Open a file that belongs to us, such as a run's: no link is followed, and nothing but a regular file is opened, or waited for.
 
+    Raises:
+        OSError: as any open; or it is a link, a folder, a FIFO, a device or a socket, which ``strerror`` says.
+    """
+    require_own(path)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return cast("BinaryIO", open(fd, _MODES[flags & (os.O_WRONLY | os.O_RDWR)]))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def require_own(path: str | Path) -> None:
+    """Of a file that we are about to write, or read, as ours.
+
+    Raises:
+        OSError: it is there, and it is no regular file; ``strerror`` says what it is.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and should be a file", str(path))
+
+
+def kind_of(mode: int) -> str:
+    """What a file is that is no regular one, in words."""
+    kinds = {
+        stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a disk",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Replace a file of ours by this text (UTF-8): readers see the old contents or the new ones, even across a power cut.
+
+    For what a flag names there is ``utils/output_file.py``.
+
+    Raises:
+        OSError: nothing was replaced, and no temporary file is left; also where the path is a link, or anything else but a file.
+    """
+    require_own(path)
+    atomic_replace(Path(path), text.encode("utf-8"))
+
+
+def atomic_replace(path: Path, data: bytes, *, keep_mode: bool = False) -> None:
+    """What the two above have in common: the caller has seen that the path is free, or a regular file.
+
+    Args:
+        keep_mode: the permissions of the old file are the new one's.
     Raises:
         OSError: nothing was replaced, and no temporary file is left.
     """
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        write_synced(temporary, text.encode("utf-8"))
+        write_synced(temporary, data)
+        if keep_mode:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode) & 0o777)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

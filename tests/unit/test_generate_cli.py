@@ -171,7 +171,7 @@ def test_help_needs_no_torch() -> None:
 def test_closed_output_ends_quietly(byte_run: tuple[Path, GPTModel]) -> None:
     command = f"{sys.executable} tools/generate.py --load {byte_run[0]} --device cpu --num-threads 1 --prompt ab --num-samples 500"
     run = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], cwd=REPOSITORY, capture_output=True, text=True)
-    assert run.stdout == "--- 1 ---\n" and "Traceback" not in run.stderr and run.returncode == 0, json.dumps([run.returncode, run.stderr])
+    assert run.stdout == "--- 1 ---\n" and "Traceback" not in run.stderr and run.returncode == 141, json.dumps([run.returncode, run.stderr])
 
 
 def test_output_that_cannot_show_a_letter_shows_a_question_mark(byte_run: tuple[Path, GPTModel]) -> None:

@@ -10,10 +10,8 @@ WordPiece: the tokenizers library, on the same lines; the result is a ``vocab.tx
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +22,8 @@ from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, well_formed
 from megatron_sp.data.tokenizers.wordpiece import CONTINUES, SPECIAL, BertWordPieceTokenizer, wordpiece_model
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
-from megatron_sp.utils.files import fsync_dir, write_synced
+from megatron_sp.utils.files import atomic_replace
+from megatron_sp.utils.output_file import file_place
 
 SAMPLE_BYTES = 8_000_000
 """Text that is enough to learn pieces from; more costs time and changes little."""
@@ -180,14 +179,8 @@ def _report(tokenizer: Tokenizer, lines: list[str]) -> TrainReport:
 
 
 def _write(path: Path, contents: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        write_synced(temporary, contents)
-        os.replace(temporary, path)
-        fsync_dir(path.parent)
+        atomic_replace(file_place(path), contents, keep_mode=True)  # it is read again
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise DiskError(f"{path}: cannot be written: {error.strerror}") from error

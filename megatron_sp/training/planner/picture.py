@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megatron_sp.training.hardware import GIB
 from megatron_sp.training.planner.report import KINDS, memory_by_kind
 from megatron_sp.training.planner.search import Candidate
 from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.output_file import require_place, write_output
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#56B4E9", "reserve": "#C9C9C9"}
@@ -25,8 +27,7 @@ def check_picture(path: Path) -> None:
     """
     if not availability.find("matplotlib").available:
         raise ConfigError("--picture needs matplotlib: pip install 'megatron-sp[plot]', or leave it out: the bars stand in the text too")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: {'this is a folder' if path.is_dir() else f'there is no folder {path.parent}'}; give a file")
+    require_place(path, "--picture")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {path}: the name must end in .png, .svg or .pdf")
 
@@ -54,7 +55,9 @@ def draw(best: Sequence[Candidate], path: Path, title: str) -> None:
     for axes in (memory, speed):
         axes.spines[["top", "right"]].set_visible(False)
     try:
-        figure.savefig(path, dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
+        write_output(path, picture.getvalue())
     except OSError as error:
         raise DiskError(f"--picture {path} cannot be written: {error.strerror or error}") from None
 

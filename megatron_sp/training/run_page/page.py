@@ -24,7 +24,7 @@ from megatron_sp.training.run_page.reading import RunFiles, read_run
 from megatron_sp.training.run_page.summary import comparison, header, tiles
 from megatron_sp.training.run_page.time_section import time_section
 from megatron_sp.utils.errors import DiskError
-from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.output_file import write_output
 
 _HERE = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
     runs = [read_run(path) for path in paths]
     name_apart(runs)
     try:
-        atomic_write_text(output, page(runs, time.time()).encode("utf-8", "replace").decode())  # file names need not be text
+        write_output(output, page(runs, time.time()).encode("utf-8", "replace").decode())  # file names need not be text
     except OSError as error:
         raise DiskError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return runs

@@ -1,0 +1,183 @@
+"""Standard output and standard error, which may be full, closed, or a terminal that has gone.
+
+A training run must not end because nobody takes what it says: ``survive()`` puts streams in their place that drop what cannot be written
+and remember why. A program whose output is its result must not claim success then: within ``checked()`` the first failure of standard
+output ends the program with a code and, where standard error still works, a sentence; a closed pipe ends it quietly, as it ends ``cat``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_sp.utils.errors import EXIT_DISK
+
+EXIT_READER_GONE = 128 + signal.SIGPIPE  # as the shell reports programs that SIGPIPE ends
+_NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class OutputLost(SystemExit):
+    """Standard output could not be written, and it was the program's result; ends the program with ``code``."""
+
+
+class Stream:
+    """A text stream whose writes never raise an error of the system.
+
+    A letter that its encoding has not is written as "?".
+
+    Args:
+        stream: None where it was closed before the program began.
+        name: stdout or stderr.
+        is_result: a failure ends the program (``OutputLost``).
+    """
+
+    def __init__(self, stream: Any, name: str, is_result: bool) -> None:
+        self._stream, self._name, self.is_result = stream, name, is_result
+        self.error: OSError | None = None  # the first
+
+    def write(self, text: str) -> int:
+        try:
+            self._opened().write(text)
+        except UnicodeEncodeError as error:
+            return self.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        except (OSError, ValueError) as error:
+            self._failed(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._failed(error)
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream is not None and bool(self._stream.isatty())
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        return int(self._opened().fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_stream"), name)
+
+    def _opened(self) -> Any:
+        if self._stream is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return self._stream
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        is_first = self.error is None
+        if self.error is None:  # a ValueError: somebody has closed it
+            self.error = error if isinstance(error, OSError) else OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if not is_first:
+            return
+        reason, name = self.error.strerror or str(self.error), _NAMES[self._name]
+        if not self.is_result:
+            _say_elsewhere(self._name, f"warning: {name} cannot be written ({reason}): what this program says there is lost, it goes on")
+            return
+        if self.error.errno != errno.EPIPE:
+            _say_elsewhere(self._name, f"error: {name} cannot be written: {reason}")
+        self.require()
+
+    def require(self) -> None:
+        """Raises OutputLost: it was the result, and some of it is lost."""
+        if self.is_result and self.error is not None:
+            raise OutputLost(EXIT_READER_GONE if self.error.errno == errno.EPIPE else EXIT_DISK)
+
+
+def survive() -> None:
+    """From here on nothing that this process prints can end it; for a process that prints beside its work."""
+    _fill_standard_descriptors()
+    for name in _NAMES:
+        stream = getattr(sys, name)
+        if isinstance(stream, Stream):
+            stream.is_result = False
+        else:
+            setattr(sys, name, Stream(stream, name, is_result=False))
+
+
+def lost() -> dict[str, str]:
+    """Why standard output and standard error could not be written since ``survive()``, by name; empty where they could."""
+    streams = {name: getattr(sys, name) for name in _NAMES}
+    return {
+        name: stream.error.strerror or str(stream.error)
+        for name, stream in streams.items()
+        if isinstance(stream, Stream) and stream.error is not None
+    }
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Around what a program prints as its result: all of it has been taken when this is left.
+
+    Raises:
+        OutputLost: standard output could not be written; what was written to it since is dropped.
+    """
+    _fill_standard_descriptors()
+    before = {name: getattr(sys, name) for name in _NAMES}
+    if any(isinstance(stream, Stream) for stream in before.values()):  # within another one
+        yield
+        return
+    ours = {name: Stream(stream, name, is_result=name == "stdout") for name, stream in before.items()}
+    for name, stream in ours.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        try:
+            for stream in ours.values():
+                stream.flush()
+        finally:
+            for name, stream in ours.items():
+                setattr(sys, name, before[name])
+                if stream.error is not None:
+                    _silence(before[name])
+        ours["stdout"].require()
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error, whatever becomes of it; from a signal handler or a thread, too."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _say_elsewhere(name: str, text: str) -> None:
+    """On the other of the two streams, if that one works."""
+    other = getattr(sys, "stdout" if name == "stderr" else "stderr", None)
+    if name == "stderr" and isinstance(other, Stream) and other.is_result:
+        return  # a result is not to be mixed with it
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        other.write(f"{text}\n")  # type: ignore[union-attr]
+        other.flush()  # type: ignore[union-attr]
+
+
+def _silence(stream: Any) -> None:
+    """What is left in its buffer goes nowhere, or the interpreter would complain of it at its end and change the exit code."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _fill_standard_descriptors() -> None:
+    """Descriptors 0 to 2 are open, so that no file of ours gets one of them and with it what is said to people."""
+    for wanted in range(3):
+        try:
+            os.fstat(wanted)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != wanted:
+                os.dup2(opened, wanted)
+                os.close(opened)

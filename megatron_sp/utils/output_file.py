@@ -1,0 +1,118 @@
+"""Writing the file that a flag names, which may be anything: ``--output``, ``--json``, ``--html``, ``--report``, ``--picture``.
+
+A regular file is replaced at once or not at all, and keeps its permissions; a link to one stays, and what it points to is replaced. A FIFO,
+a terminal or another character device is written into (``/dev/stdout`` too), as a shell's ``>`` does, and never replaced. A folder, a
+socket, a disk and a link that leads nowhere near a file are refused in words. Files that are our own follow other rules:
+``utils/files.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.files import atomic_replace, kind_of
+
+_MOST_LINKS = 40
+_OPEN_FILES = ("/dev/fd/", "/proc/")  # names of what is open already: /dev/stdout is a link to one
+
+
+def require_place(path: str | Path, flag: str, *, only_file: bool = False) -> None:
+    """Before the work is done: can this be written at its end?
+
+    Args:
+        only_file: a FIFO or a device will not do.
+    Raises:
+        ConfigError: there is no such folder, or the path is one, or a disk, a socket, or links in a circle.
+    """
+    try:
+        place = file_place(path) if only_file else regular_place(path)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None
+    if place is not None and not place.parent.is_dir():
+        folder = place.parent if os.path.islink(path) else Path(path).parent
+        raise ConfigError(f"{flag} {path} cannot be written: there is no folder {folder}")
+
+
+def regular_place(path: str | Path) -> Path | None:
+    """Where the regular file is, or will be, that this path leads to; None: it is no such file, and is to be written into.
+
+    Raises:
+        OSError: it is neither; ``strerror`` says what it is.
+    """
+    if _is_open_already(path):
+        return None
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISREG(mode):
+        return Path(os.path.realpath(path))
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        return None
+    raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind_of(mode)}; give a file", str(path))
+
+
+def write_output(path: str | Path, data: str | bytes) -> None:
+    """Write a file, or into what there is.
+
+    Args:
+        data: text is written as UTF-8.
+    Raises:
+        OSError: a file is as it was; ``strerror`` says why.
+    """
+    data = data.encode("utf-8") if isinstance(data, str) else data
+    place = regular_place(path)
+    if place is None:
+        _write_into(path, data)
+    else:
+        atomic_replace(place, data, keep_mode=True)
+
+
+def write_output_json(path: str | Path, value: Any) -> None:
+    """``write_output`` of indented JSON with a newline at its end."""
+    write_output(path, json.dumps(value, indent=2) + "\n")
+
+
+def file_place(path: str | Path) -> Path:
+    """``regular_place`` of what can only be a file, because it is not written in one go.
+
+    Raises:
+        OSError: as that; also for a FIFO or a device.
+    """
+    place = regular_place(path)
+    if place is None:
+        raise OSError(errno.EINVAL, "it is a FIFO or a device; give a file", str(path))
+    return place
+
+
+def _is_open_already(path: str | Path) -> bool:
+    name = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        if name.startswith(_OPEN_FILES):
+            return True
+        if not os.path.islink(name):
+            return False
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
+    return False
+
+
+def _write_into(path: str | Path, data: bytes) -> None:
+    try:  # not waiting for a FIFO's reader, who may never come
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "nobody reads this FIFO: start its reader first", str(path)) from None
+    with open(fd, "wb", buffering=0) as file:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        os.set_blocking(fd, True)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
