@@ -24,7 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from core_toys import Toy
-from preset_models import FAMILIES, batch_of, make
+from preset_models import FAMILIES, batch_of, covers, make
 from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -38,7 +38,8 @@ from megatron_sp.utils.errors import ConfigError
 
 Mutant = tuple[str, list[Directive]]
 #: (family, tp_seq as well as sp)
-CASES = [*((name, False) for name in ("core", *FAMILIES) if name != "t5"), *((name, True) for name in FAMILIES if name != "t5")]
+COVERED = [name for name in FAMILIES if covers(name, sp=2, tp=2, seq=True)]
+CASES = [*((name, False) for name in ("core", *COVERED)), *((name, True) for name in COVERED)]
 SIZES = {False: (1, 2), True: (2, 2)}
 PREFACE = """\
 # Mutants of lines about sequences
@@ -172,7 +173,7 @@ def said(s: Schedule, lines: list[Directive], batch: dict[str, Any]) -> str:
 def is_right(name: str, seq: bool, what: str) -> bool:
     """Whether a mutant is another way to say the same, as verify() finds; everything else is a mistake."""
     name = name.partition("+")[0]
-    per_token = name in ("bert", "roberta")
+    per_token = name in ("bert", "roberta", "modernbert")
     return what in {
         "ulysses: between blocks",
         "sum_gradients at self_attn.{q,k}_norm: left out",  # a region sums them, and without tp there is nothing to sum

@@ -12,207 +12,41 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.parallel.regions import gather_from
-from megatron_sp.schedule import forwards
+from megatron_sp.schedule import forwards, local_rules
+from megatron_sp.schedule.applied import Applied
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.guards import guard_shares, mark, original, require_whole
+from megatron_sp.schedule.guards import guard_shares, mark, require_whole
+from megatron_sp.schedule.head_counts import implied
 from megatron_sp.schedule.hooks import change_input, change_output
 from megatron_sp.schedule.kinds import Kind, find_kind, kind_of
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.randomness import Streams, around
 from megatron_sp.schedule.recompute import recompute
-from megatron_sp.schedule.records import HEADS, HIDDEN, RegionLength, change_records, require_named
+from megatron_sp.schedule.records import RegionLength
 from megatron_sp.schedule.soundness import no_parameter, require_axis, require_plain, require_sound, without_fast_paths
 from megatron_sp.schedule.splits import Split, check_tied, collect, make_split, names_of, put, replaced, spec_of, take, tensor_of
 from megatron_sp.schedule.syncs import make_change
 from megatron_sp.schedule.ulysses import Ulysses
+from megatron_sp.schedule.undo import whole_or_not_at_all
 from megatron_sp.schedule.zero import ZeroTraining
 from megatron_sp.utils.errors import ConfigError
-
-
-@dataclass
-class Applied:
-    """What has become of a model.
-
-    Attributes:
-        model: itself.
-        mesh: over which it is split.
-        specs: where each parameter lies in the whole one, by its first name; ``sums`` of those whose gradient is summed over tp.
-        splits: by name, of all names of split parameters.
-        ulysses: how sequences are cut over sp; None: they are not.
-        zero: who has the parameters, gradients and the optimizer's state; None: the modules have.
-        seq_dim: of activations, over positions.
-        region: how long the sequence was that was cut over tp.
-    """
-
-    model: nn.Module
-    mesh: Mesh
-    specs: dict[str, ShardSpec]
-    splits: dict[str, Split] = field(default_factory=dict)
-    ulysses: Ulysses | None = None
-    zero: ZeroTraining | None = None
-    seq_dim: int = 1
-    region: RegionLength = field(default_factory=RegionLength)
-
-    def complete(self, result: Any) -> Any:
-        """The model's result with all positions, where this rank has computed its own only. Collective over sp and tp.
-
-        Of a transformers result ``hidden_states`` and ``attentions`` are made whole too, if it was asked for them. A loss made of it, the
-        same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
-
-        Raises:
-            ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
-        """
-        if self.ulysses is not None:
-            self.ulysses.complete_heads(result)
-        tp = self.mesh.tp
-        if tp.size() > 1:
-            heads = getattr(getattr(self.model, "config", None), "num_attention_heads", None)
-            require_named(result, partial(self._is_record_share, heads))
-            change_records(result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t)
-            dim, length = self.seq_dim, self.region.positions
-            change_records(result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t)
-        return result if self.ulysses is None else self.ulysses.complete(result)
-
-    def _is_record_share(self, heads: int | None, t: Tensor) -> bool:
-        """Whether it looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
-        size, length = self.mesh.tp.size(), self.region.positions
-        cut = t.ndim == 3 and length > 0 and t.shape[self.seq_dim] * size == length
-        return cut or (t.ndim == 4 and t.shape[1] * size == heads and t.shape[2] == t.shape[3])
-
-    def finish_backward(self) -> None:
-        """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.
-
-        For a training loop of one's own, once after the last backward pass of a step; the loss is divided by the number of tokens of all
-        ranks. The project's own loop and ZeRO do it themselves.
-        """
-        if self.zero is not None:
-            self.zero.finish()
-            return
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                continue
-            self.sum_parts(name, parameter.grad)
-            all_reduce(parameter.grad, self.mesh.dp_sp)
-
-    def sum_parts(self, name: str, grad: Tensor) -> None:
-        """Over tp, in place, of one parameter."""
-        for part in self.specs[name].sums:
-            view = grad.narrow(self.specs[name].dim, part.start, part.length) if grad.ndim else grad
-            places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
-            places[part.slot] = view
-            view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
-
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient there is, after ``finish_backward``. Collective with ZeRO."""
-        if self.zero is not None:
-            return self.zero.gradients_of_all()
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
-        spec = self.specs[name]
-        made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
-        if name in self.splits:
-            for offsets, piece in spec.pieces(local) if spec.counted else ():  # of several copies one counts
-                made[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
-            return all_reduce(made, self.mesh.tp)
-        return made.copy_(local)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Everything under the model's own names and shapes, on every rank, as before ``apply()``. Collective over tp."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        found, made = {}, dict[int, Tensor]()
-        sharded = {} if self.zero is None else self.zero.parameters()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in names:
-                if id(tensor) not in made:
-                    first = names[id(tensor)]
-                    made[id(tensor)] = self.whole(first, sharded.get(first, tensor.detach()))
-                found[name] = made[id(tensor)]
-            else:
-                found[name] = self.whole(name, tensor.detach()) if name in self.splits else tensor.detach()
-        return found
-
-    def load_full(self, state: dict[str, Tensor]) -> None:
-        """Take whole tensors, such as ``full_state_dict`` returns. What is on the meta device is made here, of this rank's size.
-
-        Raises:
-            ConfigError: one is missing, or has another shape; or a buffer without numbers is not among them.
-        """
-        if self.zero is not None:
-            raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
-        names = names_of(self.model)
-        for name, parameter in list(self.model.named_parameters()):
-            if name not in state or tuple(state[name].shape) != self.specs[name].shape:
-                found = list(state[name].shape) if name in state else "missing"
-                raise ConfigError(f"{name} must be {list(self.specs[name].shape)}, and is {found}")
-            part = self._part(name, state[name])
-            if parameter.is_meta:
-                new = replaced(parameter, part.detach().to(parameter.dtype).clone())
-                for alias in names[id(parameter)]:
-                    put(self.model, alias, new)
-                continue
-            with torch.no_grad():
-                parameter.copy_(part)
-        for name, buffer in list(self.model.named_buffers()):
-            if buffer.is_meta:
-                self._fill(name, buffer, state)
-            elif name in state:
-                buffer.copy_(self._part(name, state[name]))
-
-    def _fill(self, name: str, buffer: Tensor, state: dict[str, Tensor]) -> None:
-        """Raises ConfigError: nobody knows the numbers of a buffer that was made on the meta device."""
-        if name not in state:
-            raise ConfigError(
-                f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model with its buffers"
-                " (schedule.slapo.init_empty_weights() leaves them, torch.device('meta') does not)"
-            )
-        path, _, last = name.rpartition(".")
-        self.model.get_submodule(path)._buffers[last] = self._part(name, state[name]).to(buffer.dtype).clone()
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        split = self.splits.get(name)
-        return whole if split is None else take(whole, self.specs[name], split, self.mesh.tp.size())
-
-    def save_pretrained(self, folder: str | Path, **more: Any) -> None:
-        """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
-
-        Args:
-            more: for the model's own ``save_pretrained``.
-        Raises:
-            ConfigError: the model has none.
-        """
-        save = original(self.model, "save_pretrained")
-        if save is None:
-            raise ConfigError(
-                f"{type(self.model).__name__} has no save_pretrained: it is no model of transformers; save full_state_dict() as you like"
-            )
-        state = self.full_state_dict()
-        if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
-            save(folder, state_dict=dict(state), **more)  # it empties what it is given
-        for group in (self.mesh.dp_sp, self.mesh.tp):  # nobody reads before it is written
-            all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)
 
 
 class _Compiler:
     """The state of one ``apply``."""
 
     def __init__(
-        self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, also: Callable[[], None], multiple: int | None = None
+        self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool, multiple: int | None = None
     ) -> None:
-        self.also, self.multiple = also, multiple
+        self.rules, self.multiple = rules, multiple
         self.model, self.directives, self.mesh, self.seq_dim = model, directives, mesh, seq_dim
         self.group, self.size = mesh.tp, mesh.tp.size()
         self.splits: dict[str, Split] = {}
@@ -234,8 +68,14 @@ class _Compiler:
 
     def run(self) -> Applied:
         require_whole(self.model)
+        if self.rules:
+            local_rules.require_in_order(self.model, self.directives, self.mesh)
         self.replace()
-        self.set_attributes()
+        # what is asked looks at the model's numbers, so all of it comes before any number is another
+        if self.rules:
+            local_rules.require(self.model, self.directives, self.mesh)
+        self.directives = [*self.directives, *implied(self.model, self.each("shard", "column", "row", "set"), self.size)]
+        counts = self.counts()
         asked = list(self.asked())
         self.splits = collect(asked)
         self.extend_to_aliases()
@@ -244,10 +84,11 @@ class _Compiler:
         whole_shapes |= {name: tuple(b.shape) for name, b in self.model.named_buffers() if name in self.splits}
         self.check_biases()
         self.check_layers()
-        self.also()
-        mark(self.model)
+        self.set_attributes()
+        if self.directives:
+            mark(self.model)
         self.split()
-        self.exchange_forwards(whole_shapes)
+        self.exchange_forwards(whole_shapes, counts)
         self.put_syncs()
         self.put_regions()
         self.find_summed()
@@ -257,7 +98,8 @@ class _Compiler:
         without_fast_paths(self.model, {path for _, path, _ in self.each("shard", "column", "row", "vocab_parallel")})
         ulysses = self.cut_sequences()
         specs = self.specs(whole_shapes)
-        made = Applied(self.model, self.mesh, specs, self.splits, ulysses, self.shard(specs), self.seq_dim, self.length)
+        zero = self.shard(specs)
+        made = Applied(self.model, self.mesh, specs, self.splits, ulysses, zero, self.seq_dim, self.length, self.directives)
         if (self.splits and self.size > 1) or (made.zero is not None and made.zero.comes_and_goes):
             guard_shares(self.model)
         return made
@@ -423,7 +265,13 @@ class _Compiler:
 
     # layers
 
-    def exchange_forwards(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def counts(self) -> dict[tuple[int, str], int]:
+        """Attributes that count what is split (groups, channels), by module, as the whole model has them."""
+        kinds = {id(module): (module, find_kind(module)) for module in self.model.modules()}
+        return {(key, name): getattr(m, name) for key, (m, kind) in kinds.items() if kind is not None for name in kind.divided}
+
+    def exchange_forwards(self, shapes: dict[str, tuple[int, ...]], counts: dict[tuple[int, str], int]) -> None:
+        """Args: shapes, counts: of the whole model."""
         options = {id(module): (d.do, d.args) for d, _, module in self.each("column", "row", "vocab_parallel")}
         hooked = {id(module) for _, _, module in self.each("hook")}
         for path, module in self.model.named_modules():
@@ -443,12 +291,12 @@ class _Compiler:
                 rows = shapes[_joined(path, "weight")][kind.out_dims["weight"]]
                 module.forward = forwards.vocab_head(module, kind, self.group, rows)  # type: ignore[method-assign]
             elif rows_out:
+                for name in kind.divided:
+                    setattr(module, name, counts[id(module), name] // self.size)
                 self.make_column(path, module, kind, args, asked=do == "column")
 
     def make_column(self, path: str, module: nn.Module, kind: Kind, args: dict[str, Any], *, asked: bool) -> None:
         self.follow(module, kind, kind.out_attribute, kind.out_dims[kind.main])
-        for name in kind.divided:
-            setattr(module, name, getattr(module, name) // self.size)
         copies, gathers = asked and args.get("input", "copy") == "copy" and not kind.by_channel, bool(args.get("gather"))
         if gathers and self.splits[_joined(path, kind.main)].copies > 1:
             raise ConfigError(f"{path}: gather joins every rank's heads, and here ranks have copies of the same: leave gather out")
@@ -633,16 +481,17 @@ def length_multiple(directives: list[Directive], sp: int, tp: int) -> int:
 
 
 def apply(
-    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, also: Callable[[], None] = lambda: None,
-    multiple: int | None = None,
-) -> Applied:  # fmt: skip
-    """Change a model as these lines say.
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True, multiple: int | None = None
+) -> Applied:
+    """Change a model as these lines say, or, whatever is raised, not at all.
 
     Args:
-        also: more to ask, when it is known what is split and before anything is.
+        rules: ask what the lines must be among themselves; who looks at a part of the lines, or measures wrong ones, does not.
         multiple: do what ``ulysses()`` asks on one rank, too, and pad lengths to a multiple of this: what a run on several ranks is
             compared with, step by step (default: one rank does nothing).
     Raises:
         ConfigError: a line that cannot be.
     """
-    return _Compiler(model, directives, mesh, seq_dim, also, multiple).run()
+    brought = [d.args["new"] for d in directives if d.do == "replace" and isinstance(d.args["new"], nn.Module)]
+    with whole_or_not_at_all(model, *brought):
+        return _Compiler(model, directives, mesh, seq_dim, rules=rules, multiple=multiple).run()

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_sp.schedule import local_rules, units, zero
+from megatron_sp.schedule.decision import decide
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.dry_run import Flow, dry_run, dry_run_over_dp, dry_run_over_sp
 from megatron_sp.schedule.layouts import Layout, LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
+from megatron_sp.utils.errors import ConfigError
 
 
 @dataclass
@@ -71,19 +72,30 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     Raises:
         LayoutError: what is wrong, where, because of which line.
     """
-    local_rules.require(model, directives, mesh, uses_sp=True)
-    for line in directives:
-        if line.do == "zero":
-            zero.read(line.args, line.where)
-            units.find_blocks(model, line.args.get("blocks"))
+    decide(model, directives, mesh, seq_dim)
+    return follow(model, directives, mesh, seq_dim, batch)
+
+
+def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
+    """The second half of ``check``: let layouts flow through the model; ``decide`` has let these lines pass."""
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
         return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
     if any(d.do == "hook" for d in directives):
         why = "what functions at hooks do between ranks is not known"
         return Report(warnings=[f"no dry run: {why}; verify() sees it"], dry=False, why_not=why)
-    flow = dry_run(model, directives, mesh, seq_dim, batch)
+    not_followed = ""
+    try:
+        flow = dry_run(model, directives, mesh, seq_dim, batch)
+    except LayoutError:
+        raise
+    except ConfigError as error:
+        if not any(d.do == "ulysses" for d in directives):  # which pads what this dry run cannot share
+            raise
+        not_followed = str(error)
     over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
+    if not_followed:
+        return Report(warnings=[f"no dry run over tp: {not_followed}"], dry=False, why_not=not_followed)
     report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
     report.derived = _derived(flow, directives) | _derived(over_sp, directives)
     _follow_dp(report, model, directives, mesh, seq_dim, batch)
@@ -156,14 +168,20 @@ def says_random(model: nn.Module, directives: list[Directive], path: str, axis: 
 
 
 def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
-    """Token ids, as long as ranks can share them, with labels where the model takes some, or images; None: nothing is known of it."""
+    """Token ids, as long as ranks can share them, with labels where the model takes some, images, both, or sound; None: not known."""
     names = inspect.signature(model.forward).parameters
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    text: Any = getattr(config, "text_config", None)
+    if "input_ids" in names and text is not None and (pixels := _pixels(model, getattr(config, "vision_config", None))) is not None:
+        return {"input_ids": _ids(text, mesh), **pixels}
+    vocabulary = getattr(config, "vocab_size", None)
     if (image := _image(model)) is not None:
         return image
+    if (sound := _sound(model, mesh)) is not None:
+        return sound
     if "input_ids" not in names or not isinstance(vocabulary, int):
         return None
-    ids = (torch.arange(3 * 4 * mesh.tp.size() * mesh.sp.size()) % vocabulary).reshape(3, -1)
+    ids = _ids(config, mesh)
     made = {"input_ids": ids}
     head = type(model).__name__
     if "labels" in names and ("LMHead" in head or "CausalLM" in head or "MaskedLM" in head):
@@ -171,14 +189,30 @@ def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
     return made
 
 
+def _sound(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
+    """Features of sound as long as the configuration says, and what is said in it."""
+    config: Any = getattr(model, "config", None)
+    mels, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if "input_features" not in inspect.signature(model.forward).parameters or not isinstance(mels, int) or not isinstance(positions, int):
+        return None
+    made = {"input_features": torch.zeros(3, mels, 2 * positions)}
+    return made | ({"decoder_input_ids": _ids(config, mesh)} if "decoder_input_ids" in inspect.signature(model.forward).parameters else {})
+
+
+def _ids(config: Any, mesh: Mesh) -> torch.Tensor:
+    return (torch.arange(3 * 4 * mesh.tp.size() * mesh.sp.size()) % config.vocab_size).reshape(3, -1)
+
+
 def _image(model: nn.Module) -> dict[str, Any] | None:
     """An input of a model that wants pixels alone, of the size in its configuration."""
-    parameters = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)
+    return None if "input_ids" in inspect.signature(model.forward).parameters else _pixels(model, getattr(model, "config", None))
+
+
+def _pixels(model: nn.Module, config: Any) -> dict[str, Any] | None:
     size: Any = getattr(config, "image_size", None)
     channels: Any = getattr(config, "num_channels", None)
     sides = [size, size] if isinstance(size, int) else list(size) if isinstance(size, (tuple, list)) else []
     is_known = len(sides) == 2 and all(isinstance(n, int) for n in (*sides, channels))
-    if "pixel_values" not in parameters or "input_ids" in parameters or not is_known:
+    if "pixel_values" not in inspect.signature(model.forward).parameters or not is_known:
         return None
     return {"pixel_values": torch.zeros(3, channels, *sides)}

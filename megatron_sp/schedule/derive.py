@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_sp.schedule.check import Report, check, says_random
+from megatron_sp.schedule.check import Report, check, follow, says_random
+from megatron_sp.schedule.decision import decide
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
@@ -23,6 +24,7 @@ from megatron_sp.schedule.randomness import draws, dropping
 from megatron_sp.utils.errors import ConfigError
 
 _SHOWN = 6
+_IDLE = ("zero", "checkpoint", "annotate")
 
 
 def as_said(directives: list[Directive]) -> list[Directive]:
@@ -54,23 +56,24 @@ def complete(
         verified: ``verify()`` has found these lines right, adjoints that they do not say included; dropout it has not seen.
     Raises:
         LayoutError: what the dry run found to be wrong.
-        ConfigError: something is open, and there can be no dry run; names the lines and modules.
+        ConfigError: the lines cannot be; or something is open, and there can be no dry run; names the lines and modules.
     """
-    said = as_said(directives)
+    said, reason = as_said(directives), ""
+    try:
+        decide(model, said, mesh, seq_dim)
+    except NotFollowed as error:
+        reason = str(error)
     over_dp = mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in said)  # verify() gives all ranks of dp the same rows
     is_open = over_dp or any(open_gathers(said, mesh)) or draws(model) or any(d.args.get("overlap_qkv") for d in said)
-    if (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp) or (not is_open and (guess or verified)):
+    idle = all(d.do in _IDLE for d in said)  # nothing is split, so nothing can be missing
+    if idle or (mesh.tp.size() == mesh.sp.size() == 1 and not over_dp) or (not is_open and (guess or verified)):
         return said
     try:
-        report = check(model, said, mesh, seq_dim, batch)
+        report = Report(dry=False, why_not=reason) if reason else follow(model, said, mesh, seq_dim, batch)
     except NotFollowed as error:
         reason = str(error)
     except LayoutError as error:
         if not verified or over_dp:
-            raise
-        reason = str(error)
-    except ConfigError as error:
-        if not any(d.do == "ulysses" for d in said):  # which pads what the dry run cannot share
             raise
         reason = str(error)
     else:
@@ -81,6 +84,19 @@ def complete(
     if not guess and not verified and mesh.tp.rank() == mesh.dp_sp.rank() == 0:
         warnings.warn(f"apply(): no dry run has looked for missing sums ({reason}): verify(batch), on ranks, measures them", stacklevel=4)
     return said
+
+
+def reason(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> str:
+    """What to say behind numbers that differ: which line ``check()`` finds wrong, where it finds one."""
+    try:
+        check(model, as_said(directives), mesh, seq_dim, batch)
+    except NotFollowed:
+        return ""
+    except ConfigError as error:
+        return f"\ncheck() says why: {error}"
+    except Exception:  # a model that cannot be followed: the numbers stand for themselves
+        return ""
+    return ""
 
 
 def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str, *, guess: bool, verified: bool) -> None:

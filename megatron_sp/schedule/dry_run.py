@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.apply import Applied, apply, length_multiple
+from megatron_sp.schedule.applied import Applied
+from megatron_sp.schedule.apply import apply, length_multiple
 from megatron_sp.schedule.call_values import Seen
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.follower import Axis, Flow, Follower, WrittenLater
@@ -43,7 +44,6 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
     mesh = Mesh(tp=mesh.tp)
     said = [d for d in directives if d.do not in (*LATER, "ulysses")]
     if mesh.tp.size() == 1:  # nothing lies otherwise than in the whole model
-        apply(stand_in(model), [without_weights_in(d) for d in said], mesh, seq_dim)
         return Flow()
     batch = inputs_of(batch)
 
@@ -51,7 +51,7 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         made, own = stand_in(model, late), [without_weights_in(d) for d in said]
         record = _run_whole(made, batch, late)
         lines = _lines_by_path(made, directives)
-        applied = apply(made, own, mesh, seq_dim)
+        applied = apply(made, own, mesh, seq_dim, rules=False)
         return _run_split(made, Axis("tp", mesh.tp), lines, record, layouts_of(applied, own), batch, late)
 
     return _once_or_late(run)
@@ -72,10 +72,10 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 
     def run(late: bool) -> Flow:
         one, made = stand_in(model, late), stand_in(model, late)
-        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, multiple=multiple)
+        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, rules=False, multiple=multiple)
         record = _run_whole(one, batch, late)
         lines = _lines_by_path(made, directives)
-        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim, rules=False)
         parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
         return _run_split(made, Axis("sp", mesh.sp, line, True), lines, record, parameters, batch, late)
 
@@ -100,10 +100,10 @@ def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 
     def run(late: bool) -> Flow:
         one, made = stand_in(model, late), stand_in(model, late)
-        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim)
+        apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, rules=False)
         record = _run_whole(one, of_all, late)
         lines = _lines_by_path(made, directives)
-        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim)
+        apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, dp=mesh.dp), seq_dim, rules=False)
         parameters = {name: summed for name, p in made.named_parameters() if p.requires_grad}
         return _run_split(made, Axis("dp", mesh.dp, same_program=True), lines, record, parameters, batch, late, known)
 

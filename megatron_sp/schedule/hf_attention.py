@@ -56,6 +56,20 @@ def take_over(model: nn.Module, exchanges: Exchanges) -> None:
         _SPLIT[module] = exchanges
 
 
+def exchanges_of(modules: list[nn.Module]) -> list[Exchanges | None]:
+    """Through what the attention of each goes now."""
+    return [_SPLIT.get(module) for module in modules]
+
+
+def put_back(modules: list[nn.Module], exchanges: list[Exchanges | None]) -> None:
+    """Have it go where it went before ``take_over``."""
+    for module, before in zip(modules, exchanges, strict=True):
+        if before is None:
+            _SPLIT.pop(module, None)
+        else:
+            _SPLIT[module] = before
+
+
 def running(exchanges: Exchanges | None) -> None:
     """Say whose forward pass begins (None: it has ended): a mask is made for it."""
     _RUNNING.set(exchanges)

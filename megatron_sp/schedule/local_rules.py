@@ -374,24 +374,29 @@ def _called(lines: Lines) -> str:
 
 
 RULES: tuple[Callable[[Lines], Problem], ...] = (
-    compiled, parameters, once, of_the_model, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners,
+    parameters, cut_over, heads, packed, inputs, same_sync, doubled_inputs, reductions, regions, owners, spoken_of,
 )  # fmt: skip
+OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # it does nothing otherwise than the whole model
 
 
-def problems(model: nn.Module, directives: list[Directive], mesh: Mesh, *, uses_sp: bool = False) -> list[str]:
-    """All mistakes that the lines alone show; few where there is one rank of tp, which does nothing otherwise than the whole model.
+def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
+    """Raises LayoutError: with all mistakes that the lines alone show."""
+    lines = Lines(model, directives, mesh)
+    _raise(problem for rule in (RULES if lines.size > 1 else OF_ONE_RANK) for problem in rule(lines))
 
-    Args:
-        uses_sp: also ask whether anything is done over sp, which a training loop may see to.
+
+def require_in_order(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
+    """What a copy of the model, to which some of the lines are applied, would not show.
+
+    Raises:
+        LayoutError: the model is not fit to be split any more; a line about all of it stands twice, or on a part.
     """
     lines = Lines(model, directives, mesh)
-    rules = RULES if lines.size > 1 else (compiled, parameters, once, of_the_model, cut_over, packed)
-    return [problem for rule in (*rules, *([spoken_of] if uses_sp else [])) for problem in rule(lines)]
+    _raise(problem for rule in (compiled, once, of_the_model) for problem in rule(lines))
 
 
-def require(model: nn.Module, directives: list[Directive], mesh: Mesh, *, uses_sp: bool = False) -> None:
-    """Raises LayoutError: with all of them."""
-    found = list(dict.fromkeys(problems(model, directives, mesh, uses_sp=uses_sp)))
+def _raise(problems: Problem) -> None:
+    found = list(dict.fromkeys(problems))
     if found:
         shown = found[:6] + ([f"... and {len(found) - 6} more"] if len(found) > 6 else [])
         raise LayoutError("\n".join(shown))

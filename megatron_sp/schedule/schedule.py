@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,22 @@ from torch import nn
 
 from megatron_sp.schedule import plan_file
 from megatron_sp.schedule import show as text
-from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.applied import Applied
+from megatron_sp.schedule.apply import apply
 from megatron_sp.schedule.check import Report, check
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
-from megatron_sp.schedule.derive import as_said, complete, open_gathers, with_derived
+from megatron_sp.schedule.decision import decide
+from megatron_sp.schedule.derive import as_said, complete, open_gathers, reason, with_derived
 from megatron_sp.schedule.directives import Directive, caller
-from megatron_sp.schedule.local_rules import require as require_local
+from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
 from megatron_sp.schedule.survey import survey
 from megatron_sp.schedule.ulysses_options import require_known
-from megatron_sp.schedule.verify import LossOf, Verdict, require, verify
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.schedule.verify import LossOf, Verdict, verify
+from megatron_sp.utils.errors import ConfigError, NumericsError
 
 
 class Schedule:
@@ -180,7 +181,14 @@ class Schedule:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
         said = as_said(self.directives)
         self._batch = batch if batch is not None else self._batch
-        report = check(self.model, said, self.mesh, self.seq_dim, self._batch)
+        try:
+            report = check(self.model, said, self.mesh, self.seq_dim, self._batch)
+        except LayoutError as error:
+            if said != self._verified or self._speaks_of_dp():
+                raise
+            return Report(
+                warnings=[f"verify() has measured that these lines are right, and is believed: {error}"], dry=False, why_not=str(error)
+            )
         self.directives = with_derived(said, report)
         self._checked = list(self.directives) if report.dry else None
         return report
@@ -193,15 +201,19 @@ class Schedule:
             dtype: in which both compute.
             loss: of the model's result (default: its own).
         Raises:
-            NumericsError: they differ; names the worst tensors, and the first module that differs.
+            NumericsError: they differ; names the worst tensors, the first module that differs, and what ``check()`` says of it.
+            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them.
         """
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
+        with suppress(NotFollowed):
+            decide(self.model, as_said(self.directives), self.mesh, self.seq_dim)
         if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # whatever is wrong is measured here
                 self._complete(batch, guess=True)
         verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
-        require(verdict)
+        if not verdict.ok:
+            raise NumericsError(f"{verdict}{reason(self.model, self.directives, self.mesh, self.seq_dim, batch)}")
         self._verified = as_said(self.directives)
         return verdict
 
@@ -224,10 +236,13 @@ class Schedule:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
         if self.directives != self._checked:
             self._complete(self._batch if batch is None else batch, guess=guess)
-        rules = partial(require_local, self.model, self.directives, self.mesh)
-        self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim, also=rules)
+        self.applied = apply(self.model, self.directives, self.mesh, self.seq_dim)
         self._batch = None
         return self.model
+
+    def _speaks_of_dp(self) -> bool:
+        """Whether a line does: ``verify()`` gives all ranks of dp the same rows."""
+        return self.mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in self.directives)
 
     def _complete(self, batch: Mapping[str, Any] | None, *, guess: bool) -> None:
         self._batch = batch

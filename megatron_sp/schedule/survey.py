@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.applied import Applied
+from megatron_sp.schedule.apply import apply
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.hooks import input_name
 from megatron_sp.schedule.paths import expand
@@ -187,7 +188,7 @@ def survey(schedule: Schedule) -> Survey:
     if applied is None:
         shapes = {name: tuple(t.shape) for name, t in _tensors(schedule.model)}
         twin = without_numbers(schedule.model)
-        applied = apply(twin, unapplied(schedule.directives), schedule.mesh, schedule.seq_dim)
+        applied = apply(twin, unapplied(schedule.directives), schedule.mesh, schedule.seq_dim, rules=False)
         report, problem = _report(schedule)
     else:
         shapes = {name: spec.shape for name, spec in applied.specs.items()}
@@ -231,7 +232,7 @@ class _Look:
         self.schedule, self.applied, self.shapes, self.report = schedule, applied, shapes, report
         self.model, self.seq_dim = applied.model, schedule.seq_dim
         self.by_path: dict[str, list[Directive]] = {}
-        for directive in schedule.directives:
+        for directive in [*schedule.directives, *(d for d in applied.lines if d.do == "set" and d.derived)]:
             for path in expand(self.model, directive.on):
                 self.by_path.setdefault(path, []).append(directive)
         self.first: dict[int, str] = {}

@@ -69,7 +69,7 @@ def sent(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int
         ConfigError: the split model cannot be run so; or what ``apply`` says of the lines.
     """
     made, said = stand_in(model), [without_overlap(d) for d in directives if d.do not in LATER]
-    apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim)
+    apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim, rules=False)
     wire = _Wire(made, {axis: mesh.group(axis) for axis in ("tp", "sp")})
     for d in directives:
         if d.do == "checkpoint":

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.schedule.apply import Applied, apply
+from megatron_sp.schedule.applied import Applied
+from megatron_sp.schedule.apply import apply
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.doubles import Doubles
 from megatron_sp.schedule.mesh import Mesh
@@ -75,7 +76,7 @@ def verify(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
     dtype: torch.dtype = torch.float64, loss: LossOf | None = None, whole: nn.Module | None = None,
 ) -> Verdict:  # fmt: skip
-    """Compare one forward and backward pass. Collective over all ranks, with the same batch on each.
+    """Compare one forward and backward pass, whatever the lines say. Collective over all ranks, with the same batch on each.
 
     Args:
         model: not yet split.
@@ -97,7 +98,7 @@ def verify(
         else d
         for d in directives
     ]
-    applied = apply(split, own, mesh, seq_dim)
+    applied = apply(split, own, mesh, seq_dim, rules=False)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
     with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
         found = {"whole": _run(whole, batch, loss)}

@@ -149,6 +149,23 @@ def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
     return stage, _config(args.get("optimizer"), where)
 
 
+def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError: a line that cannot be, or parameters of different dtypes, which one buffer cannot hold."""
+    stage, _ = read(args, where)
+    held = [(name, p) for name, p in model.named_parameters() if p.requires_grad or stage == 3]
+    first = next(iter(held), None)
+    other = next(((name, p) for name, p in held if first is not None and p.dtype != first[1].dtype), None)
+    if first is not None and other is not None:
+        raise ConfigError(
+            f"zero: {first[0]} is {_word(first[1])} and {other[0]} is {_word(other[1])}, and all parameters of a unit lie in one buffer:"
+            f" give the model one dtype, model.to(torch.{_word(first[1])}) ({where})"
+        )
+
+
+def _word(p: nn.Parameter) -> str:
+    return str(p.dtype).removeprefix("torch.")
+
+
 def _config(given: Any, where: str) -> OptimizerConfig:
     if given is None or isinstance(given, OptimizerConfig):
         return given or OptimizerConfig()

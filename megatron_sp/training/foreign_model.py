@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.models.transformer import Unit, UnitEvents
 from megatron_sp.optim.flat import FlatUnit
-from megatron_sp.schedule.apply import Applied
+from megatron_sp.schedule.applied import Applied
 from megatron_sp.schedule.units import UnitHooks, find_blocks, order_of, units_of
 from megatron_sp.training.step import MicroBatch
 from megatron_sp.utils.errors import ConfigError

@@ -14,6 +14,8 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.verify import require, verify
 from megatron_sp.utils.errors import NumericsError
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
@@ -128,6 +130,8 @@ def drop_each(name: str, seq: bool) -> None:
         mutant = schedule(make(), Mesh.of(groups))
         mutant.directives = [d for i, d in enumerate(s.directives) if i != line]
         with pytest.raises(NumericsError if not seq else (NumericsError, RuntimeError)):
+            require(verify(mutant.model, mutant.directives, mutant.mesh, 1, batch()))
+        with pytest.raises(LayoutError, match="E6"):  # what check() and apply() say of it
             mutant.verify(batch())
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from preset_models import MODELS, batch_of, make
+from preset_models import MODELS, batch_of, covers, make
 from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
@@ -44,8 +44,8 @@ OPTIONS: dict[int, list[tuple[int, bool | str]]] = {
 
 
 def cases_of(name: str, ranks: int) -> list[Case]:
-    """All that its preset covers: T5's attention has a bias for each head, which is refused where sp is more than 1."""
-    layouts = [layout for layout in LAYOUTS[ranks] if layout.sp == 1 or not name.startswith("t5")]
+    """All that its preset covers."""
+    layouts = [layout for layout in LAYOUTS[ranks] if covers(name, sp=layout.sp, tp=layout.tp, seq=layout.seq)]
     gathered = [Case(name, layout, 0, "keep_gathered") for layout in layouts if layout.seq]
     return [Case(name, layout, *options) for layout in layouts for options in OPTIONS[ranks]] + gathered
 
@@ -78,6 +78,7 @@ def test_a_sample_on_two_ranks(tmp_path: Path) -> None:
     """What no other test of the default run has: sequences cut over sp, with ZeRO and recomputation by turns."""
     classifier = Case("roberta-classifier", SP, 0, True)
     sample = [classifier, Case("gpt2", SP, 3, True), Case("mistral", SP, 1), Case("t5", TP_SEQ, 1, True)]
+    sample += [Case("modernbert", SP, 1), Case("clip", TP, 3)]
     run_cases(tmp_path, 2, sample)
 
 

@@ -93,7 +93,7 @@ def slopes_of_heads() -> None:
 
 def what_fails_is_told() -> None:
     s = schedule(make("gpt2"), mesh())
-    s["transformer.h.*.attn.c_attn"].column(blocks=3, heads=4)
+    s["transformer.h.*.attn.c_attn"].column(blocks=3)  # whoever says heads= has attributes that count them follow
     s["transformer.h.*.attn.c_proj"].row()
     message = r"transformer.h.0.attn \(GPT2Attention\) fails in the split model, and not in the whole one: ValueError: .*divide='tp'"
     with pytest.raises(ConfigError, match=message):

@@ -293,7 +293,12 @@ def mistakes() -> None:
     refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "E3")
     refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "slapo.py:")
     refused(lambda sch: column(sch, "0"), "0.weight", "(7)", "multiple of tp (2)", model=nn.Sequential(nn.Linear(H, 7)))
-    refused(lambda sch: sch["head"].shard("weight", axis=1), "wte.weight", "head.weight", "tied", model=Tied())
+
+    def half_a_pair(sch: SlapoSchedule) -> None:
+        sch["head"].shard("weight", axis=0)
+        sch["head"].sync(mode="bwd_post", sync_op_or_fn="all_reduce")
+
+    refused(half_a_pair, "wte.weight", "head.weight", "tied", model=Tied())
 
 
 def test_mistakes_are_told_on_every_rank(tmp_path: Path) -> None:

@@ -135,7 +135,23 @@ def wrong_ones(name: str, seq: bool, take: slice) -> list[str]:
     return wrong
 
 
-PRESETS = ["bert", "roberta", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "opt", "t5", "vit"]
+PRESETS = [
+    "bert",
+    "roberta",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "t5",
+    "vit",
+    "falcon",
+    "modernbert",
+    "whisper",
+    "clip",
+]
 
 
 @pytest.mark.long

@@ -7,9 +7,12 @@
 A family of one's own: a function that writes the lines, with ``@register_preset("its model_type")``.
 """
 
-from megatron_sp.schedule.presets import bert, gpt2, gpt_neox, llama, opt, t5, vit
+from megatron_sp.schedule.presets import bert, clip, falcon, gpt2, gpt_neox, llama, modernbert, opt, t5, vit, whisper
 from megatron_sp.schedule.presets.common import Blocks
 from megatron_sp.schedule.presets.hf_plan import from_hf_plan
 from megatron_sp.schedule.presets.registry import auto, families, register_preset
 
-__all__ = ["Blocks", "auto", "bert", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "opt", "register_preset", "t5", "vit"]
+__all__ = [
+    "Blocks", "auto", "bert", "clip", "falcon", "families", "from_hf_plan", "gpt2", "gpt_neox", "llama", "modernbert", "opt",
+    "register_preset", "t5", "vit", "whisper",
+]  # fmt: skip

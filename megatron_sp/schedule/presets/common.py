@@ -89,11 +89,17 @@ def differ(s: Schedule, blocks: str, *split: str, seq: bool) -> None:
 
 def write_vocabulary(s: Schedule) -> None:
     """Split word embeddings, and the layer that gives logits, by words; tied ones together."""
-    model: Any = s.model
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = {id(m.weight) for m in (embedding, head) if isinstance(m, (nn.Embedding, nn.Linear))}
+    weights = {id(m.weight) for m in _vocabularies(s.model) if isinstance(m, (nn.Embedding, nn.Linear))}
     done = set()
-    for path, module in model.named_modules():
+    for path, module in s.model.named_modules():
         if isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights and id(module) not in done:
             done.add(id(module))
             s[path].vocab_parallel()
+
+
+def _vocabularies(model: Any) -> list[Any]:
+    """The word embeddings and the layer that gives logits; of a model of several (CLIP), those of each."""
+    try:
+        return [model.get_input_embeddings(), model.get_output_embeddings()]
+    except NotImplementedError:
+        return [m for child in model.children() if hasattr(child, "get_input_embeddings") for m in _vocabularies(child)]

@@ -1,4 +1,4 @@
-"""GPT-2: one projection for q, k and v, its weight the other way round (``Conv1D``), its width in an attribute."""
+"""GPT-2: one projection for q, k and v, its weight the other way round (``Conv1D``), its width in an attribute, which follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def gpt2(s: Schedule, seq: bool) -> Blocks:
     """Write the lines."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}h.*", around(seq)
 
-    s[f"{blocks}.attn"].sync("fwd_pre", enter, arg="hidden_states").set("split_size", divide="tp")
+    s[f"{blocks}.attn"].sync("fwd_pre", enter, arg="hidden_states")
     s[f"{blocks}.attn.c_attn"].column(input="prepared", blocks=3, heads=config.n_head)
     s[f"{blocks}.attn.c_proj"].row(leave)
 

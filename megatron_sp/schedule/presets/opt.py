@@ -17,7 +17,7 @@ def opt(s: Schedule, seq: bool) -> Blocks:
     config, decoder, (enter, leave) = config_of(s), f"{base_of(s)}decoder", around(seq)
     blocks, rows = f"{decoder}.layers.*", 0
 
-    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states").set("num_heads", divide="tp")
+    s[f"{blocks}.self_attn"].sync("fwd_pre", enter, arg="hidden_states")
     s[f"{blocks}.self_attn.{{q,k,v}}_proj"].column(input="prepared", heads=config.num_attention_heads)
     s[f"{blocks}.self_attn.out_proj"].row(leave)
 

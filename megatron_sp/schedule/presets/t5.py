@@ -31,7 +31,7 @@ def t5(s: Schedule, seq: bool) -> Blocks:
     s[f"{attention}.relative_attention_bias"].column(heads=heads)
     s[f"{attention}.o"].row(leave)
     if has_decoder:
-        s[f"{blocks}.layer.1.EncDecAttention"].sync("fwd_pre", "copy", arg="key_value_states").set("n_heads", divide="tp")
+        s[f"{blocks}.layer.1.EncDecAttention"].sync("fwd_pre", "copy", arg="key_value_states")
 
     s[mlp].sync("fwd_pre", enter)
     s[f"{mlp}.wi{'_*' if config.is_gated_act else ''}"].column(input="prepared")

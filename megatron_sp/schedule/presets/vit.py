@@ -25,11 +25,12 @@ def vit(s: Schedule, seq: bool) -> Blocks:
 
     differ(s, blocks, f"{blocks}.attention", seq=seq)
     if seq:
-        _require_even(config, s.mesh.tp.size())
+        require_even(config, s.mesh.tp.size())
     return Blocks(blocks, f"{base_of(s)}layers.0", f"{base_of(s)}layernorm")
 
 
-def _require_even(config: Any, tp: int) -> None:
+def require_even(config: Any, tp: int) -> None:
+    """Raises ConfigError: of patches and the class not every rank of tp gets as many (E12)."""
     image, patch = (tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.apply import Applied
+from megatron_sp.schedule.applied import Applied
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.slapo.methods import method_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import broadcast
+from megatron_sp.schedule.decision import decide
+from megatron_sp.schedule.derive import reason
+from megatron_sp.schedule.layouts import NotFollowed
 from megatron_sp.schedule.slapo.build import Init, settle_weights, without_empty_sums
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
 from megatron_sp.schedule.verify import Verdict, default_loss, verify
@@ -33,7 +37,7 @@ class Verify:
         loss_fn: (result, example_outputs) -> loss (default: the model's own, or a weighted sum of its results).
         device: where to compute (default: where the model is).
         eval_mode: dropout is off, batch norms take what they have kept.
-        enable: False: nothing is compared.
+        enable: False: nothing is compared, looked at or refused, and ``build`` may be called inside.
         init_weights: as ``build`` has it, of the copy.
         dtype: fp64, or fp32 with the tolerance of that.
     Attributes:
@@ -47,7 +51,7 @@ class Verify:
         loss_fn: Callable[..., Tensor] | None = None, device: str | torch.device | None = None, topology: None = None,
         eval_mode: bool = True, enable: bool = True, init_weights: Init = None, dtype: torch.dtype = torch.float64,
     ) -> None:  # fmt: skip
-        if sch.path or topology is not None:
+        if enable and (sch.path or topology is not None):
             what = f"the schedule of the whole model, not of {sch.path}" if sch.path else "no topology: there are no pipeline stages"
             raise ConfigError(f"Verify takes {what}")
         self.sch, self.inputs, self.targets, self.loss_fn, self.device = sch, example_inputs, example_outputs, loss_fn, device
@@ -66,10 +70,13 @@ class Verify:
         now = self._settled(self.sch.mod)
         _take_over(now, self.whole)
         owner, lines = self.sch.schedule, without_empty_sums(self.sch)
+        with suppress(NotFollowed):
+            decide(owner.model, lines, owner.mesh, owner.seq_dim)
         with torch.random.fork_rng():
             self.verdict = verify(now, lines, owner.mesh, owner.seq_dim, self._batch(), dtype=self.dtype, loss=self._loss, whole=self.whole)
         if not self.verdict.ok:
-            raise NumericsError(f"{self.verdict}{self._way_out(self.verdict)}")
+            why = reason(owner.model, lines, owner.mesh, owner.seq_dim, self._batch()) or self._way_out(self.verdict)
+            raise NumericsError(f"{self.verdict}{why}")
 
     def _way_out(self, verdict: Verdict) -> str:
         """If nothing but gradients of parameters that all ranks have differ: most likely they are sums that nobody makes."""

@@ -1,0 +1,25 @@
+"""check(), verify() and apply() give one answer, whatever is asked of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from schedule_agreement import Case, everything, run_cases
+
+SAMPLE = [
+    Case("hand", "StableLm", (4, 2), sets=True),  # heads that a line divides are counted before it does
+    Case("hand", "VisualBert", (6, 6), sets=True),
+    Case("auto", "gpt2", (3, 3)),
+]
+
+
+def test_a_sample_has_one_answer(tmp_path: Path) -> None:
+    run_cases(tmp_path, 2, SAMPLE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_have_one_answer(tmp_path: Path, ranks: int) -> None:
+    cases = list(everything())
+    run_cases(tmp_path, ranks, cases if ranks == 2 else cases[:: ranks + 1])
