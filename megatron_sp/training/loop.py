@@ -23,6 +23,7 @@ from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.soundness import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
@@ -75,6 +76,8 @@ def train(run: Run) -> int:
         reason = _steps(run)
         run.weights.settle()
         _save(run)
+        if run.config.checkpoint.save is None:  # else _save has looked
+            require_finite_weights((unit.master for unit in run.units), run.groups, progress.step)
         run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
         if reason == "signal":
             code = EXIT_PREEMPTED
@@ -85,6 +88,8 @@ def train(run: Run) -> int:
         and not (_evaluate(run, "valid", run.valid_loader, progress.step) and _evaluate(run, "test", run.test_loader, progress.step))
     ):
         code = EXIT_PREEMPTED
+    if finished and not config.batch.skip_train:
+        require_sound_end(progress.bad_steps, progress.step)
     if code == EXIT_OK and finished and run.task.finish is not None:
         run.watchdog.beat("finish")
         run.task.finish(run)
@@ -222,6 +227,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
         others["perplexity"] = math.exp(min(loss, 700.0))
         shown.append(f"perplexity {others['perplexity']:.2f}")
     run.console.line(f"{kind} at step {step}: {', '.join(shown)}")
+    require_finite_loss(kind, loss, step)
     run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
     run.reporter.pause_ended()
     return True
@@ -233,6 +239,7 @@ def _save(run: Run) -> None:
     if run.config.checkpoint.save is None or run.saved_step == progress.step:
         return
     run.watchdog.beat(f"saving step {progress.step}")
+    require_finite_weights((unit.master for unit in run.units), run.groups, progress.step)
     tensors = run.state.weights()
     if not run.config.checkpoint.no_save_optim:
         tensors.update(run.state.optimizer_tensors())
