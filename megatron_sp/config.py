@@ -9,29 +9,16 @@ is loaded. The rules between fields are in ``config_rules.py``; they are checked
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.utils.flag_field import flag
 
 ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
 """What stands between the linear layers of an MLP; ``ops/activation.py`` computes it."""
-
-
-def flag(
-    default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None, alone: int | None = None
-) -> Any:
-    """A dataclass field that becomes a flag.
-
-    Args:
-        help: one line for --help; a default that is worked out from other fields is described here.
-        unit: shown in --help and in docs/flags.md.
-        aliases: other spellings, without dashes in front.
-        low: the smallest value allowed.
-        alone: the value when the flag stands without one.
-    """
-    return field(default=default, metadata={"help": help, "unit": unit, "aliases": aliases, "low": low, "alone": alone})
 
 
 @dataclass
@@ -39,25 +26,31 @@ class ModelConfig:
     """Shape of the model."""
 
     model_family: Literal["gpt", "bert"] = flag("gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves")
-    num_layers: int | None = flag(None, "transformer blocks (required)", low=1)
-    hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1)
-    num_attention_heads: int | None = flag(None, "query heads (required)", low=1)
-    seq_length: int | None = flag(None, "training sequence length (required)", unit="tokens", low=1)
+    num_layers: int | None = flag(None, "transformer blocks (required)", low=1, high=4096)
+    hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1, high=2**20)
+    num_attention_heads: int | None = flag(None, "query heads (required)", low=1, high=2**16)
+    seq_length: int | None = flag(None, "training sequence length (required)", unit="tokens", low=1, high=2**25)
     max_position_embeddings: int | None = flag(
-        None, "longest sequence the model can ever see; sizes the learned position table (default: seq-length)", unit="tokens", low=1
+        None,
+        "longest sequence the model can ever see; sizes the learned position table (default: seq-length)",
+        unit="tokens",
+        low=1,
+        high=2**27,
     )
     ffn_hidden_size: int | None = flag(
         None,
         "width of the MLP, of one half with --swiglu or --geglu (default: 4*hidden-size; with these 8/3*hidden-size rounded down to 64s)",
         low=1,
+        high=2**24,
     )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1)
+    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1, high=2**16)
     group_query_attention: bool = flag(False, "use --num-query-groups (implied when that is given)")
     num_query_groups: int | None = flag(
         None,
         "key/value heads, each shared by heads/groups query heads (default: num-attention-heads)",
         aliases=("num-key-value-heads",),
         low=1,
+        high=2**16,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
     rotary_base: float = flag(10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"))
@@ -81,6 +74,7 @@ class ModelConfig:
         unit="tokens",
         aliases=("rope-scaling-original-max-position-embeddings",),
         low=1,
+        high=2**27,
     )
     window_size: int | None = flag(
         None,
@@ -88,6 +82,7 @@ class ModelConfig:
         " all before it)",
         unit="tokens",
         low=1,
+        high=2**27,
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
     norm_epsilon: float = flag(1e-5, "added to the variance in every norm", aliases=("layernorm-epsilon",))
@@ -121,11 +116,11 @@ class ModelConfig:
         0.02, "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)", low=0
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1
+        128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1, high=2**20
     )
-    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1)
+    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1, high=2**31 - 1)
     num_tokentypes: int | None = flag(
-        None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0
+        None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0, high=2**16
     )
     bert_no_binary_head: bool = flag(
         False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained"
@@ -230,6 +225,7 @@ class ParallelConfig:
         unit="ranks",
         aliases=("tp-size",),
         low=1,
+        high=2**16,
     )
     sequence_parallel: bool = flag(
         False,
@@ -243,6 +239,7 @@ class ParallelConfig:
         unit="ranks",
         aliases=("ds-sequence-parallel-size", "sp-size"),
         low=1,
+        high=2**16,
     )
     sp_overlap_mode: Literal["none", "split-qkv", "chunked", "auto"] | None = flag(
         None,
@@ -260,11 +257,16 @@ class ParallelConfig:
         "--sp-overlap-mode chunked with each rank's query heads in N parts: more of them hide more, but each works less well (default: 2)",
         unit="chunks",
         low=1,
+        high=2**16,
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1)
-    context_parallel_size: int = flag(1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1, high=2**16)
+    context_parallel_size: int = flag(
+        1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1, high=2**16
+    )
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
-    distributed_timeout_minutes: float = flag(10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes")
+    distributed_timeout_minutes: float = flag(
+        10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600
+    )
     verify_parallelism: bool = flag(
         False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
     )
@@ -289,6 +291,7 @@ class ParallelConfig:
         "with --zero-stage 3: keep so many more blocks whole than the two that are needed, so that fewer are gathered",
         unit="blocks",
         low=0,
+        high=10_000,
     )
     zero3_gather_once: bool = flag(
         False, "with --zero-stage 3: gather each block once per step, whatever the accumulation; takes memory for all parameters"
@@ -342,7 +345,7 @@ class KernelConfig:
         None, "uniform: all blocks; block: the first --recompute-num-layers (full only)"
     )
     recompute_num_layers: int | None = flag(
-        None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1
+        None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1, high=10_000
     )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     lm_head_chunk_tokens: int | None = flag(
@@ -350,6 +353,7 @@ class KernelConfig:
         "tokens per chunk of the LM head and its loss (default: on a CPU about 50 MiB of logits and at most 512 tokens, on a GPU 512 MiB)",
         unit="tokens",
         low=1,
+        high=2**31,
     )
     mlp_chunks: int = flag(
         1,
@@ -357,6 +361,7 @@ class KernelConfig:
         " backward; for long sequences",
         unit="pieces",
         low=1,
+        high=2**25,
     )
     offload_activations: bool = flag(
         False,
@@ -367,6 +372,7 @@ class KernelConfig:
         None,
         "intra-op CPU threads per process (default: the host's cores divided by its processes; OMP_NUM_THREADS for one process alone)",
         low=1,
+        high=1024,
     )
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
 
@@ -375,18 +381,24 @@ class KernelConfig:
 class BatchConfig:
     """Batch size, length of the run, and when to stop."""
 
-    micro_batch_size: int = flag(1, "sequences per forward pass and data-parallel rank", unit="sequences", low=1)
-    global_batch_size: int | None = flag(None, "sequences per optimizer step (default: micro-batch-size * dp)", unit="sequences", low=1)
+    micro_batch_size: int = flag(1, "sequences per forward pass and data-parallel rank", unit="sequences", low=1, high=2**20)
+    global_batch_size: int | None = flag(
+        None, "sequences per optimizer step (default: micro-batch-size * dp)", unit="sequences", low=1, high=2**31
+    )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", unit="sequences"
     )
-    train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1)
+    train_iters: int | None = flag(None, "optimizer steps of the whole run (this or --train-samples)", unit="steps", low=1, high=10**12)
     train_samples: int | None = flag(None, "sequences of the whole run (this or --train-iters)", unit="sequences", low=1)
-    eval_interval: int | None = flag(None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0)
-    eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1)
+    eval_interval: int | None = flag(
+        None, "validate every so many steps (default and 0: only at the end)", unit="steps", low=0, high=10**12
+    )
+    eval_iters: int = flag(100, "global batches per validation and test pass; 0 or -1: none", unit="batches", low=-1, high=10**9)
     skip_train: bool = flag(False, "only validate and test what --load names")
-    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0 (0: never)", unit="steps", low=0)
-    exit_duration_in_mins: float | None = flag(None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0)
+    exit_interval: int | None = flag(None, "save and exit 0 when step % N == 0 (0: never)", unit="steps", low=0, high=10**12)
+    exit_duration_in_mins: float | None = flag(
+        None, "save and exit 0 after this long, agreed by all ranks", unit="minutes", low=0, high=1e9
+    )
     no_exit_signal_handler: bool = flag(False, "die at once on SIGTERM instead of saving first (exit code 75)")
     seed: int = flag(1234, "of weights, dropout and sample order", low=0)
 
@@ -396,19 +408,19 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam means AdamW")
-    lr: float | None = flag(None, "peak learning rate (required to train)", low=0)
+    lr: float | None = flag(None, "peak learning rate (required to train)", low=0, high=math.inf)
     min_lr: float = flag(0.0, "floor of the schedule", low=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", "shape of the decay after warm-up"
     )
-    lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1)
+    lr_decay_iters: int | None = flag(None, "horizon of the decay, warm-up included (default: the run)", unit="steps", low=1, high=10**12)
     lr_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay horizon, in [0, 1)", low=0)
-    lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps", low=0)
+    lr_warmup_iters: int = flag(0, "linear warm-up", unit="steps", low=0, high=10**12)
     lr_warmup_samples: int = flag(0, "the same, with --train-samples", unit="sequences", low=0)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", low=0)
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = flag("exponential", "shape of WSD's final decay")
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1)
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's final decay", unit="steps", low=1, high=10**12)
     lr_wsd_decay_samples: int | None = flag(None, "the same, with --train-samples", unit="sequences", low=1)
     weight_decay: float = flag(0.01, "decoupled decay of matrices; biases and norms are not decayed", low=0)
     start_weight_decay: float | None = flag(None, "first value of a ramped weight decay", low=0)
@@ -437,9 +449,9 @@ class PrecisionConfig:
     loss_scale: float | None = flag(None, "fixed loss scale (fp16; default: dynamic)")
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = flag(1.0, "an overflow at this scale counts as a bad step")
-    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps", low=1)
-    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps", low=1)
-    max_bad_steps: int = flag(10, "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps", low=0)
+    loss_scale_window: int = flag(1000, "good steps before the scale doubles", unit="steps", low=1, high=10**9)
+    hysteresis: int = flag(2, "overflows before the scale halves", unit="steps", low=1, high=10**9)
+    max_bad_steps: int = flag(10, "stop (exit code 5) after more than this many non-finite steps in a row", unit="steps", low=0, high=10**9)
 
     @property
     def params_dtype(self) -> str:
@@ -464,12 +476,12 @@ def default_type(data: DataConfig, vocab_size: int | None) -> Any:
 class DataConfig:
     """Data sets and tokenizer."""
 
-    data_path: tuple[str, ...] = flag((), "prefix of a .bin/.idx pair, or WEIGHT PREFIX [WEIGHT PREFIX ...] for a blend")
+    data_path: tuple[str, ...] = flag((), "prefix of a .bin/.idx pair, or WEIGHT PREFIX [WEIGHT PREFIX ...] for a blend", path=True)
     split: str = flag("969,30,1", "shares of --data-path for train, validation, test")
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone (replaces --split)")
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone")
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone")
-    data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)")
+    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone (replaces --split)", path=True)
+    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", path=True)
+    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", path=True)
+    data_cache_path: str | None = flag(None, "folder of the index cache (default: beside the data)", path=True)
     mock_data: bool = flag(False, "synthetic data, no files (needs --vocab-size or a tokenizer)")
     tokenizer_type: (
         Literal[
@@ -482,16 +494,16 @@ class DataConfig:
         " GPT2BPETokenizer with --merge-file, BertWordPieceLowerCase with --vocab-file alone, else Null with --vocab-size)",
     )  # fmt: skip
     tokenizer_model: str | None = flag(
-        None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it"
+        None, "SentencePiece model file; of HuggingFaceTokenizer tokenizer.json, or the folder that holds it", path=True
     )
     eod_id: int | None = flag(
         None, "NullTokenizer: the id that ends a document (default: the last one)", aliases=("null-tokenizer-eod-id",), low=0
     )
     vocab_file: str | None = flag(
-        None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer"
+        None, "vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, one piece per line; vocab.json of GPT2BPETokenizer", path=True
     )
-    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
-    num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", path=True)
+    num_workers: int = flag(2, "0: read in the training thread; else read ahead in the background", unit="threads", low=0, high=1024)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single: in the data set's order; cyclic: reshuffled every epoch")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     reset_position_ids: bool = flag(False, "positions start again behind each end-of-document token")
@@ -514,17 +526,20 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints."""
 
-    save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)")
+    save: str | None = flag(
+        None, "run folder: checkpoints, metrics.jsonl, run_status.json (default: runs/NAME-TIME, without checkpoints)", path=True
+    )
     load: str | None = flag(
         None,
         "a run, its checkpoints folder, or one step folder; absent is an error, except in a first run whose --save is the same folder:"
         " that starts afresh",
+        path=True,
     )
     exit_on_missing_checkpoint: bool = flag(False, "nothing to load is an error in that first run, too (exit code 3)")
     auto_resume: bool = flag(False, "go on from the newest verified checkpoint under --save, or start afresh if there is none")
     save_interval: int | Literal["auto"] | None = flag(
         None, "save every so many steps, and always at the end (0: only then); auto: as often as loses least, by what a save is measured to"
-        " cost", unit="steps", low=0,
+        " cost", unit="steps", low=0, high=10**12,
     )  # fmt: skip
     mean_time_between_failures_hours: float | None = flag(
         None, "of the whole run, for --save-interval auto (default: 50,000 hours of one process, divided by their number)",
@@ -539,7 +554,7 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, "do not load the optimizer's state")
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
-    keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2)
+    keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9)
     keep_every: int | None = flag(
         None, "also keep every checkpoint whose step is a multiple of this", unit="steps", aliases=("save-retain-interval",), low=1
     )
@@ -550,26 +565,25 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is written while training."""
 
-    log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1)
+    log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1, high=10**12)
     no_progress_bar: bool = flag(False, "plain lines even on a terminal")
     peak_tflops: str | None = flag(
         None, "peak for MFU: a number in TFLOP/s or a name such as h100-bf16 (default: by the GPU's name; measured on CPU)"
     )
     log_params_norm: bool = flag(False, "add the L2 norm of the parameters to each record")
     log_num_zeros_in_grad: bool = flag(False, "add the number of zeros in the gradients to each record")
-    tensorboard_dir: str | None = flag(None, "write TensorBoard events there (needs the extra 'log')")
-    tensorboard_queue_size: int = flag(1000, "events kept in memory before a write", low=1)
+    tensorboard_dir: str | None = flag(None, "write TensorBoard events there (needs the extra 'log')", path=True)
+    tensorboard_queue_size: int = flag(1000, "events kept in memory before a write", low=1, high=10**6)
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the extra 'log')")
     wandb_exp_name: str | None = flag(None, "name of the W&B run")
     profile: bool = flag(False, "write a torch profiler trace into the run folder")
-    profile_step_start: int = flag(10, "first profiled step", unit="steps", low=0)
-    profile_step_end: int = flag(12, "step before which profiling stops", unit="steps", low=0)
+    profile_step_start: int = flag(10, "first profiled step", unit="steps", low=0, high=10**12)
+    profile_step_end: int = flag(12, "step before which profiling stops", unit="steps", low=0, high=10**12)
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that write a trace")
     report_overlap: int | None = flag(
         None,
         "after N steps (10 if no number is given) print how much of each layer's exchanges ran under computation, and draw the time line",
-        unit="steps", low=1, alone=10,
-    )  # fmt: skip
+        unit="steps", low=1, alone=10, high=10_000)  # fmt: skip
     enable_fault_injection: bool = flag(False, "honour the variable MEGATRON_SP_FAULT (tests only)")
 
 

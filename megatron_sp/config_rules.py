@@ -7,7 +7,8 @@ collective. A rule is a line ``yield "..."`` under its condition; the text has t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from megatron_sp.config_concessions import concede
 from megatron_sp.config_rules_data import data_violations
 from megatron_sp.config_rules_model import variant_violations
 from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 from megatron_sp.utils.peaks import PEAK_TFLOPS
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
 _FLASH_HEAD_DIM = 256
-_MAX_THREADS = 1024  # per process; far more than any host's cores, and the operating system refuses
+_MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems take 255 and 4,095, and files in the folder have names too
 
 
 def normalize(config: Config) -> None:
@@ -64,18 +66,42 @@ def model_violations(config: Config) -> list[str]:
 
 
 def _ranges(config: Config) -> Iterator[str]:
-    """Smallest values, from the fields themselves."""
+    """Smallest and largest values, from the fields themselves, and paths that no system takes."""
     from megatron_sp.config import GROUPS
 
     for group, cls in GROUPS.items():
-        for name in field_kinds(cls):
-            low, value = _low(cls, name), getattr(getattr(config, group), name)
-            if low is not None and value is not None and not isinstance(value, str) and value < low:
-                yield f"--{name.replace('_', '-')} ({_show(value)}) must be at least {_show(low)}"
+        for name, kind in field_kinds(cls).items():
+            value, flag = getattr(getattr(config, group), name), f"--{name.replace('_', '-')}"
+            about = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            if kind.base in ("int", "float"):
+                numbers = (each for each in values if not isinstance(each, str))  # --save-interval auto
+                yield from (text for each in numbers if (text := _out_of_bounds(flag, each, about, kind.base)))
+            elif kind.base == "str":
+                yield from (text for each in values if (text := _unusable_text(flag, each, about["path"])))
 
 
-def _low(cls: Any, name: str) -> float | None:
-    return cls.__dataclass_fields__[name].metadata["low"]
+def _out_of_bounds(flag: str, value: float, about: Mapping[str, Any], base: str) -> str | None:
+    low, high = about["low"], about["high"]
+    if low is not None and value < low:
+        return f"{flag} ({_show(value)}) must be at least {_show(low)}"
+    if high is None:
+        high = MAX_COUNT if base == "int" else MAX_NUMBER
+    return f"{flag} ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else None
+
+
+def _unusable_text(flag: str, text: str, is_path: bool) -> str | None:
+    if "\0" in text:
+        return f"{flag}: a text with a zero byte in it is no name of anything"
+    if not is_path:
+        return None
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if longest > _MAX_NAME or len(os.fsencode(text)) > _MAX_PATH:
+        what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
+        if longest <= _MAX_NAME:
+            what = f"{len(os.fsencode(text))} bytes, and paths have at most {_MAX_PATH}"
+        return f"{flag} ({text[:40]}...) has {what}"
+    return None
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -336,8 +362,6 @@ def _exchanges(config: Config, world_size: int) -> Iterator[str]:
 
 def _kernels(config: Config) -> Iterator[str]:
     kernels, model = config.kernels, config.model
-    if kernels.num_threads and kernels.num_threads > _MAX_THREADS:
-        yield f"num_threads ({kernels.num_threads}) must be at most {_MAX_THREADS}: leave it out to share the host's cores"
     if kernels.use_flash_attn and kernels.attention_backend != "flash":
         yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
     if kernels.attention_backend == "flash":

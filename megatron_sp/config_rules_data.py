@@ -27,7 +27,7 @@ def data_violations(config: Config) -> Iterator[str]:
     if own_paths and "train" not in own_paths and not config.batch.skip_train:
         yield f"--{own_paths[0]}-data-path needs --train-data-path too"
     yield from _split(config)
-    if data.tokenizer_type is None:
+    if data.tokenizer_type is None and not config.checkpoint.use_checkpoint_args:
         yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
     of_a_file = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
     if data.tokenizer_type in of_a_file and not data.tokenizer_model:

@@ -225,7 +225,12 @@ class Checkpointer:
     def has_checkpoint(self, path: str | Path) -> bool:
         """Whether there is any step folder, sound or not, for ``find`` to look at. Collective."""
         path = Path(path)
-        return bool(self.ranks.first(lambda: find.is_step_folder(path) or bool(commit.list_steps(find.checkpoints_folder(path)))))
+        return bool(self.ranks.first(lambda: find.has_steps(path)))
+
+    def is_vacant(self, path: str | Path) -> bool:
+        """Whether nothing there looks like a checkpoint of anybody. Collective."""
+        path = Path(path)
+        return bool(self.ranks.first(lambda: find.is_vacant(path)))
 
     def find(self, path: str | Path, ckpt_step: int | None = None, fallback: bool = False) -> Path:
         """The newest checkpoint under ``path``, verified byte for byte. Collective.

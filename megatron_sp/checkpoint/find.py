@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,30 @@ def checkpoints_folder(path: Path) -> Path:
 def is_step_folder(path: Path) -> bool:
     """Whether the path itself is one checkpoint (by its name or its manifest) and not a folder of them."""
     return path.is_dir() and (step_number(path.name) is not None or (path / MANIFEST_NAME).exists())
+
+
+def has_steps(path: Path) -> bool:
+    """Whether a run, a checkpoints folder or a step folder holds a step folder, sound or not."""
+    return is_step_folder(path) or bool(list_steps(checkpoints_folder(path)))
+
+
+_OF_CHECKPOINTS = re.compile(
+    r"step-\d+|latest|latest_universal|latest_checkpointed_iteration\.txt|iter_\d+|release|global_step\d+.*|mp_rank_.*|\.metadata"
+    r"|.*\.(safetensors|pt|pth|ckpt|distcp)|pytorch_model.*|model_optim_rng.*"
+)
+
+
+def is_vacant(path: Path) -> bool:
+    """Whether nothing in a folder looks like a checkpoint, of ours or of another program; a folder that is not there is vacant."""
+    if path.is_symlink() or path.exists():
+        if not path.is_dir():
+            return False
+        try:
+            folders = [path, path / "checkpoints"] if (path / "checkpoints").is_dir() else [path]
+            return not any(_OF_CHECKPOINTS.fullmatch(name) for folder in folders for name in os.listdir(folder))
+        except OSError:
+            return False
+    return True
 
 
 def candidates(path: Path, ckpt_step: int | None) -> Candidates:

@@ -17,6 +17,7 @@ from megatron_sp.training.memory import Form
 from megatron_sp.training.memory_plan import Line, MemoryPlan
 from megatron_sp.training.memory_saves import copy_bytes
 from megatron_sp.training.remedies import Device, Remedy, find_remedies, head_share, plan_of
+from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.training.traffic import TrafficPlan, traffic_plan
 
 
@@ -29,6 +30,7 @@ class RunPlan:
         params_of_rank: elements in the flat buffers of one tp rank, whole; ``kept_params`` of them stay on a rank.
         remedies: changes that lower the peak.
         copy_of_saves: bytes of host memory that --async-save keeps; on CPUs they are among those of ``memory``.
+        notes: flags that are ignored, and where the run starts if that is not plain.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class RunPlan:
     traffic: TrafficPlan
     remedies: list[Remedy]
     copy_of_saves: int = 0
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: bytes, and plain numbers."""
@@ -54,7 +57,7 @@ class RunPlan:
         return {
             "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
             "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
-            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves,
+            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves, "notes": list(self.notes),
         }  # fmt: skip
 
     def text(self) -> str:
@@ -103,6 +106,7 @@ class RunPlan:
             lines.append("--sp-overlap-mode auto is settled by timing when the run starts; here it counts as none")
         if self.remedies:
             lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
+        lines += self.notes
         return "\n".join(lines)
 
     def _flows(self) -> list[str]:
@@ -127,7 +131,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     Raises:
         ReportedError: the tokenizer or the checkpoint that the model's shape comes from cannot be read.
     """
-    complete(config, world_size)
+    note = complete(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
     dp = config.parallel.dp_size(world_size)
     parts = config.model, config.parallel, config.kernels, config.batch, config.precision
@@ -137,29 +141,35 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
         config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
         plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
         find_remedies(config, world_size, device), copy_bytes(config, world_size),
+        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note))),
     )  # fmt: skip
 
 
-def complete(config: Config, world_size: int) -> None:
-    """Fill in what a run would take from a checkpoint or a tokenizer.
+def complete(config: Config, world_size: int) -> str:
+    """Fill in what a run would take from a checkpoint or a tokenizer, and look at --load and --save as it would.
 
+    Returns:
+        A line about a fresh start that the flags alone do not tell of; else nothing.
     Raises:
         ReportedError: they cannot be read.
     """
-    if config.checkpoint.use_checkpoint_args:
+    point = check_on_paper(config)
+    stored = None
+    if point.source is not None:
         from megatron_sp.checkpoint.checkpointer import Checkpointer
-        from megatron_sp.training.state import adopt_checkpoint_args
+        from megatron_sp.training.state import adopt_checkpoint_args, check_structure
 
-        reader = Checkpointer(None)
-        source = config.checkpoint.load or config.checkpoint.save
-        assert source is not None  # validate() has seen to it
-        folder = reader.find(source, config.checkpoint.ckpt_step, config.checkpoint.resume_fallback)
-        adopt_checkpoint_args(reader.read_state(folder), config)
-        config.normalize().validate(world_size)
+        stored = Checkpointer(None).read_state(point.source)
+        if config.checkpoint.use_checkpoint_args:
+            adopt_checkpoint_args(stored, config)
+            config.normalize().validate(world_size)
     if config.model.vocab_size is None:
         from megatron_sp.data.tokenizers.build import build_tokenizer
 
         config.model.vocab_size = build_tokenizer(config.data).vocab_size
+    if stored is not None:
+        check_structure(stored, config)
+    return point.note
 
 
 def count_parameters(model: ModelConfig) -> int:

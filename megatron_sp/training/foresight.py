@@ -11,8 +11,9 @@ import torch
 
 from megatron_sp.config import Config
 from megatron_sp.training.console import format_bytes
-from megatron_sp.training.remedies import Device, head_share, plan_of, shortage
+from megatron_sp.training.remedies import Device, advice, breakdown, head_share, plan_of, shortage
 from megatron_sp.training.traffic import traffic_plan
+from megatron_sp.utils.errors import ConfigError
 
 STEPS = 10  # after which predictions are compared
 
@@ -43,14 +44,34 @@ class Foresight:
         self._before = resident_bytes()
 
     def warning(self) -> list[str]:
-        """Lines for the log if there is too little memory, with what would help."""
+        """Lines for the log if there is too little memory, with what would help.
+
+        Raises:
+            ConfigError: on a host where not even what stays in memory for the whole run fits: the system would kill a process, wordlessly.
+        """
+        available, whose = self._available()
+        if available is None:
+            return []
+        lines = shortage(self._config, self._world_size, self._kind, available, whose)
+        if self._kind == "cpu" and self.memory.resident > available + swap_bytes() // self._local_world_size:
+            raise ConfigError("\n".join([lines[0].removeprefix("warning: "), *lines[1:]]))
+        return lines
+
+    def explain(self) -> list[str]:
+        """What the memory of a rank is for, and what would lower it: for the message of a run that has run out of it."""
+        available = self._available()[0] or 0
+        first = f"a rank was predicted to need {format_bytes(self.memory.peak)}: {breakdown(self.memory)}"
+        return [first, *advice(self._config, self._world_size, self._kind, min(available, int(0.8 * self.memory.peak)))]
+
+    def _available(self) -> tuple[int | None, str]:
+        """Bytes for this rank, and where they are."""
         if self._kind == "cuda":
-            return shortage(self._config, self._world_size, "cuda", torch.cuda.mem_get_info(self._device)[1], "on this GPU")
+            return torch.cuda.mem_get_info(self._device)[1], "on this GPU"
         host, ranks = host_memory_bytes(), self._local_world_size
         if host is None:
-            return []
+            return None, ""
         whose = f"for it ({format_bytes(host)} of this host are available to {ranks} {'process' if ranks == 1 else 'processes'})"
-        return shortage(self._config, self._world_size, "cpu", host // ranks, whose)
+        return host // ranks, whose
 
     def spare_host_bytes(self, kept_for_saves: int) -> int | None:
         """Host memory that this rank can take beyond what it is predicted to need; None where that cannot be read.
@@ -118,3 +139,12 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
     except (OSError, ValueError):
         pass
     return max(0, min(found)) if found else None
+
+
+def swap_bytes() -> int:
+    """Free swap space of this host; 0 where that cannot be read."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        return int(lines["SwapFree"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0

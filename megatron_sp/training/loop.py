@@ -24,6 +24,7 @@ from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.soundness import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
 from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
@@ -84,6 +85,8 @@ def train(run: Run) -> int:
         run.weights.settle()
         if run.saves is not None:
             run.saves.save_last()
+        else:  # a save has looked
+            require_finite_weights((unit.master for unit in run.units), run.groups, progress.step)
         run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
         if reason == "signal":
             code = EXIT_PREEMPTED
@@ -94,6 +97,8 @@ def train(run: Run) -> int:
         and not (_evaluate_once(run, "valid", run.valid_loader) and _evaluate_once(run, "test", run.test_loader))
     ):
         code = EXIT_PREEMPTED
+    if finished and not config.batch.skip_train:
+        require_sound_end(progress.bad_steps, progress.step)
     if code == EXIT_OK and finished and run.task.finish is not None:
         run.watchdog.beat("finish")
         run.task.finish(run)
@@ -251,6 +256,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
         shown.append(f"perplexity {others['perplexity']:.2f}")
     run.faults.at(f"{kind}.record", step)
     run.console.line(f"{kind} at step {step}: {', '.join(shown)}")
+    require_finite_loss(kind, loss, step)
     run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
     run.reporter.pause_ended()
     return True

@@ -131,16 +131,24 @@ def shortage(config: Config, world_size: int, device: Device, available: int, wh
     plan = plan_of(config, world_size, device)
     if plan.peak <= available:
         return []
+    first = f"warning: a rank is predicted to need {format_bytes(plan.peak)} and there are {format_bytes(available)} {whose}: "
+    return [first + breakdown(plan), *advice(config, world_size, device, available)]
+
+
+def breakdown(plan: MemoryPlan) -> str:
+    """Where the memory goes, in a line."""
     worst = sorted((*plan.stays, *plan.worst.lines), key=lambda line: -line.num_bytes)[:4]
     parts = ", ".join(f"{line.name} {format_bytes(line.num_bytes)}" for line in worst)
-    lines = [
-        f"warning: a rank is predicted to need {format_bytes(plan.peak)} and there are {format_bytes(available)} {whose}:"
-        f" {format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase}, {plan.worst.name}"
+    return (
+        f"{format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase}, {plan.worst.name}"
         f" (the largest: {parts})"
-    ]
+    )
+
+
+def advice(config: Config, world_size: int, device: Device, available: int) -> list[str]:
+    """A line for each remedy: what it brings, and whether that is enough."""
+    lines = []
     for remedy in find_remedies(config, world_size, device, available):
         fits = "fits" if remedy.peak <= available else "still too much"
         lines.append(f"  {remedy.flags}: predicted {format_bytes(remedy.peak)}, {fits}")
-    if len(lines) == 1:
-        lines.append("  no change of layout, batch or precision helps: make the model or --seq-length smaller")
-    return lines
+    return lines or ["  no change of layout, batch or precision helps: make the model or --seq-length smaller"]

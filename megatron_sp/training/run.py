@@ -39,6 +39,7 @@ from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
+from megatron_sp.training.starting_point import starting_point
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
 from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
@@ -138,8 +139,11 @@ class Run:
         self._build_data()
         self._choose_layout(stored)
         self.foresight = Foresight(config, self.overlap_choice, self.launch.world_size, self.launch.local_world_size, self.groups.device)
+        self.status.explain_memory = self.foresight.explain
         if not config.batch.skip_train:
-            for line in self.foresight.warning():
+            with all_ranks_agree(self.groups.control):
+                warning = self.foresight.warning()
+            for line in warning:
                 self.console.line(line)
         self._build_model()
         if source is not None and stored is not None:
@@ -154,27 +158,17 @@ class Run:
             self.saves = Saves(self, None if self._finetunes else stored)
 
     def _find_checkpoint(self) -> Path | None:
-        """The step folder to load; None for a fresh start, which is only ever meant, never a fallback.
-
-        A run that goes on (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and then the newest of them:
-        --ckpt-step belongs to --load if that names another run.
-        """
-        checkpoint, run_dir = self.config.checkpoint, self.run_dir
-        loads_own = checkpoint.load is not None and run_dir.resolve() in (Path(checkpoint.load) / "_").resolve().parents
-        has_own = checkpoint.save is not None and self.checkpointer.has_checkpoint(run_dir)
-        self.goes_on = has_own and (checkpoint.auto_resume or self.launch.attempt > 0)
-        self.continues_own = self.goes_on or (has_own and loads_own and not checkpoint.finetune)
-        if self.goes_on:
-            own_step = checkpoint.ckpt_step if checkpoint.load is None or loads_own else None
-            return self.checkpointer.find(run_dir, own_step, checkpoint.resume_fallback)
-        if has_own and not loads_own:
-            raise CheckpointError(
-                f"{run_dir} already holds checkpoints, and this would write another run beside them:"
-                f" add --auto-resume (or --load {run_dir}) to go on from them, or choose another --save"
-            )
-        if checkpoint.load is None:
+        """The step folder to load; None for a fresh start, which is only ever meant, never a fallback."""
+        point = starting_point(
+            self.config, self.run_dir, has_checkpoint=self.checkpointer.has_checkpoint, is_vacant=self.checkpointer.is_vacant,
+            attempt=self.launch.attempt,
+        )  # fmt: skip
+        self.goes_on, self.continues_own = point.goes_on, point.continues_own
+        if point.note:
+            self.console.line(point.note)
+        if point.source is None:
             return None
-        return self.checkpointer.find(checkpoint.load, checkpoint.ckpt_step, checkpoint.resume_fallback)
+        return self.checkpointer.find(point.source, point.ckpt_step, self.config.checkpoint.resume_fallback)
 
     @property
     def _finetunes(self) -> bool:

@@ -21,6 +21,7 @@ from megatron_sp.comm.groups import background_group
 from megatron_sp.training.console import format_bytes
 from megatron_sp.training.memory_saves import copy_bytes
 from megatron_sp.training.save_interval import SaveInterval
+from megatron_sp.training.soundness import require_finite_weights
 
 if TYPE_CHECKING:
     from megatron_sp.training.run import Run
@@ -82,6 +83,7 @@ class Saves:
         else:
             self._finish()
             self._run.watchdog.beat(f"copying step {step} for its save")
+            self._require_finite()
             background.start(step, self._tensors(), self._state())
             self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
         decided = self._interval.saved(step, time.monotonic() - began, self._write_s)
@@ -96,6 +98,7 @@ class Saves:
         self._finish()
         if self.saved_step != step:
             run.watchdog.beat(f"saving step {step}")
+            self._require_finite()
             report = run.checkpointer.save(step, self._tensors(), self._state())
             self._note(report, time.monotonic() - began)
         run.reporter.pause_ended()
@@ -149,6 +152,11 @@ class Saves:
         else:
             run.console.line(f"warning: step {report.step} was not saved: {report.reason}; training goes on")
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
+
+    def _require_finite(self) -> None:
+        """Weights that an update made infinite are no checkpoint. Collective."""
+        run = self._run
+        require_finite_weights((unit.master for unit in run.units), run.groups, run.state.progress.step)
 
     def _tensors(self) -> dict[str, GlobalTensor]:
         tensors = self._run.state.weights()

@@ -24,10 +24,11 @@ from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_grou
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
+from megatron_sp.config_concessions import NCCL_ON_CPU
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_OK, ConfigError, DiskError, PeerError, ReportedError
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError, DiskError, PeerError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
-from megatron_sp.utils.program import leave
+from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 
 
 class RunStatus:
@@ -41,6 +42,7 @@ class RunStatus:
         self.path: Path | None = None
         self.fields: dict[str, Any] = {}
         self.lost: dict[str, str] = {}  # what else cannot be written, and why
+        self.explain_memory: Callable[[], list[str]] | None = None  # lines about what the memory of a rank is for, once that is known
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "run_status.json"
@@ -89,10 +91,8 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
         held.append(error)
         code = 1
         if is_out_of_memory(error):
-            message = (
-                f"out of memory: {first_line(error)}. Lower --micro-batch-size or --seq-length, add --recompute-granularity full or --bf16,"
-                " make the model smaller, or use more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
-            )
+            code = EXIT_CONFIG
+            message = out_of_memory_message(error, status)
             print(f"[rank {launch.rank}] error: {message}", file=sys.stderr, flush=True)
         else:
             message = f"{type(error).__name__}: {error}"
@@ -103,10 +103,18 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
     leave(code, as_usual=not held)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, torch's CPU allocator or numpy could not give the memory that was asked for."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
+    """What was asked for, what the memory is for by the closed form, and what would help; without the form where it is not known yet."""
+    found = f"out of memory: {first_words(error)}"
+    try:
+        lines = [] if status.explain_memory is None else status.explain_memory()
+    except Exception:  # memory for the explanation is not certain either
+        lines = []
+    if lines:
+        return "\n".join([found, *lines])
+    return (
+        f"{found}. Lower --micro-batch-size or --seq-length, add --recompute-granularity full or --bf16, make the model smaller, or use"
+        " more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
     )
 
 
@@ -158,6 +166,9 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
         PeerError: not all ranks came.
     """
     device = choose_device(config, launch)
+    if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
+        config.parallel.distributed_backend = "gloo"
+        config.ignored_flags += (NCCL_ON_CPU,)
     set_threads(config, launch)
     if config.kernels.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -207,9 +207,13 @@ def _value(model: Any, name: str) -> Any:
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> None:
     """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours.
 
-    A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it.
+    A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it. The vocabulary is a part of
+    the shape; where no flag names a tokenizer, that is the checkpoint's too.
     """
     old, _ = Config.from_dict(stored.get("config"))
+    if config.data.tokenizer_type is None:
+        for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id"):
+            setattr(config.data, name, getattr(old.data, name))
     keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}
     for name in vars(config.model):
         unnamed = config.model.seq_length is None or "seq_length" in config.preset_fields

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_sp.utils.flag_field import MAX_COUNT
+
 _WORDS = {"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"}
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
@@ -128,7 +130,7 @@ def _integer(word: str, other: str = "") -> int:
     hint = ""
     try:
         value = float(word)
-        hint = f": write {int(value)}" if value == int(value) else ""
+        hint = f": write {int(value)}" if value == int(value) and abs(value) <= MAX_COUNT else ""
     except (ValueError, OverflowError):
         pass
     wanted = f"an integer or {other}" if other else "an integer"

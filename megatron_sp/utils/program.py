@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -19,9 +20,28 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, ReportedError
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, ReportedError
 
 _PID = os.getpid()
+_NO_MEMORY = (
+    "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc", "out of memory", "can't start new thread",
+    "Storage size calculation overflowed", "integer multiplication overflow", "Trying to create tensor with negative dimension",
+    "Invalid buffer size",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU, torch's or numpy's allocator, or the system could not give the memory that was asked for."""
+    if isinstance(error, MemoryError) or (type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in str(error)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def first_words(error: BaseException) -> str:
+    """The first line of what a library says, for a message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
@@ -46,9 +66,13 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
             except KeyboardInterrupt:
                 code, as_usual = EXIT_INTERRUPTED, False
                 print(file=sys.stderr)
-            except Exception:
+            except Exception as error:
                 as_usual = False
-                traceback.print_exc()
+                if is_out_of_memory(error):
+                    print(f"error: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
+                    code = EXIT_CONFIG
+                else:
+                    traceback.print_exc()
     except output.OutputLost as lost:
         code = int(str(lost.code))
     leave(code, as_usual=as_usual)

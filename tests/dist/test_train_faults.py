@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from training import KILLED, assert_same_run, records, saved_steps, status, time_is_over, train, write_data
 from waiting import NEVER_MINUTES, wait_until
 
@@ -21,6 +22,7 @@ from megatron_sp.checkpoint import saving
 from megatron_sp.comm import rendezvous
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import loop, setup
+from megatron_sp.training.run import Run
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.processes import is_stopped
@@ -390,8 +392,24 @@ def test_ranks_other_than_0_leave_their_files_in_the_run_folder(tmp_path: Path) 
         assert sorted({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep")}) == ["ProfilerStep#1", "ProfilerStep#2"]
 
 
-@pytest.mark.parametrize("flags", [("--hidden-size", 4 * 10**9), ("--micro-batch-size", 10**12, "--global-batch-size", 10**12)])
-def test_out_of_memory_is_one_message_with_what_helps(tmp_path: Path, flags: tuple[object, ...]) -> None:
-    outcome = train(tmp_path, "--save", tmp_path / "run", *flags).expect(1, "error: out of memory: ", "--micro-batch-size")
+def _no_memory(rank: int) -> None:
+    def build(self: Run) -> None:
+        torch.empty(2**48)
+
+    Run._build_model = build  # type: ignore[method-assign]
+
+
+def test_out_of_memory_is_one_message_with_where_it_goes_and_what_helps(tmp_path: Path) -> None:
+    outcome = train(tmp_path, "--save", tmp_path / "run", setup=_no_memory)
+    outcome.expect(2, "error: out of memory: ", "a rank was predicted to need ", "that stay", "--recompute-granularity full: predicted ")
     assert "Traceback" not in outcome.text
     assert status(tmp_path / "run")["message"].startswith("out of memory: ")
+
+
+def test_a_model_that_cannot_be_held_is_refused_before_the_system_kills_a_process(tmp_path: Path) -> None:
+    sizes = ("--hidden-size", 2**20, "--num-layers", 100, "--ffn-hidden-size", 2**20)
+    outcome = train(tmp_path, "--save", tmp_path / "run", *sizes)
+    outcome.expect(
+        2, "error: a rank is predicted to need ", "of this host are available", " that stay + ", "make the model or --seq-length smaller"
+    )
+    assert "Traceback" not in outcome.text

@@ -56,6 +56,32 @@ def test_load_of_nothing_is_an_error_and_never_a_fresh_start(tmp_path: Path, old
     assert status(tmp_path / "x")["exit_code"] == 3
 
 
+def test_a_script_that_names_one_folder_to_load_and_save_starts_afresh_and_resumes(tmp_path: Path, old: Path) -> None:
+    """As most launch scripts do: the first time there is nothing, with a line saying so, then what was saved."""
+    run, flags = tmp_path / "run", ("--save-interval", 2, "--keep-every", 2, "--exit-interval", 4)
+    first = train(tmp_path, "--load", run, "--save", run, *flags).expect(0, f"{run} has no checkpoint yet: starting from scratch")
+    assert first.text.count("starting from scratch") == 1 and saved_steps(run) == [2, 4]
+    again = train(tmp_path, "--load", run / "checkpoints", "--save", run, *flags).expect(0, "resumed from", "(step 4, 16 samples)")
+    assert "starting from scratch" not in again.text
+    assert_same_run(run, old)
+
+
+def test_what_is_missing_is_an_error_where_it_was_not_meant_to_be_missing(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    pair = ("--load", run, "--save", run)
+    train(tmp_path, *pair, "--exit-on-missing-checkpoint", setup=no_model).expect(3, "has no checkpoint")
+    train(tmp_path, *pair, "--ckpt-step", 4, setup=no_model).expect(3, "has no checkpoint")
+    train(tmp_path, *pair, "--skip-train", "--eval-iters", 1, setup=no_model).expect(3, "has no checkpoint")
+    train(tmp_path, "--load", other, "--save", run, setup=no_model).expect(3, f"there is no {other}")
+    for name in ("latest_checkpointed_iteration.txt", "latest", "model.safetensors", "step-000002", "checkpoints/latest"):
+        foreign = tmp_path / f"with-{name.replace(chr(47), chr(45))}"
+        (foreign / name).parent.mkdir(parents=True)
+        (foreign / name).write_text("100")
+        train(tmp_path, "--load", foreign, "--save", foreign, setup=no_model).expect(3, "has no checkpoint")
+    (tmp_path / "file").write_text("x")
+    train(tmp_path, "--load", tmp_path / "file", "--save", run, setup=no_model).expect(3, "is a file")
+
+
 def test_load_of_a_folder_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()

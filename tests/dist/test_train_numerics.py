@@ -85,3 +85,18 @@ def test_nan_in_the_loss_is_no_overflow(tmp_path: Path) -> None:
     """A lower loss scale would not help, so it is counted although the scale could still go down."""
     flags = ("--fp16", "--initial-loss-scale", 2.0**10, "--max-bad-steps", 0)
     train(tmp_path, *flags, fault="nan:at=loss:step=2").expect(5, "stopped at step 2")
+
+
+def test_an_update_that_overflows_ends_the_run_and_is_never_saved(tmp_path: Path) -> None:
+    """Its gradients were finite, so no step was skipped; with or without --save, on every rank."""
+    run = tmp_path / "run"
+    outcome = train(tmp_path, "--save", run, *EACH, "--lr", 1e300, "--train-iters", 3, ranks=2)
+    outcome.expect(5, "error: the weights are not finite after step ", "Lower --lr")
+    assert saved_steps(run) == [] and status(run)["exit_code"] == 5
+    train(tmp_path, "--lr", 1e300, "--train-iters", 1).expect(5, "the weights are not finite after step 1")
+
+
+def test_weights_that_only_the_loss_cannot_bear_end_the_run_too(tmp_path: Path) -> None:
+    train(tmp_path, "--lr", 1e30, "--train-iters", 3).expect(5, "the run ends at step 3 with 2 non-finite steps in a row")
+    train(tmp_path, "--lr", 1e30, "--train-iters", 1, "--eval-iters", 1).expect(5, "at step 1: the mean loss is nan")
+    train(tmp_path, "--train-iters", 3, fault="nan:at=loss:step=3").expect(0)  # one step can be a sample's fault

@@ -15,6 +15,7 @@ from megatron_sp.config import GROUPS, Config, diff
 from megatron_sp.config_rules import violations
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
 from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
 
 def config(**fields: Any) -> Config:
@@ -209,7 +210,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"logging__peak_tflops": "-3"}, "peak_tflops (-3) must be above 0"),
     ({"logging__peak_tflops": "h100"}, "peak_tflops (h100) must be a number of TFLOP/s above 0, or one of a100-bf16"),
-    ({"kernels__num_threads": 100000}, "num_threads (100000) must be at most 1024"),
+    ({"kernels__num_threads": 100000}, "--num-threads (100000) must be at most 1024"),
 ]
 
 
@@ -368,6 +369,35 @@ def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:
                     assert refused.format(low) not in str(error)
 
 
+def test_every_number_has_a_largest_value_and_the_next_higher_is_refused() -> None:
+    """Far above what anybody trains; nothing behind the rules has to be afraid of overflow, or of taking for ever."""
+    for group, cls in GROUPS.items():
+        for name, kind in field_kinds(cls).items():
+            if kind.base in ("int", "float") and not kind.many:
+                high = cls.__dataclass_fields__[name].metadata["high"]
+                high = high if high is not None else MAX_COUNT if kind.base == "int" else MAX_NUMBER
+                beyond = high + 1 if kind.base == "int" else 2.0 * high
+                if beyond < math.inf:
+                    text = message(**{f"{group}__{name}": beyond, "precision__fp16": True})  # else a loss scale is dropped
+                    assert f"--{name.replace('_', '-')} (" in text and " must be at most " in text
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/tmp/" + "a" * 300, "has a name of 300 bytes, and the longest have 200"),
+        ("\u4e2d" * 100, "has a name of 300 bytes"),
+        ("/x" * 3000, "has 6000 bytes, and paths have at most 3000"),
+        ("a\0b", "a text with a zero byte in it is no name of anything"),
+    ],
+)
+def test_paths_that_no_system_takes(path: str, expected: str) -> None:
+    for name in ("checkpoint__save", "data__vocab_file", "logging__tensorboard_dir"):
+        text = message(**{name: path})
+        assert expected in text and len(text) < 200
+    assert expected in message(data__train_data_path=("x", path), data__mock_data=False)
+
+
 def test_sizes_that_fit_one_process_may_not_fit_four() -> None:
     fields = {"batch__global_batch_size": 6, "batch__micro_batch_size": 2}
     config(**fields).validate(world_size=3)
@@ -385,7 +415,7 @@ def test_several_mistakes_are_numbered_in_one_message() -> None:
 
 
 def test_a_huge_number_of_heads_is_answered_at_once() -> None:
-    text = message(model__num_attention_heads=10**9, model__hidden_size=10**9, model__num_query_groups=7)
+    text = message(model__num_attention_heads=2**16, model__hidden_size=2**16, model__num_query_groups=7)
     assert "must be a multiple of num_query_groups (7)" in text and len(text) < 500
 
 

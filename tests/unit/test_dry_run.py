@@ -174,7 +174,7 @@ def test_impossible_changes_are_not_recommended() -> None:
 
 def test_an_absurd_micro_batch_is_answered_as_fast_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes to try instead are found from the small divisors on, not by counting down."""
-    size = 10**15
+    size = 2**20
     config = config_of("--micro-batch-size", str(size), "--global-batch-size", str(16 * size))
     plans, plan = [0], remedies.plan_of
 
@@ -198,3 +198,43 @@ def test_the_warning_has_the_arithmetic() -> None:
     before = copy.deepcopy(smallest)
     shortage(smallest, 16, "cuda", 1, "")
     assert smallest == before
+
+
+def test_load_and_save_are_looked_at_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(code: int, *flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            parse_config([*MODEL, "--dry-run", "--world-size", "4", *flags], prog="x")
+        assert end.value.code == code
+        return capsys.readouterr().err
+
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert f"there is no {other}" in refused(3, "--load", str(other))
+    assert f"there is no {other}" in refused(3, "--load", str(other), "--save", str(run))
+    assert "has no checkpoint" in refused(3, "--load", str(tmp_path), "--save", str(run))
+    assert "there is no" in refused(3, "--load", str(run), "--save", str(run), "--exit-on-missing-checkpoint")
+    assert f"{run} has no checkpoint yet: starting from scratch" in says(
+        capsys, "--dry-run", "--world-size", "4", "--load", str(run), "--save", str(run)
+    )
+    (tmp_path / "file").write_text("x")
+    assert f"{tmp_path / 'file'} is not a folder" in refused(2, "--save", str(tmp_path / "file" / "run"))
+    assert "is a file: a checkpoint is a folder" in refused(3, "--load", str(tmp_path / "file"))
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert "already holds checkpoints" in refused(3, "--save", str(run))
+    assert "has no MANIFEST.json" in refused(3, "--load", str(run))
+    assert not other.exists() and sorted(p.name for p in run.iterdir()) == ["checkpoints"]
+
+
+def test_impossible_sizes_are_answered_at_once_and_the_largest_possible_too(capsys: pytest.CaptureFixture[str]) -> None:
+    impossible = {
+        "--num-layers": 10**8, "--seq-length": 10**8, "--train-iters": 10**20, "--distributed-timeout-minutes": 1e300,
+        "--num-threads": 2**31, "--num-workers": 99999999999,
+    }  # fmt: skip
+    for flags in [*((name, str(value)) for name, value in impossible.items()), ("--train-iters", "1e20")]:
+        with pytest.raises(SystemExit) as end:
+            parse_config([*MODEL, "--dry-run", *flags], prog="x")
+        assert end.value.code == 2 and flags[0] in capsys.readouterr().err
+    assert "peak: " in says(capsys, "--dry-run", "--num-layers", "4096", "--hidden-size", str(2**20), "--seq-length", str(2**25))
+
+
+def test_ignored_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ignored: --sequence-parallel (" in says(capsys, "--dry-run", "--sequence-parallel")

@@ -1,0 +1,48 @@
+"""Numbers that must be finite where a step's own check does not look: the weights after an update, validation, the end of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.utils.errors import NumericsError
+
+_WAY_OUT = "Lower --lr, give it a warm-up, or resume an earlier checkpoint with --ckpt-step"
+_END = 2  # non-finite steps with which a run does not end well: one can be a sample's fault
+
+
+def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, step: int) -> None:
+    """An update whose gradients were finite can still overflow, and such weights are not worth keeping. Collective.
+
+    Raises:
+        NumericsError: on every rank, if some rank's part has a number that is none.
+    """
+    bad = any(not _is_finite(part) for part in weights if part.numel())
+    flag = torch.tensor([float(bad)])
+    if bool(all_reduce(flag, groups.control, "max") > 0):
+        raise NumericsError(
+            f"the weights are not finite after step {step}: an update overflowed. Nothing is saved of them; older checkpoints are as they"
+            f" were. {_WAY_OUT}."
+        )
+
+
+def _is_finite(part: Tensor) -> bool:
+    low, high = torch.aminmax(part.detach())
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def require_finite_loss(kind: str, loss: float, step: int) -> None:
+    """Raises NumericsError for a validation or test that came to nothing; the same on every rank."""
+    if not math.isfinite(loss):
+        raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. The weights are of no use, or a sample is. {_WAY_OUT}.")
+
+
+def require_sound_end(bad_steps: int, step: int) -> None:
+    """Raises NumericsError if the run ends within a row of non-finite steps; the same on every rank."""
+    if bad_steps >= _END:
+        raise NumericsError(f"the run ends at step {step} with {bad_steps} non-finite steps in a row, all skipped. {_WAY_OUT}.")
