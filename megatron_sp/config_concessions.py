@@ -53,7 +53,8 @@ def _checkpoints(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         for name, off in (("save_interval", None), ("keep_every", None), ("no_save_optim", False)):
-            if (getattr(checkpoint, name) or 0) > 0:  # below is a mistake, whatever is saved
+            value = getattr(checkpoint, name)
+            if value and (isinstance(value, str) or value > 0):  # below is a mistake, whatever is saved
                 setattr(checkpoint, name, off)
                 yield f"--{name.replace('_', '-')} (without --save no checkpoint is written)"
     if checkpoint.load is None and not checkpoint.auto_resume:

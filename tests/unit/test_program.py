@@ -55,9 +55,12 @@ def in_child(body: Callable[[], object], stdout: int | None = None, stderr: int 
             os._exit(99)
     texts = []
     for end in ends:
-        if end:
-            os.close(end[1])
-        texts.append(open(end[0]).read() if end else "")  # noqa: SIM115
+        if end is None:
+            texts.append("")
+            continue
+        os.close(end[1])
+        with open(end[0]) as said:
+            texts.append(said.read())
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), texts[0], texts[1]
 
 
