@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_grou
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
-from megatron_sp.utils.errors import ConfigError, DiskError, PeerError, ReportedError
+from megatron_sp.utils.errors import EXIT_PREEMPTED, ConfigError, DiskError, PeerError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
 
 
@@ -91,12 +92,23 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> None:
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         status.write("failed", code, message)
+    if code == EXIT_PREEMPTED:
+        _end_launcher()
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 0:
         destroy_process_group()
         sys.exit(0)
     os._exit(code)  # a broken process group would hold an orderly exit up
+
+
+def _end_launcher() -> None:
+    """Ask torchrun's agent, whose child this is, to end too: with --max-restarts it would start a preempted job again.
+
+    The agent that got the signal ends anyway; those of other hosts would then wait for it in vain.
+    """
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
