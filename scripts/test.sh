@@ -6,16 +6,6 @@ bash scripts/setup_env.sh dev
 python=.venv/bin/python
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start processes of their own
 unset PYTHONDONTWRITEBYTECODE                  # some containers set it: each of those would compile this package again
-empty=0
-tests() {
-    local code=0
-    "$python" -m pytest -q --durations=10 "$@" || code=$?
-    if [ "$code" = 5 ]; then # the arguments leave none here
-        empty=$((empty + 1))
-    elif [ "$code" != 0 ]; then
-        exit "$code"
-    fi
-}
 step() { printf '== %s\n' "$1"; shift; "$@"; }
 
 step "ruff check" "$python" -m ruff check .
@@ -27,8 +17,6 @@ mypy=$!
 step "codespell" "$python" -m codespell_lib
 # three workers at least: half of the tests wait for processes of their own, or for a disk; more only where there are cores for those
 workers="$("$python" -c 'import os; print(max(3, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
-step "pytest" tests -n "$workers" --dist worksteal --quiet-machine skip "$@"
+step "pytest" "$python" -m pytest -q --durations=10 -n "$workers" --dist worksteal "$@"
 wait "$mypy" || { printf '== mypy\n'; cat "$types"; exit 1; }
 step "mypy" cat "$types"
-step "pytest, one at a time" tests --quiet-machine only "$@"
-[ "$empty" -lt 2 ] || { echo "no test fits: $*"; exit 5; }

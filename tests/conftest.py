@@ -19,15 +19,7 @@ torch.autograd.grad(_leaf * 1, _leaf, torch.ones(1))  # imports sympy, which is 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quiet-machine", choices=("only", "skip"), help="only, or all but, the tests that nothing may run beside")
     parser.addoption("--shuffle", metavar="SEED", help="files in another order, and the tests of each file: none depends on another one's")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--quiet-machine only`` the many files without such a test are not even imported."""
-    if config.getoption("--quiet-machine") == "only" and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
-        return "pytest.mark.quiet" not in collection_path.read_text(encoding="utf-8") or None
-    return None
 
 
 @pytest.hookimpl(trylast=True)
@@ -47,18 +39,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are deselected where there is none; those that need a quiet machine as ``--quiet-machine`` says."""
-    which = config.getoption("--quiet-machine")
-
-    def wanted(item: pytest.Item) -> bool:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            return False
-        return which is None or (item.get_closest_marker("quiet") is not None) == (which == "only")
-
-    unwanted = [item for item in items if not wanted(item)]
+    """Tests that need a GPU are deselected where there is none; the rest is put in order."""
+    unwanted = [item for item in items if item.get_closest_marker("gpu") and not torch.cuda.is_available()]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if wanted(item)]
+        items[:] = [item for item in items if item not in unwanted]
     items.sort(key=lambda item: "integration" not in item.path.parts)  # the longest first: at the end two workers share small ones
     if (seed := config.getoption("--shuffle")) is not None:
         items[:] = _shuffled(items, seed)

@@ -17,7 +17,7 @@ FP64, FP32 = 1e-10, 1e-5
 def rms_of_all(tensors: Mapping[str, Tensor]) -> float:
     """Root mean square over the elements of all tensors together."""
     count = sum(t.numel() for t in tensors.values())
-    return (sum(float(t.double().square().sum()) for t in tensors.values()) / max(count, 1)) ** 0.5
+    return (sum(float(t.detach().double().square().sum()) for t in tensors.values()) / max(count, 1)) ** 0.5
 
 
 def law_error(got: Tensor, want: Tensor, rms: float = 0.0) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,7 +27,7 @@ from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
 from megatron_sp.config_concessions import NCCL_ON_CPU
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ConfigError, DiskError, PeerError, ReportedError
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREEMPTED, ConfigError, DiskError, PeerError, ReportedError
 from megatron_sp.utils.files import atomic_write_json
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 
@@ -98,9 +99,20 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
             message = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         status.write("failed", code, message)
+    if code == EXIT_PREEMPTED:
+        _end_launcher()
     if code == EXIT_OK:
         destroy_process_group()
     leave(code, as_usual=not held)
+
+
+def _end_launcher() -> None:
+    """Ask torchrun's agent, whose child this is, to end too: with --max-restarts it would start a preempted job again.
+
+    The agent that got the signal ends anyway; those of other hosts would then wait for it in vain.
+    """
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -348,11 +347,9 @@ def test_the_command_line_comes_after_the_file_wherever_it_stands(tmp_path: Path
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str | bytes, expected: str) -> None:
-    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, text, sound="--num-layers 2" if expected.startswith("--lr") else SOUND.replace("--lr 1e-3", ""))
     assert expected in str(caught.value)
-    assert time.process_time() - start < 2, "of this process: others do not count"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
