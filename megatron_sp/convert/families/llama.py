@@ -145,8 +145,8 @@ class Qwen2(Llama):
             raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries, and there are {layers} layers")
         if len(set(kinds)) > 1:
             raise CheckpointError(
-                f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window (max_window_layers {first}, layer_types), and a model here"
-                " has one in all of its layers or in none: it cannot be converted"
+                f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window (max_window_layers {first}, layer_types), and a model"
+                " here has one in all of its layers or in none: it cannot be converted"
             )
         if kinds[0] == _FULL:
             return None
