@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # the shape, and the classes 
     "llama-linear": ({**LLAMA, "rotary_seq_len_interpolation_factor": 2.0, "add_qkv_bias": True, "add_proj_bias": True}, 0),
     "mistral": ({**LLAMA, "window_size": 5}, 0),
     "qwen2": ({**LLAMA, "add_qkv_bias": True}, 0),
+    "qwen2-window": ({**LLAMA, "add_qkv_bias": True, "window_size": 5}, 0),
     "neox": (NEOX, 0),
     "neox-tied": ({**NEOX, "untie_embeddings_and_output_weights": False, "use_parallel_residual": False, "relu": True}, 0),
     "neox-few-biases": ({**NEOX, "disable_bias_linear": True, "add_mlp_bias": True, **LLAMA3}, 0),

@@ -109,7 +109,14 @@ def qwen2(draw: random.Random) -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
 
 
-ROTARY = (llama, neox, mistral, qwen2)  # whose positions transformers computes in fp32 alone
+def qwen2_window(draw: random.Random) -> Any:
+    fields = llama_fields(draw)
+    fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    window = {"use_sliding_window": True, "sliding_window": draw.choice([4, 5]), "max_window_layers": 0}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields, **window))
+
+
+ROTARY = (llama, neox, mistral, qwen2, qwen2_window)  # whose positions transformers computes in fp32 alone
 _LONG = [pytest.param(make, marks=pytest.mark.long) for make in (bert, bert_masked, megatron_bert, *ROTARY[1:])]
 FAMILIES = [gpt2, llama, bert_classifier, *_LONG]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,3 +170,36 @@ def test_what_a_mistral_does_not_say_is_as_transformers_has_it() -> None:
     assert (config.window_size, config.num_query_groups) == (4096, 8)
     config = FAMILIES["mistral"].config(Settings({**document, "sliding_window": None, "num_key_value_heads": None}, "config.json"), {})
     assert (config.window_size, config.num_query_groups) == (None, 16)
+
+
+_QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "window"),
+    [
+        ({}, None),
+        (_QWEN2_WINDOW, 5),
+        ({**_QWEN2_WINDOW, "use_sliding_window": False}, None),
+        ({**_QWEN2_WINDOW, "sliding_window": None}, None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 5}, None),  # max_window_layers is 28: no layer comes so late
+        ({**_QWEN2_WINDOW, "max_window_layers": 28, "layer_types": ["sliding_attention"] * 3}, 5),
+        ({**_QWEN2_WINDOW, "layer_types": ["full_attention"] * 3}, None),
+        ({**_QWEN2_WINDOW, "max_window_layers": 1}, "2 of 3 layers have a window (max_window_layers 1, layer_types)"),
+        ({**_QWEN2_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "2 of 3 layers have a window"),
+        ({**_QWEN2_WINDOW, "layer_types": ["sliding_attention"]}, "layer_types has 1 entries, and there are 3 layers"),
+        ({**_QWEN2_WINDOW, "layer_types": ["linear_attention"] * 3}, "'linear_attention', which is another attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "gives every layer a window, and use_sliding_window and sliding_window give none"),
+        ({**_QWEN2_WINDOW, "sliding_window": 0}, "sliding_window must be at least 1"),
+    ],
+)
+def test_the_window_of_a_qwen2_is_that_of_all_its_layers(entries: dict[str, Any], window: int | str | None) -> None:
+    document = FAMILIES["qwen2"].document(ModelConfig(**MODELS["qwen2"][0]))
+    del document["use_sliding_window"]
+    settings = Settings({**document, **entries}, "config.json")
+    if isinstance(window, str):
+        with pytest.raises(CheckpointError, match=re.escape(window)):
+            FAMILIES["qwen2"].config(settings, {})
+    else:
+        assert FAMILIES["qwen2"].config(settings, {}).window_size == window

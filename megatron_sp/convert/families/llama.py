@@ -12,6 +12,7 @@ from megatron_sp.convert.families.parts import Sizes, blocks, gate_up, kinds, sa
 from megatron_sp.convert.families.settings import Settings, set_biases
 from megatron_sp.utils.errors import CheckpointError
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
@@ -119,22 +120,44 @@ class Mistral(Llama):
 
 
 class Qwen2(Llama):
-    """With biases on queries, keys and values alone."""
+    """With biases on queries, keys and values alone; with a sliding window in all layers or in none."""
 
     model_type, name = "qwen2", "Qwen2"
     groups_if_absent = 32
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        settings.require("use_sliding_window", False, "gives some layers a window")
-        if others := set(map(str, settings.get("layer_types", list, []))) - {"full_attention"}:
-            raise CheckpointError(
-                f"{settings.where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another attention: only 'full_attention'"
-                " can be converted"
-            )
+        absent = "sliding_window" not in settings.document  # null is no window
+        window = settings.count("sliding_window", 4096 if absent else None) if settings.get("use_sliding_window", bool, False) else None
+        config.window_size = self._window(settings, window, settings.count("num_hidden_layers"))
         set_biases(config, qkv=True, proj=False, mlp=False)
 
+    def _window(self, settings: Settings, window: int | None, layers: int) -> int | None:
+        """Of every layer. Raises CheckpointError: they differ, or one should have a window that there is not."""
+        first, where = settings.get("max_window_layers", int, 28), settings.where
+        usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
+        kinds = [str(kind) for kind in settings.get("layer_types", list, usual)]
+        if others := set(kinds) - {_FULL, _SLIDING}:
+            raise CheckpointError(
+                f"{where}: layer_types has {', '.join(sorted(others))[:100]!r}, which is another attention: only {_FULL!r} and {_SLIDING!r}"
+                " can be converted"
+            )
+        if len(kinds) != layers:
+            raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries, and there are {layers} layers")
+        if len(set(kinds)) > 1:
+            raise CheckpointError(
+                f"{where}: {kinds.count(_SLIDING)} of {layers} layers have a window (max_window_layers {first}, layer_types), and a model"
+                " here has one in all of its layers or in none: it cannot be converted"
+            )
+        if kinds[0] == _FULL:
+            return None
+        if window is None:
+            raise CheckpointError(f"{where}: layer_types gives every layer a window, and use_sliding_window and sliding_window give none")
+        return window
+
     def own(self, config: ModelConfig) -> dict[str, Any]:
-        return {"qkv_bias": True, "proj_bias": False, "mlp_bias": False}
+        return {"window_size": config.window_size, "qkv_bias": True, "proj_bias": False, "mlp_bias": False}
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        return {"use_sliding_window": False}
+        if config.window_size is None:
+            return {"use_sliding_window": False}
+        return {"use_sliding_window": True, "sliding_window": config.window_size, "max_window_layers": 0}

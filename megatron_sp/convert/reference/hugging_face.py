@@ -132,7 +132,7 @@ class Llama:
         self.shape = Shape(
             c["num_hidden_layers"], head_dim, c["vocab_size"], c.get("max_position_embeddings", 2048), c.get("rms_norm_eps", 1e-6),
             ACTIVATIONS[c.get("hidden_act", "silu")], rms=True, gated=True, rotary=_rotary(c, head_dim),
-            window=c.get("sliding_window", 4096) if c["model_type"] == "mistral" else None,
+            window=c.get("sliding_window", 4096) if c["model_type"] == "mistral" or _slides(c) else None,
         )  # fmt: skip
         self._tied = c.get("tie_word_embeddings", False)
 
@@ -149,6 +149,14 @@ class Llama:
     def outputs(self, x: Tensor) -> dict[str, Tensor]:
         x = norm(x, self.files.scale("model.norm"), self.shape.eps, rms=True)
         return {NEXT: x @ self.files.get("model.embed_tokens.weight" if self._tied else "lm_head.weight").T}
+
+
+def _slides(c: dict[str, Any]) -> bool:
+    """Whether a Qwen2's first layer has a window, and so all have one: others are refused when they are read."""
+    if c["model_type"] != "qwen2" or not c.get("use_sliding_window"):
+        return False
+    kinds = c.get("layer_types")
+    return bool(kinds[0] == "sliding_attention" if kinds else c.get("max_window_layers", 28) <= 0)
 
 
 class NeoX:
