@@ -77,7 +77,10 @@ for wanted in "$@"; do
         export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
         add deepspeed "$DEEPSPEED"
         ;;
-    megatron) add megatron-core "$MEGATRON_CORE" ;;
+    megatron)
+        add megatron-core "$MEGATRON_CORE"
+        pip --constraint "$constraint" --editable . # tests/peers train with both
+        ;;
     esac
 done
 say "ready: $peer"
