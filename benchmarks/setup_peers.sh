@@ -4,8 +4,8 @@
 #   benchmarks/setup_peers.sh [deepspeed] [megatron]
 #
 # Always: torch (the same version as ours, first, so that nothing pulls another one in) and transformers. On request DeepSpeed
-# (built for CPU) and Megatron-core. What is there already is kept. Variables: PYTHON (an interpreter >= 3.11), TORCH_INDEX_URL (where
-# torch comes from; machines without a GPU save gigabytes with PyTorch's CPU index).
+# (built for CPU), and Megatron-core with this package (tests/peers). What is there already is kept. Variables: PYTHON (an
+# interpreter >= 3.11), TORCH_INDEX_URL (where torch comes from; machines without a GPU save gigabytes with PyTorch's CPU index).
 set -euo pipefail
 
 TORCH=2.13.0
@@ -77,7 +77,10 @@ for wanted in "$@"; do
         export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
         add deepspeed "$DEEPSPEED"
         ;;
-    megatron) add megatron-core "$MEGATRON_CORE" ;;
+    megatron)
+        add megatron-core "$MEGATRON_CORE"
+        pip --constraint "$constraint" --editable . # tests/peers train with both
+        ;;
     esac
 done
 say "ready: $peer"

@@ -122,7 +122,8 @@ def build_bert_datasets(
     def mock(name: str, num: int) -> Dataset:
         return MockBERTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
-    return Datasets(*_build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file))
+    train, valid, test = _build(data, num_samples, mock, lambda indexed: indexed.document_index.size - 1, from_file)
+    return Datasets(train, valid, test)
 
 
 def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:

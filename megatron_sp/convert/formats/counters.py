@@ -73,7 +73,7 @@ def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossSc
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
     """Samples by which the learning rate goes, of Megatron's scheduler, which does not count skipped steps; None: it is not said."""
-    state = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
+    state: Mapping[Any, Any] = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
     found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key), _no_tensor)) is not None), None)
     return found if found is not None and found <= consumed else None
 
