@@ -51,6 +51,7 @@ class StepReporter:
         self._seconds = 0.0
         self._tokens = 0
         self._steps = 0
+        self._doubted = False
 
     def pause_ended(self) -> None:
         """A save or a validation has ended: its time is not the next step's."""
@@ -75,6 +76,12 @@ class StepReporter:
         record = self._record(progress, result, rate, lr, loss_scale, optimizer, size)
         self._metrics.write("train", **record)
         self._console.line(self._line(record, seconds_left))
+        if (record["mfu"] or 0) > 1 and not self._doubted:
+            self._doubted = True
+            self._console.line(
+                f"MFU above 100 % cannot be: the peak of {self._peak_name} that it is a share of is lower than what this device does; give"
+                " --peak-tflops, and compare tokens/s until then"
+            )
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
 
     def _compare(self, step: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_sp.config import Config
 from megatron_sp.config_rules import violations
 from megatron_sp.training.hardware import GPUS
-from megatron_sp.training.planner.layouts import Given, Layout, frames, micro_batches, most_saving, savings
+from megatron_sp.training.planner.layouts import Given, Layout, default_batch, frames, micro_batches, most_saving, savings
 from megatron_sp.training.planner.machine import Machine, reserve
 from megatron_sp.training.planner.search import num_groups
 from megatron_sp.training.remedies import plan_of
@@ -49,15 +49,36 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Lay
 
 
 def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
-    """Up to three, those that suffice first."""
+    """Up to three, those that suffice first: each change alone, and if few suffice the gentle ones together with each other."""
     now = least_memory(base, given, machine)
-    found = []
-    for what, config, fixed, where in _changes(base, given, machine, now[0] if now else 0):
-        least = least_memory(config, fixed, where)
-        if least is not None and (now is None or least[0] < 0.97 * now[0] or where.memory_bytes > machine.memory_bytes):
-            found.append(Change(what, least[0], where.memory_bytes))
+    tried = list(_tried(base, given, machine, now[0] if now else 0))
+    found = [change for change, _ in tried]
+    enough = {change.what.split()[0] for change in found if change.fits}  # these need nothing beside
+    state, words = (base, given, machine), ""
+    for _ in range(_TOGETHER):
+        gentle = [(change, after) for change, after in tried if not change.fits and not change.what.startswith(_HARSH)]
+        if not gentle or sum(change.fits for change in found) >= _NUMBER:
+            break
+        step, state = min(gentle, key=lambda each: each[0].needs)
+        words = f"{words}{step.what} and "
+        tried = [each for each in _tried(*state, step.needs) if each[0].what.split()[0] not in enough]
+        found += [change._replace(what=words + change.what) for change, _ in tried if change.fits]
     found.sort(key=lambda change: (not change.fits, 0 if change.fits else change.needs - change.have))
     return found[:_NUMBER]
+
+
+_TOGETHER = 3  # gentle changes that are put together
+_HARSH = ("--gpus", "--gpu ", "--seq-length", "--num-layers")
+
+_State = tuple[Config, Given, Machine]
+
+
+def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[Change, _State]]:
+    """Each change that helps, and what it leads to; ``now``: bytes that are needed without; 0: no layout is possible."""
+    for what, config, fixed, where in _changes(base, given, machine, now):
+        least = least_memory(config, fixed, where)
+        if least is not None and (not now or least[0] < 0.97 * now or where.memory_bytes > machine.memory_bytes):
+            yield Change(what, least[0], where.memory_bytes), (config, fixed, where)
 
 
 def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[str, Config, Given, Machine]]:
@@ -97,11 +118,13 @@ def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[s
         nodes = machine.nodes * times // inside
         where = replace(machine, gpus=machine.gpus * times, nodes=nodes)
         config = copy.deepcopy(base)
-        config.batch.global_batch_size = (base.batch.global_batch_size or 1) * times
+        fixed = ("batch", "global_batch_size") in given or machine.is_cpu
+        config.batch.global_batch_size = (base.batch.global_batch_size or 1) * times if fixed else default_batch(base, where.gpus)
         least = least_memory(config, given, where)
         if (least is not None and least[0] <= machine.memory_bytes) or doublings == _MOST_GPUS:
             more = f" --nodes {nodes}" if nodes > 1 else ""
-            yield f"--gpus {where.gpus}{more} (with a global batch {times} times as large)", config, given, where
+            larger = f" (with a global batch {times} times as large)" if fixed else ""
+            yield f"--gpus {where.gpus}{more}{larger}", config, given, where
             return
 
 

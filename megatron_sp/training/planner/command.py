@@ -15,12 +15,11 @@ from megatron_sp.training.dry_run import complete
 from megatron_sp.training.hardware import CPU, GIB, Link, find_gpu, find_link
 from megatron_sp.training.planner import report
 from megatron_sp.training.planner.advice import find_changes, least_memory
-from megatron_sp.training.planner.layouts import Given
+from megatron_sp.training.planner.layouts import Given, default_batch
 from megatron_sp.training.planner.machine import Machine
 from megatron_sp.training.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 
-TOKENS = 2**20  # of a step, when no --global-batch-size is given
 MOST_GPUS = 1 << 20
 
 
@@ -117,12 +116,14 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
         extra.append("--bf16")
     config.kernels.device = "cpu" if cpu else config.kernels.device
     _fill(config)
+    tp_seq = config.parallel.sequence_parallel  # about a tp that is not chosen yet
     config.normalize()
+    if ("parallel", "tensor_model_parallel_size") not in given:
+        config.parallel.sequence_parallel = tp_seq
     if ("batch", "micro_batch_size") not in given:
         config.batch.micro_batch_size = 1
     if config.batch.global_batch_size is None and config.model.seq_length:
-        sequences = max(1, TOKENS // config.model.seq_length) if not cpu else gpus
-        config.batch.global_batch_size = math.ceil(sequences / gpus) * gpus * config.batch.micro_batch_size
+        config.batch.global_batch_size = gpus * config.batch.micro_batch_size if cpu else default_batch(config, gpus)
         extra.append(f"--global-batch-size {config.batch.global_batch_size}")
     config.batch.rampup_batch_size = None
     if config.parallel.use_distributed_optimizer:

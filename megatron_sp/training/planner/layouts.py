@@ -12,6 +12,7 @@ What a person has given on the command line stays as it is. The rest is tried:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ Saving = tuple[int, str | None]
 """ZeRO stage and recomputation."""
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+TOKENS = 2**20  # of a step, when no --global-batch-size is given
 ENOUGH_TOKENS = 32768  # of a rank at a time: products do not get faster beyond
 
 
@@ -83,6 +85,20 @@ class Layout:
         kernels.recompute_granularity, kernels.recompute_activations = self.recompute, False  # type: ignore[assignment]
         config.batch.micro_batch_size = self.micro_batch
         return config.normalize()
+
+
+def default_batch(config: Config, gpus: int) -> int:
+    """Sequences that make about a million tokens, whatever the GPUs, in a number that most layouts of them can deal out."""
+    model, micro = config.model, config.batch.micro_batch_size
+    assert model.seq_length and model.num_attention_heads
+    wanted = max(1, round(TOKENS / (model.seq_length * micro)))
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    sizes = [round(wanted / n) * n for n in divisors if n <= wanted]
+    near = [size for size in sizes if abs(size - wanted) <= wanted / 4]  # the last is that of the largest divisor
+    ranks = gpus // max(n for n in divisors if n <= model.num_attention_heads)  # a sequence each, even with all heads on their own
+    if near[-1] % ranks:
+        return math.ceil(wanted / gpus) * gpus * micro
+    return near[-1] * micro
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Layout]:

@@ -17,7 +17,6 @@ from megatron_sp.training.planner.search import Candidate, Findings
 BAR = 50  # characters of a full GPU
 KINDS = ("parameters", "gradients", "optimizer", "activations", "reserve")
 _LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "reserve": "r"}
-_TIGHT = 0.95  # of the memory: a little more of anything, and it does not fit
 
 
 def memory_by_kind(candidate: Candidate) -> dict[str, int]:
@@ -92,7 +91,7 @@ def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], 
     """For people."""
     best = found.best_of_each()[:top]
     lines = [
-        *_head(base, machine, extra, found), *_table(best), *_roomier(found), "", *_detail(best[0], extra), "",
+        *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best), "", *_detail(best[0], extra), "",
         f"memory of a {_unit(machine)} (" + ", ".join(f"{_LETTERS[kind]} {kind}" for kind in KINDS) + "):",
         *(f"  {number} {bar(c)} {c.needs / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB" for number, c in enumerate(best, 1)),
         "", "flags of the others:", *(f"  {n} {flags(c, extra)}" for n, c in enumerate(best[1:], 2)),
@@ -103,15 +102,28 @@ def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], 
     return "\n".join([*lines, *(["", "not possible:", *rejected] if rejected else [])])
 
 
-def _roomier(found: Findings) -> list[str]:
-    """If the best is tight: the fastest that is not."""
+def _tighter(found: Findings) -> list[str]:
+    """If a layout that leaves hardly any memory is faster than the first: what it would bring."""
     best = found.candidates[0]
-    other = next((c for c in found.candidates if c.needs <= _TIGHT * c.machine.memory_bytes), None)
-    if other is best or other is None:
+    tight = [c for c in found.candidates if c.is_tight and c.tokens_per_second > best.tokens_per_second]
+    if best.is_tight:
+        return ["tight: every layout leaves under 5 % of the memory; a little more of anything, and it does not fit"]
+    if not tight:
         return []
-    left = [(c.machine.memory_bytes - c.needs) / GIB for c in (best, other)]
-    slower = 1 - other.tokens_per_second / best.tokens_per_second
-    return [f"tight: 1 leaves {left[0]:.1f} GiB; with {left[1]:.1f} GiB left and {slower:.1%} slower: {' '.join(other.layout.flags())}"]
+    left = [(c.machine.memory_bytes - c.needs) / GIB for c in (tight[0], best)]
+    faster = tight[0].tokens_per_second / best.tokens_per_second - 1
+    return [f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {' '.join(tight[0].layout.flags())}"]
+
+
+def _doubts(best: Sequence[Candidate]) -> list[str]:
+    """Shares of the peak that cannot be."""
+    if max(c.mfu for c in best) <= 1:
+        return []
+    gpu = best[0].machine.gpu
+    return [
+        f"MFU above 100 %: the peak of {gpu.name} that it is a share of ({gpu.peak_tflops:g} TFLOP/s) was measured too low, on a busy"
+        " machine for instance; compare tokens/s"
+    ]
 
 
 def _unit(machine: Machine) -> str:
@@ -139,7 +151,7 @@ def _table(best: Sequence[Candidate]) -> list[str]:
         [
             str(number), c.layout.words(c.machine.gpus), f"{c.tokens_per_second:,.0f}", f"{c.tokens_per_second / c.machine.gpus:,.0f}",
             f"{c.mfu:.1%}", f"{c.time.seconds:.3g} s",
-            f"{c.needs / GIB:.1f} GiB" + (" (tight)" if c.needs > _TIGHT * c.machine.memory_bytes else ""), c.time.bound,
+            f"{c.needs / GIB:.1f} GiB" + (" (tight)" if c.is_tight else ""), c.time.bound,
         ] for number, c in enumerate(best, 1)
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

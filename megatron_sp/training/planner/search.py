@@ -21,6 +21,7 @@ from megatron_sp.training.planner.machine import Machine, reserve
 from megatron_sp.training.planner.timing import StepTime, step_time
 from megatron_sp.training.remedies import head_share, plan_of
 
+TIGHT = 0.95  # of the memory: a little more of anything, and it does not fit
 _SIZES = 3  # micro-batches of a layout whose time is worked out: the largest, and a half and a quarter of it with more memory left
 
 
@@ -55,6 +56,11 @@ class Candidate:
     def needs(self) -> int:
         return self.memory.peak + self.reserve
 
+    @property
+    def is_tight(self) -> bool:
+        """Leaves so little memory that the prediction's own error may be more."""
+        return self.needs > TIGHT * self.machine.memory_bytes
+
 
 @dataclass
 class Rejected:
@@ -76,7 +82,7 @@ class Findings:
     """Everything that a search found.
 
     Attributes:
-        candidates: that fit, fastest first.
+        candidates: that fit, fastest first; those that leave under 5 % of the memory come after all that leave more.
         rejected: the others.
         smallest: (bytes, layout) of what needs least memory, fitting or not.
         tried: layouts whose memory was worked out.
@@ -113,7 +119,7 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
         for needs, layout in _Frame(frame, base, given, machine).fill(found):
             pair = (layout.tp, layout.sp)
             least[pair] = min(least.get(pair, (needs, layout)), (needs, layout), key=lambda each: each[0])
-    found.candidates.sort(key=lambda candidate: (-candidate.tokens_per_second, candidate.needs))
+    found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
     fitting = {(c.layout.tp, c.layout.sp) for c in found.candidates}
     found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
     found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
