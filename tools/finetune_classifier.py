@@ -82,16 +82,17 @@ def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """The checkpoint's tokenizer, if the command line names none."""
     from megatron_sp.checkpoint.checkpointer import Checkpointer
     from megatron_sp.config import DataConfig
-    from megatron_sp.training.stored_model import find_moved
+    from megatron_sp.data.tokenizers import kept
 
     if _names(rest, "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
         return []
     reader = Checkpointer(None)
     folder = reader.find(options.pretrained_checkpoint)
-    stored = reader.read_state(folder).get("config", {}).get("data", {})
+    state = reader.read_state(folder)
+    stored = state.get("config", {}).get("data", {})
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     data = DataConfig(**{name: stored.get(name) for name in names})
-    find_moved(data, folder)
+    kept.take(data, kept.Record.from_json(state.get("tokenizer")), folder)
     found = [(f"--{name.replace('_', '-')}", getattr(data, name)) for name in names]
     return [word for flag, value in found if value is not None for word in (flag, str(value))]
 

@@ -34,6 +34,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
+from megatron_sp.training.run_tokenizer import find_for_resume, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
@@ -119,11 +120,7 @@ class Run:
         if stored is not None and config.checkpoint.use_checkpoint_args:
             adopt_checkpoint_args(stored, config)
             config.normalize().validate(self.launch.world_size)
-        with all_ranks_agree(self.groups.control):
-            self.tokenizer = self.task.build_tokenizer(config)
-            settle_vocab_size(config, self.tokenizer)
-            if stored is not None:
-                self._differences = check_structure(stored, config)
+        self._build_tokenizer(source, stored)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
         # what a former part of the run consumed stays consumed, whatever the batch size was then
         self.start = _where_it_starts(stored if not self._finetunes else None, self.plan)
@@ -156,6 +153,25 @@ class Run:
         self._announce()
         if config.checkpoint.save is not None:
             self.saves = Saves(self, None if self._finetunes else stored)
+
+    def _build_tokenizer(self, source: Path | None, stored: dict[str, Any] | None) -> None:
+        """The checkpoint's own, unless that gives its weights only; kept in the run if there will be checkpoints."""
+        config, tell = self.config, self.console.line
+        resumed = None if self._finetunes or config.batch.skip_train else stored
+        with all_ranks_agree(self.groups.control):
+            if source is not None and resumed is not None:
+                find_for_resume(config.data, resumed, source, tell)
+            self.tokenizer = self.task.build_tokenizer(config)
+            settle_vocab_size(config, self.tokenizer)
+            if stored is not None:
+                self._differences = check_structure(stored, config)
+            if source is not None and resumed is not None:
+                require_same(self.tokenizer, resumed, source, accept=config.checkpoint.accept_data_change, tell=tell)
+        record = None
+        with all_ranks_agree(self.groups.control):
+            if config.checkpoint.save is not None and self.launch.rank == 0:
+                record = keep_for_run(self.run_dir, config.data, self.tokenizer, tell)
+        self.tokenizer_record: dict[str, Any] | None = broadcast_json(record, self.groups.control)
 
     def _find_checkpoint(self) -> Path | None:
         """The step folder to load; None for a fresh start, which is only ever meant, never a fallback."""
@@ -243,6 +259,7 @@ class Run:
             window=precision.loss_scale_window, hysteresis=precision.hysteresis,
         )  # fmt: skip
         self.state = TrainingState(self.model, self.units, self.optimizer, self.scaler)
+        self.state.tokenizer = self.tokenizer_record
 
     def _load(self, source: Path, stored: dict[str, Any]) -> None:
         checkpoint = self.config.checkpoint

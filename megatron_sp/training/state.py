@@ -75,6 +75,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress, self.samples = Progress(), SampleHistory()
+        self.tokenizer: dict[str, Any] | None = None  # what a checkpoint says of it
         specs = shard_specs(model)
         self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
 
@@ -136,6 +137,7 @@ class TrainingState:
             "schedule": schedule,
             "data_fingerprint": fingerprint,
             "samples": self.samples.to_json(),
+            "tokenizer": self.tokenizer,
             "layout": world,
             "config": config.to_dict(),
             "versions": versions(),

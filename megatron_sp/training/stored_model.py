@@ -11,7 +11,7 @@ import torch
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.config import WORDPIECE, Config, DataConfig
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
@@ -72,7 +72,7 @@ def find_stored(
         what: "GPT" or "BERT".
         instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
         warn: told about what the configuration has that this version does not know.
-        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of what training named.
+        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of the run's own.
         checkpointer: that has found ``run`` already, a step folder; None: a new one finds it.
     Raises:
         CheckpointError: there is none, or it is of another kind.
@@ -97,7 +97,7 @@ def find_stored(
     if tokenizer_file is not None:
         _take_tokenizer(config.data, Path(tokenizer_file))
     else:
-        find_moved(config.data, folder)
+        kept.take(config.data, kept.Record.from_json(state.get("tokenizer")), folder)
     has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(config.data.tokenizer_model or config.data.vocab_file)
     tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
     if tokenizer.vocab_size > vocab_size:
@@ -113,20 +113,3 @@ def _take_tokenizer(data: DataConfig, path: Path) -> None:
         data.vocab_file = str(path)  # case is as in training
     else:
         name_path(data, path)
-
-
-def find_moved(data: DataConfig, step_dir: Path) -> None:
-    """Let the paths of a tokenizer that are no longer there lead to the files of the same names in the run, if those are.
-
-    Args:
-        data: paths are changed in place.
-        step_dir: of the checkpoint: RUN/checkpoints/step-N, or a step folder that was taken out of its run.
-    """
-    above = step_dir.absolute().parent
-    run = above.parent if above.name == "checkpoints" else above
-    places = (run / "tokenizer", run)
-    for field in ("tokenizer_model", "vocab_file", "merge_file"):
-        named = getattr(data, field)
-        if named and not Path(named).exists():
-            found = next((place / Path(named).name for place in places if (place / Path(named).name).is_file()), None)
-            setattr(data, field, named if found is None else str(found))

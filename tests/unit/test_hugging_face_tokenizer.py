@@ -14,7 +14,7 @@ from megatron_sp.config import Config, DataConfig
 from megatron_sp.convert.tokenizer_files import find_files, find_named, tell
 from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, hugging_face
 from megatron_sp.data.tokenizers.files import name_path
-from megatron_sp.training.stored_model import find_moved
+from megatron_sp.data.tokenizers.kept import find_moved
 from megatron_sp.utils.errors import DataError, ReportedError
 
 PIECES = ["a", "b", "ab", "\u0120", "\u0120a", "\u010a", "<|endoftext|>", "<x>", "[SEP]"]

@@ -15,7 +15,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import STATE_NAME
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
 from megatron_sp.checkpoint.strict_json import is_count
-from megatron_sp.config import Config
+from megatron_sp.config import Config, DataConfig
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.fit import fit
@@ -23,7 +23,8 @@ from megatron_sp.convert.folders import require_inside
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.data.tokenizers import kept
+from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
 
 WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
 TOKENIZER_FOLDER = "tokenizer"
@@ -49,13 +50,14 @@ class Native:
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
         found = fit(str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={})
-        kept = state.get("converted")
+        converted = state.get("converted")
+        tokenizer, notes = _tokenizer(config, state, folder, options)
         return Model(
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
-            num_classes=num_classes, fates=found.fates, tokenizer=_tokenizer(config, folder, options),
+            num_classes=num_classes, fates=found.fates, tokenizer=tokenizer, notes=notes,
             tokenizer_type=config.data.tokenizer_type if options.tokenizer is None else None,
-            settings={**(kept if isinstance(kept, dict) else {}), "native": state},
+            settings={**(converted if isinstance(converted, dict) else {}), "native": state},
             num_updates=_count(state, "num_updates") if "num_updates" in state else None, loss_scale=_loss_scale(state.get("loss_scaler")),
         )  # fmt: skip
 
@@ -67,6 +69,7 @@ class Native:
         if model.tokenizer:
             (path / TOKENIZER_FOLDER).mkdir()
             tokenizer_files.copy_files(model.tokenizer, path / TOKENIZER_FOLDER)
+            state["tokenizer"] = _record(model, state, path / TOKENIZER_FOLDER)
         write_checkpoint(path, model.step, tensors, state, progress=progress)
 
     def size(self, model: Model, options: Options) -> int:
@@ -161,15 +164,37 @@ def _loss_scale(state: Any) -> LossScale | None:
     return {"dynamic": True, "scale": scale, "good_steps": good_steps, "hysteresis_left": left}
 
 
-def _tokenizer(config: Config, folder: Path, options: Options) -> dict[str, Path]:
-    """Files of the tokenizer that a run used, so far as they are still there."""
+def _tokenizer(config: Config, state: dict[str, Any], folder: Path, options: Options) -> tuple[dict[str, Path], list[str]]:
+    """Files of the tokenizer that a run used, and what the user should know if there are none.
+
+    Raises:
+        DataError: the run's own copy is damaged.
+    """
     if options.tokenizer is not None:
-        return tokenizer_files.find_files(options.tokenizer)
-    beside = folder.parent.parent / TOKENIZER_FOLDER
-    if beside.is_dir():
-        return tokenizer_files.find_files(beside)
-    named = [path for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path]
-    return tokenizer_files.find_named([Path(path) for path in named if Path(path).exists()])
+        return tokenizer_files.find_files(options.tokenizer), []
+    record = kept.Record.from_json(state.get("tokenizer"))
+    beside = kept.find(record, folder) if record is not None else folder.parent.parent / TOKENIZER_FOLDER
+    if beside is not None and beside.is_dir():
+        return tokenizer_files.find_files(beside), []
+    try:
+        kept.take(config.data, record, folder)
+    except DataError as error:
+        return {}, [f"no tokenizer goes along: {error}".replace("--tokenizer-model", "--tokenizer")]
+    named = [Path(path) for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path]
+    kind = config.data.tokenizer_type if record is None else record.type
+    if not named and kind is not None:
+        return {}, [f"no tokenizer goes along: {kind} has no files"]
+    return tokenizer_files.find_named(named), []
+
+
+def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What state.json says of a tokenizer whose files are in a folder now."""
+    data = DataConfig()
+    tokenizer_files.tell(data, {name: folder / name for name in model.tokenizer}, folder)
+    before, kind = kept.Record.from_json(state.get("tokenizer")), model.tokenizer_type or data.tokenizer_type
+    record = kept.record_of(folder, kind or "", set(model.tokenizer))
+    same = before is not None and before.type == kind and before.files == {n: record.files.get(n) for n in before.files}
+    return (record._replace(fingerprint=before.fingerprint) if before is not None and same else record)._asdict()
 
 
 def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:
@@ -177,8 +202,8 @@ def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str
     native = model.settings.get("native")
     has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
     if isinstance(native, dict):  # rewritten: all but the optimizer's part is as it was
-        kept = {name: value for name, value in native.items() if name not in ("format_version", "step")}
-        return {**kept, "has_optimizer": has_optimizer}
+        old = {name: value for name, value in native.items() if name not in ("format_version", "step")}
+        return {**old, "has_optimizer": has_optimizer}
     if has_optimizer:
         model.notes.append(_NOTE)
     config = Config(model=model.config)

@@ -10,12 +10,13 @@ import torch
 from megatron_sp.checkpoint import verify as files
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, require_no_checkpoint, write_checkpoint
+from megatron_sp.data.tokenizers import kept
 from megatron_sp.training.ckpt.names import WEIGHTS, kind_of
 from megatron_sp.training.ckpt.places import step_folder
 from megatron_sp.training.ckpt.text import Progress, plural
 from megatron_sp.training.ckpt.verify import of_bytes
 from megatron_sp.training.console import format_bytes
-from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.errors import ConfigError, DiskError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +44,9 @@ def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, 
     reader = NativeReader(step_dir, verified=True)
     sources = _sources(reader, weights_only, None if dtype is None else DTYPES[dtype])
     with Progress("merging", sum(TensorInfo(s.shape, s.dtype).num_bytes for s in sources.values())) as progress:
-        written = write_checkpoint(output, listed.step, sources, _state(reader, weights_only), progress=progress.add)
+        state = _state(reader, weights_only)
+        _take_tokenizer(state, step_dir, output)
+        written = write_checkpoint(output, listed.step, sources, state, progress=progress.add)
     new = read_manifest(written)
     files.require_none(written, of_bytes(written, new))
     was = f"{format_bytes(listed.num_bytes)} in {plural(len(listed.files), 'file')} of {plural(listed.world_size, 'process', 'processes')}"
@@ -63,6 +66,18 @@ def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None
         origin = master if wanted != stored and master in tensors else name
         found[name] = Source(shape, wanted, lambda origin=origin, wanted=wanted: reader.read(origin, wanted))  # type: ignore[misc]
     return found
+
+
+def _take_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:
+    """The run's own copy goes along. Raises DataError: it is damaged; DiskError: it cannot be written."""
+    record = kept.Record.from_json(state.get("tokenizer"))
+    if record is None:
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        state["tokenizer"] = kept.copy(record, step_dir, output)._asdict()
+    except OSError as error:
+        raise DiskError(f"the tokenizer cannot be written into {output}: {error.strerror}") from None
 
 
 def _state(reader: NativeReader, weights_only: bool) -> dict[str, Any]:
