@@ -1,20 +1,32 @@
-"""How long a save stops training: Checkpointer.save of model and AdamW state, on one and on two ranks.
+"""How long a save stops training, and what it takes from the steps beside it: saves that are waited for, and saves in the background.
 
-    python benchmarks/save_stall.py [--dir FOLDER] [--json docs/benchmarks/save_stall.json]
+    python benchmarks/save_stall.py [--dir FOLDER] [--json docs/benchmarks/save_stall.json]     124M, some 6 minutes on a quiet machine
+    python benchmarks/save_stall.py --sizes 124M 1.3B --rounds 5                                the longer one
 
-Each save goes into a fresh folder on the disk that --dir names. What hashing and fsync cost is measured from inside: the time
-spent in hashlib updates and in os.fsync during the save (rank 0's, added up over the threads that write files at the same time,
-so the two may exceed the whole). Beside it stands a plain copy of the same bytes to the same disk, with one fsync: what the disk
-itself needs.
+Real steps are taken (forward, backward, AdamW on flat buffers, fp32), in turns of a few: without a save, with saves that are waited for,
+with saves in the background, one as soon as the one before has ended. Each round has one turn of each, and what is compared comes from the
+same round. On one thread of two cores a core is free for the save; on two both compute.
+
+    stall       for which training stands still for one save: all of it, or the copy alone
+    added       what one save adds to a turn, stall included; the quotient of the two kinds is the last column
+    slow-down   of the steps while a save is under way: what a turn takes beyond stalls and the turn without a save, over the time in
+                which saves were under way
+
+The second table is a save taken apart, on one and on two ranks: the time spent in hashlib updates and in os.fsync (rank 0's, added up over
+the threads that write files at the same time, so the two may exceed the whole), and beside it a plain copy of the same bytes to the same
+disk with one fsync. 1.3B is cut to as many layers as fit into memory twice. Bars: a stall of at most 0.1 s per GB, a slow-down of at most
+3 % where a core is free, added at most 0.85 of what a save adds that is waited for where none is.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -26,9 +38,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from child import Child, ChildError, serve
-from common import REPOSITORY, Stats, child_environment, print_table, write_json
+from common import REPOSITORY, Stats, child_environment, load_average, print_table, write_json
 
+GIB = 2**30
+BARS = {"stall_s_per_gb": 0.1, "slow_down": 0.03, "added": 0.85}
 SIZES = {
+    "1.3B": {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 50304},
     "5M": {"num_layers": 6, "hidden_size": 192, "num_attention_heads": 6, "seq_length": 256, "vocab_size": 8192},
     "124M": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024, "vocab_size": 50304},
     "smoke": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 128},
@@ -64,6 +79,15 @@ class TimedHash:
         return getattr(self._inner, name)
 
 
+def shape_of(size: str) -> dict[str, int]:
+    """A model; of the large one as many layers as fit with gradients and a copy of all that is saved (28 bytes a parameter)."""
+    shape = dict(SIZES[size])
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    h = shape["hidden_size"]
+    room = 0.75 * pages / 28 - (shape["vocab_size"] + shape["seq_length"]) * h
+    return {**shape, "num_layers": max(1, min(shape["num_layers"], int(room / (12 * h * h))))}
+
+
 class Saver:
     """A rank that holds a model with optimizer state; the actions of the measured process."""
 
@@ -84,14 +108,89 @@ class Saver:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
         init_process_group(Launch(rank, rank, world_size, world_size, 0), torch.device("cpu"), "gloo", timedelta(minutes=5))
         self.rank, self.world_size, self.groups = rank, world_size, ParallelGroups.create(torch.device("cpu"))
-        model = GPTModel(ModelConfig(**SIZES[size]), KernelConfig(), seed=1, dtype=torch.float32)  # type: ignore[arg-type]
+        shape = shape_of(size)
+        model = GPTModel(ModelConfig(**shape), KernelConfig(), seed=1, dtype=torch.float32)  # type: ignore[arg-type]
         names = {id(p): n for n, p in model.named_parameters()}
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in model.units()]
         optimizer = FlatOptimizer(units, OptimizerConfig(lr=1e-4))
         scaler = LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1)
         state = TrainingState(model, units, optimizer, scaler)
         self.tensors = {**state.weights(), **state.optimizer_tensors()}
-        return {"bytes": sum(t.pieces[0].tensor.nbytes for t in self.tensors.values()), "versions": {"torch": torch.__version__}}
+        self.model, self.units, self.optimizer, self.shape = model, units, optimizer, shape
+        return {
+            "bytes": sum(t.pieces[0].tensor.nbytes for t in self.tensors.values()), "layers": shape["num_layers"],
+            "versions": {"torch": torch.__version__},
+        }  # fmt: skip
+
+    def prepare_steps(self, tokens: int) -> dict[str, Any]:
+        """Make ready for ``turn``: gradients, a batch, the memory for copies; take two steps."""
+        import torch
+
+        from megatron_sp.models.transformer import attach_sink
+        from megatron_sp.optim.gradients import FlatGradients
+        from megatron_sp.optim.weights import UnitWork, WholeWeights
+
+        self.gradients = FlatGradients(self.units, self.groups.dp_sp)
+        self.events = UnitWork(WholeWeights(self.units), self.gradients)
+        attach_sink(self.model, self.gradients)
+        length = min(tokens, self.shape["seq_length"])
+        self.batch = torch.randint(self.shape["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1))
+        began = time.perf_counter()
+        for _ in range(2):
+            self._step()
+        return {"step_seconds": (time.perf_counter() - began) / 2}
+
+    def _step(self) -> None:
+        import torch
+
+        from megatron_sp.models.transformer import ForwardContext
+        from megatron_sp.ops.attention import AttentionMask, choose_kernel
+
+        kernel = choose_kernel("auto", "cpu", torch.float32, 0.0).name
+        self.gradients.start_step()
+        self.gradients.last_micro_batch()
+        context = ForwardContext(AttentionMask(causal=True), kernel=kernel, dropout=None)
+        loss, _ = self.model(self.batch, self.batch.roll(-1, 1), torch.ones(self.batch.shape), context, self.events)
+        (loss / self.batch.numel()).backward()
+        self.gradients.finish_step()
+        self.optimizer.step(1e-5, 0.1, self.optimizer.grad_norm().item())
+
+    def turn(self, kind: str, steps: int, folder: str) -> dict[str, Any]:
+        """Take some steps; with saves, if ``kind`` says so: "waited" two of them, "background" as many as fit."""
+        from megatron_sp.checkpoint.background import BackgroundSaves
+        from megatron_sp.checkpoint.checkpointer import Checkpointer
+
+        checkpointer, background = Checkpointer(folder), None
+        checkpointer.prepare()
+        if kind == "background":
+            background = BackgroundSaves(checkpointer)
+            if problem := background.reserve(self.tensors):
+                raise RuntimeError(problem)
+        stalls: list[float] = []
+        written: list[float] = []
+        lengths: list[float] = []
+        began = time.perf_counter()
+        for index in range(steps):
+            if kind == "waited" and index in (steps // 3, 2 * steps // 3):
+                start = time.perf_counter()
+                if not (report := checkpointer.save(index + 1, self.tensors, {})).saved:
+                    raise RuntimeError(report.reason)
+                stalls.append(time.perf_counter() - start)
+            if background is not None:
+                if (report := background.poll()) is not None:
+                    written.append(report.seconds)
+                left = (steps - index) * (sum(lengths) / len(lengths)) if lengths else math.inf
+                if not background.in_flight and left > 1.1 * (written[-1] if written else 0):  # it ends within the turn
+                    start = time.perf_counter()
+                    background.start(index + 1, self.tensors, {})
+                    stalls.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self._step()
+            lengths.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - began
+        if background is not None and (report := background.wait()) is not None:
+            written.append(report.seconds)
+        return {"seconds": seconds, "stalls": stalls, "written": written, "in_flight": min(sum(written), seconds), "steps": lengths}
 
     def save(self, folder: str) -> dict[str, Any]:
         """Save into a new run folder and take it away again."""
@@ -151,6 +250,42 @@ def measure(size: str, world_size: int, rounds: int, folder: Path, threads: int)
     return {"bytes": built["bytes"], "versions": built["versions"], "copy_seconds": Stats.of(copies), **times}
 
 
+def beside(size: str, threads: int, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Steps without a save, with saves that are waited for, with saves in the background, on one rank of so many threads."""
+    child = Child(f"{threads} threads", [sys.executable, __file__, "--child"], child_environment(threads))
+    turns: dict[str, list[dict[str, Any]]] = {"none": [], "waited": [], "background": []}
+    try:
+        built = child.ask("build", size=size, rank=0, world_size=1, port=0, threads=threads)
+        child.ask("prepare_steps", tokens=256)
+        for index in range(rounds + 1):
+            for kind, found in turns.items():
+                target = tempfile.mkdtemp(dir=folder)
+                try:
+                    turn = child.ask("turn", kind=kind, steps=steps, folder=target)
+                finally:
+                    shutil.rmtree(target)
+                if index:  # the first round is a warm-up
+                    found.append(turn)
+    finally:
+        child.close()
+    both = [*zip(turns["none"], turns["waited"], turns["background"], strict=True)]
+    added = [(w["seconds"] - n["seconds"]) / len(w["stalls"]) for n, w, _ in both]
+    # of a save in the background: what the turn takes more, by the time in which saves were under way, for as long as one is
+    slow = [(b["seconds"] - sum(b["stalls"]) - n["seconds"]) / b["in_flight"] for n, _, b in both]
+    of_background = [
+        statistics.mean(b["stalls"]) + share * statistics.mean(b["written"]) for (_, _, b), share in zip(both, slow, strict=True)
+    ]
+    return {
+        "bytes": built["bytes"], "layers": built["layers"], "versions": built["versions"], "threads": threads,
+        "step_seconds": Stats.of(s for n in turns["none"] for s in n["steps"]),
+        "waited_stall_seconds": Stats.of(s for w in turns["waited"] for s in w["stalls"]),
+        "stall_seconds": Stats.of(s for b in turns["background"] for s in b["stalls"]),
+        "written_seconds": Stats.of(s for b in turns["background"] for s in b["written"]),
+        "slow_down": Stats.of(slow), "waited_added_seconds": Stats.of(added), "added_seconds": Stats.of(of_background),
+        "added_ratio": Stats.of(b / w for b, w in zip(of_background, added, strict=True)),
+    }  # fmt: skip
+
+
 def together(ranks: list[Child], action: str, arguments: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """Have all ranks do one thing at the same time; returns rank 0's answer."""
     for index, rank in enumerate(ranks):
@@ -161,9 +296,11 @@ def together(ranks: list[Child], action: str, arguments: Callable[[int], dict[st
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measured saves of each (default: 5)")
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["5M", "124M"], help="models (default: 5M 124M)")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks (default: 1 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each (default: 3)")
+    parser.add_argument("--steps", type=int, default=6, help="of a turn (default: 6)")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"], help="models (default: 124M)")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="threads that compute (default: 1 2)")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="numbers of ranks for the second table (default: 1 2)")
     parser.add_argument("--dir", type=Path, default=REPOSITORY / "runs", help="where to save; its disk is what is measured (default: runs)")
     parser.add_argument("--smoke", action="store_true", help="one save of a tiny model: does it run at all?")
     parser.add_argument("--json", help="write results there")
@@ -171,27 +308,54 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.child:
         saver = Saver()
-        serve({"build": saver.build, "save": saver.save, "copy": saver.copy})
+        serve({
+            "build": saver.build, "save": saver.save, "copy": saver.copy, "prepare_steps": saver.prepare_steps, "turn": saver.turn,
+        })  # fmt: skip
         return 0
-    sizes, world_sizes, rounds = (["smoke"], [2], 1) if options.smoke else (options.sizes, options.ranks, options.rounds)
-    threads = max(1, len(os.sched_getaffinity(0)) // max(world_sizes))
-    results: dict[str, Any] = {}
-    rows = []
+    if options.smoke:
+        options.sizes, options.ranks, options.threads, options.rounds, options.steps = ["smoke"], [2], [1], 1, 4
+    results: dict[str, Any] = {"bars": BARS}
     try:
         options.dir.mkdir(parents=True, exist_ok=True)
-        for size in sizes:
-            for world_size in world_sizes:
-                result = results[f"{size}, {world_size} ranks"] = measure(size, world_size, rounds, options.dir, threads)
-                rows.append(_row(size, world_size, result))
+        _measure_all(options, results)
     except (ChildError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    header = ["model, ranks", "state", "save", "hashing", "fsync", "plain copy + fsync"]
-    print_table(f"Time for which a save stops training, on the disk of {options.dir}", header, rows)
-    versions = next(iter(results.values()))["versions"]
+    print(f"load average {load_average():.1f}; the benchmark itself makes up to {max(options.threads)}", file=sys.stderr)
+    versions = next(iter(r for r in results.values() if "versions" in r))["versions"]
     plain = {name: {k: v.as_dict() if isinstance(v, Stats) else v for k, v in r.items()} for name, r in results.items()}
-    write_json(options.json, "save_stall", plain, versions)
+    write_json(options.json, "save_stall", {**plain, "load_average": load_average()}, versions)
     return 0
+
+
+def _measure_all(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    rows, apart = [], []
+    for size in options.sizes:
+        for threads in options.threads:
+            found = results[f"{size}, {threads} threads"] = beside(size, threads, options.rounds, options.steps, options.dir)
+            rows.append(_row_beside(size, found))
+    cores = len(os.sched_getaffinity(0))
+    header = ["model", "threads", "saved", "step", "stall, waited", "stall, background", "per GB", "slow-down", "added, waited", "added"]
+    print_table(f"Saves and the steps beside them, {cores} cores, on the disk of {options.dir}", [*header, "ratio"], rows)
+    for size in options.sizes:
+        for world_size in options.ranks if size != "1.3B" else ():
+            threads = max(1, cores // max(options.ranks))
+            result = results[f"{size}, {world_size} ranks"] = measure(size, world_size, options.rounds, options.dir, threads)
+            apart.append(_row(size, world_size, result))
+    if apart:
+        header = ["model, ranks", "state", "save", "hashing", "fsync", "plain copy + fsync"]
+        print_table("A save that is waited for, taken apart", header, apart)
+
+
+def _row_beside(size: str, found: dict[str, Any]) -> list[str]:
+    per_gb = found["stall_seconds"].median / (found["bytes"] / 1e9)
+    return [
+        f"{size} ({found['layers']} layers)", str(found["threads"]), f"{found['bytes'] / GIB:.2f} GiB",
+        found["step_seconds"].text("s", digits=2), found["waited_stall_seconds"].text("s", digits=2),
+        found["stall_seconds"].text("s", digits=3), f"{per_gb:.3f} s", found["slow_down"].text("%", 100, 1),
+        found["waited_added_seconds"].text("s", digits=2), found["added_seconds"].text("s", digits=2),
+        found["added_ratio"].text("", digits=2),
+    ]  # fmt: skip
 
 
 def _row(size: str, world_size: int, result: dict[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule):
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule, _add_chaos):
         add(commands)
     return parser
 
@@ -118,6 +118,23 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
     text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/schedule.md"
     add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+
+
+def _add_chaos(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.training.chaos import options
+
+    text = "try a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
+    chaos = commands.add_parser(
+        "chaos", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
+    )  # fmt: skip
+    options.add_arguments(chaos)
+    chaos.set_defaults(run=_chaos, takes_words=True)
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from megatron_sp.training.chaos.command import run
+
+    return run(args, args.words)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -125,7 +125,11 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     done = run("save_stall.py", "--smoke", "--dir", str(tmp_path / "saves"), "--json", str(tmp_path / "s.json"))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "s.json").read_text())["results"]
-    assert set(results) == {"smoke, 2 ranks"}
+    assert set(results) == {"bars", "smoke, 1 threads", "smoke, 2 ranks", "load_average"}
+    beside = results["smoke, 1 threads"]
+    assert (
+        beside["waited_stall_seconds"]["median"] > 0 and beside["stall_seconds"]["median"] > 0 and beside["written_seconds"]["median"] > 0
+    )
     one = results["smoke, 2 ranks"]
     assert one["seconds"]["median"] > one["fsync_seconds"]["median"] > 0 and one["hash_seconds"]["median"] > 0
     assert list((tmp_path / "saves").iterdir()) == []

@@ -1,0 +1,53 @@
+"""``megatron-sp chaos``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
+
+
+def run(args: argparse.Namespace, words: list[str]) -> int:
+    """Try a training; the exit code is 0 only if every run has ended with the clean run's weights.
+
+    Raises:
+        ConfigError: flags or a folder that cannot be used, or a training that does not run even without a fault.
+    """
+    command = words[1:] if words[:1] == ["--"] else words
+    if command and command[0].startswith("-"):
+        raise ConfigError(f"unrecognized argument: {command[0]} (the training's command stands behind --)")
+    for name, low in (("faults", 1), ("ranks", 1), ("minutes", 0), ("patience", 1)):
+        if getattr(args, name) < low:
+            raise ConfigError(f"--{name} ({getattr(args, name)}) must be at least {low}")
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("chaos needs Linux: it looks at processes in /proc and limits them from outside")
+    if any(word == "--save" or word.startswith("--save=") for word in command):
+        raise ConfigError("leave --save out of the training's command: every run gets a folder of its own")
+    from megatron_sp.training.chaos.campaign import Campaign, claim
+
+    claim(args.folder)
+    if not command:
+        import megatron_sp.training.chaos.tiny  # noqa: F401 - once, for all processes that are forked from this one
+    began = time.monotonic()
+    folder = args.folder.resolve()
+    campaign = Campaign(
+        folder, command, args.faults, args.seed, args.ranks, args.minutes, args.patience, say=lambda line: print(line, flush=True)
+    )  # fmt: skip
+    sound = False
+    try:
+        sound = campaign.run()
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
+    print(f"\n{campaign.table()}\n")
+    for problem in campaign.problems:
+        print(f"problem: {problem}")
+    minutes = (time.monotonic() - began) / 60
+    print(
+        f"{campaign.done} faults in {campaign.rounds} runs, {minutes:.1f} min, seed {args.seed}: {campaign.equal} of {campaign.rounds} runs"
+        f" ended with the clean run's weights, bit for bit" + (f"; {len(campaign.problems)} problems" if campaign.problems else "")
+    )
+    if not sound and not campaign.problems:
+        print(f"--minutes {args.minutes:g} were over before all {args.faults} faults")
+    return EXIT_OK if sound else EXIT_CHECKPOINT

@@ -1,0 +1,23 @@
+"""The flags of ``megatron-sp chaos``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [-- TRAINING COMMAND]"
+EPILOG = (
+    "Behind -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
+    " current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs --save-interval, and a --train-iters that takes a"
+    " minute or two. Without a command a tiny model is trained on made-up data. docs/chaos.md says what is done to it."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All flags; the training's command is what argparse leaves over."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the runs are kept, on the file system to be tried; new, or empty")
+    parser.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default: 100)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults and their order (default: 1)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of the built-in training (default: 2)")
+    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="no new fault after so long (default: 120)")
+    parser.add_argument("--patience", type=float, default=120, metavar="SECONDS", help="longest wait for anything to happen (default: 120)")
