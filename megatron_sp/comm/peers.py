@@ -105,28 +105,25 @@ class Peers:
         """
         if self.store is None:
             return known
-        store, everybody = self.store, range(len(self.pids))
+        store, shared = self.store, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store.set(f"broken/{self.rank}", "1")
-            absent = [r for r in everybody if r != self.rank and r not in missing]
-            if known:
+            others = [r for r in range(len(self.pids)) if r != self.rank and r not in missing]
+            answered = _marks(store, "broken", others)
+            if not known:
+                _wait_for(lambda: store.check(["verdict"]) or not answered() or self.dead_here(0.0))
+                if dead := self.dead_here(0.0):
+                    known = f"{self._name(dead[0])} died"
+                elif late := answered():
+                    known = f"{', '.join(self._name(r) for r in late[:8])} did not answer"
+            if known or store.check(["verdict"]):
                 known = store.compare_set("verdict", "", known).decode()
-            else:
-                answered = _marks(store, "broken", absent)
-                _wait_for(lambda: store.check(["verdict"]) or not answered())
-                late = answered()
-                if not store.check(["verdict"]) and late:
-                    names = ", ".join(self._name(r) for r in late[:8])
-                    known = store.compare_set("verdict", "", f"{names} did not answer").decode()
-                elif store.check(["verdict"]):
-                    known = store.get("verdict").decode()
-                absent = [r for r in absent if r not in late]
             store.set(f"heard/{self.rank}", "1")
-            if self.rank == 0:  # its process may be the one that keeps the store
-                heard = _marks(store, "heard", absent)
+            if self.rank == 0 and not shared:  # its process keeps the store
+                heard = _marks(store, "heard", [r for r in others if r not in answered()])
                 _wait_for(lambda: not heard())
-        except RuntimeError:  # the store is gone, and with several hosts that is the first rank's
-            if not known and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        except RuntimeError:  # the store is gone
+            if not known and not shared:
                 known = f"{self._name(0)} is gone, or cannot be reached"
         return known
 

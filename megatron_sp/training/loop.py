@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -269,8 +270,11 @@ def _profiler(run: Run) -> Iterator[Callable[[], None]]:
     if not logging.profile or rank not in logging.profile_ranks or run.state.progress.step >= logging.profile_step_end:
         yield lambda: None
         return
-    start = max(logging.profile_step_start - run.state.progress.step, 0)
-    plan = torch.profiler.schedule(wait=start, warmup=0, active=max(logging.profile_step_end - logging.profile_step_start, 1), repeat=1)
+    start, steps = max(logging.profile_step_start - run.state.progress.step, 0), logging.profile_step_end - logging.profile_step_start
+    warmup = min(start, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # whoever asks for the very first step knows
+        plan = torch.profiler.schedule(wait=start - warmup, warmup=warmup, active=max(steps, 1), repeat=1)
     path = run.run_dir / f"profile-rank{rank}.json"
     with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:
         yield profiler.step

@@ -214,7 +214,7 @@ def test_a_host_that_does_not_return_ends_the_job(tmp_path: Path, two_hosts: lis
     run = tmp_path / "run"
     timeout = NEVER_MINUTES if lost != "cable" else 0.4
     flags = (*SP2, "--distributed-timeout-minutes", timeout, "--save-interval", 10, "--train-iters", 100_000, "--save", run)
-    job = Job(two_hosts, tmp_path, *flags, RESTARTS=3, JOIN_TIMEOUT=10, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=10)
+    job = Job(two_hosts, tmp_path, *flags, RESTARTS=3, JOIN_TIMEOUT=60, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=10)
     try:
         wait_until(lambda: steps(run) >= 15)
         there = [pid for process in job.processes for pid in processes_of(process.pid)]

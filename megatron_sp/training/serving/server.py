@@ -50,12 +50,15 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: no such address, or the port is taken.
     """
+    made: socket.socket | None = None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
+        if made is not None:
+            made.close()
         raise ConfigError(
             f"--host {host} --port {port} cannot be used: {error.strerror or error}; choose another port, or 0 for any"
         ) from None
