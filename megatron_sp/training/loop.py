@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -37,7 +38,7 @@ def pretrain(config: Config, task: Task) -> None:
 
 def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> int:
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
-    signals = StopSignals()
+    signals = StopSignals(launched="TORCHELASTIC_RESTART_COUNT" in os.environ)
     if not config.batch.no_exit_signal_handler:
         signals.install()
     groups = join(config, launch)
