@@ -3,12 +3,16 @@
 It is created with O_EXCL and says who holds it (host, pid, start of the process); its modification time is a heartbeat. Whoever finds
 it decides: on the same machine the process table tells whether the holder lives (pid and start time, so a reused pid does not
 count); from another machine only the heartbeat does, and its age is measured against the file system's own clock, since the
-clocks of two hosts may differ. A dead holder's lock is taken over and that is said.
+clocks of two hosts may differ. A dead holder's lock is taken over and that is said; who may do that is settled by a lock of the kernel's
+on LOCK.takeover, which dies with its holder, so that this file means nothing when it is left behind. What is no file, or lies in the
+future, says nothing about anybody: it is refused at once, by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -21,12 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_sp.utils.errors import LockError
+from megatron_sp.utils.files import open_own, require_own
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "LOCK"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
+_FUTURE_SECONDS = 5.0  # a heartbeat may come between our look at the clock and that at the file; beyond this a clock was wrong
+_TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others have for microseconds
 
 
 class RunLock:
@@ -42,8 +49,12 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._me = {**_this_process(), "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": uuid.uuid4().hex}
         self._stale_s = stale_s
-        while not self._create():
+        for _ in range(_TRIES):
+            if self._create():
+                break
             self._clear_if_dead()
+        else:
+            raise LockError(f"{self.path.parent}: other jobs take {self.path} again and again; see which they are, and end them")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run-lock-heartbeat", daemon=True)
         self._thread.start()
@@ -68,8 +79,9 @@ class RunLock:
 
     def _create(self) -> bool:
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
+            _require_file(self.path)
             return False
         with open(fd, "w") as file:
             json.dump(self._me, file)
@@ -81,20 +93,28 @@ class RunLock:
         """Remove the lock of a dead holder, or raise LockError for a living one."""
         self._judge()
         with self._right_to_remove() as granted:
-            if granted and (who := self._judge()) is not None:
+            if not granted:
+                time.sleep(_PAUSE_S)
+            elif (who := self._judge()) is not None:
                 self.path.unlink(missing_ok=True)
                 logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
 
     def _judge(self) -> str | None:
         """Who the dead holder is; None when the lock was given back meanwhile; LockError for a living one."""
+        _require_file(self.path)
         holder, age = _read(self.path), self._age()
         if age is None:
             return None
-        who = _name(holder)
-        alive = _is_alive(holder)
+        who, alive = _name(holder), _is_alive(holder)
+        if alive is None and age < -_FUTURE_SECONDS:
+            raise LockError(
+                f"{self.path.parent} was in use by {who}, and {self.path} was touched {-age:.0f} s from now, by the clock of its file"
+                f" system: a clock is or was wrong, so nobody can tell whether that job lives. If it is surely gone, delete {self.path};"
+                " or use another --save"
+            )
         if alive or (alive is None and age < self._stale_s):
             raise LockError(
-                f"{self.path.parent} is in use by {who}, last sign of life {age:.0f} s ago. Two jobs must not write into one run:"
+                f"{self.path.parent} is in use by {who}, last sign of life {max(0.0, age):.0f} s ago. Two jobs must not write into one run:"
                 f" end that one, use another --save, or, if it is surely gone, delete {self.path}"
                 + ("" if alive else f" (it is taken over by itself after {self._stale_s:.0f} s without a sign of life)")
             )
@@ -102,27 +122,26 @@ class RunLock:
 
     @contextlib.contextmanager
     def _right_to_remove(self) -> Iterator[bool]:
-        """Whether this process alone may remove the lock now; if another one may, give it a moment."""
-        guard = self.path.with_name(f"{LOCK_NAME}.takeover")
-        try:
-            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
-            if (self._age(guard) or 0.0) > self._stale_s:  # held for microseconds, unless its holder died in them
-                guard.unlink(missing_ok=True)
-            time.sleep(0.01)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            guard.unlink(missing_ok=True)
+        """Whether this process alone may remove the lock now.
 
-    def _age(self, path: Path | None = None) -> float | None:
-        """Seconds since the file (the lock, by default) was touched, by the file system's clock; None when there is none any more."""
+        The file that is locked may be unlinked by who had it before: it counts only as long as it is the one of that name.
+        """
+        guard = self.path.with_name(f"{LOCK_NAME}.takeover")
+        _require_file(guard)
+        with open_own(guard, os.O_RDWR | os.O_CREAT) as file:
+            granted = _locked(file.fileno(), guard)
+            try:
+                yield granted
+            finally:
+                if granted:
+                    guard.unlink(missing_ok=True)
+
+    def _age(self) -> float | None:
+        """Seconds since the lock was touched, by the file system's clock, negative if that is to come; None when there is none any more."""
         probe = self.path.with_name(f"{LOCK_NAME}.probe-{uuid.uuid4().hex[:8]}")
         try:
             probe.touch()
-            return max(0.0, probe.stat().st_mtime - (path or self.path).stat().st_mtime)
+            return probe.stat().st_mtime - self.path.lstat().st_mtime
         except FileNotFoundError:
             return None
         finally:
@@ -162,11 +181,42 @@ def holder_of(run_dir: str | Path) -> Holder | None:
     """Who holds a run's lock, None if nobody does; touches nothing, so that anyone may look."""
     path = Path(run_dir) / LOCK_NAME
     try:
-        age = time.time() - path.stat().st_mtime
+        require_own(path)
+        age = time.time() - path.lstat().st_mtime
     except OSError:
         return None
     holder = _read(path)
     return Holder(_name(holder), max(0.0, age), _is_alive(holder))
+
+
+def _require_file(path: Path) -> None:
+    """Raises LockError: it is there, and no file."""
+    try:
+        require_own(path)
+    except OSError as error:
+        raise LockError(
+            f"{path} cannot be used as the lock of this run: {error.strerror}. It is none of ours: delete it, or use another --save"
+        ) from None
+
+
+def _locked(fd: int, path: Path) -> bool:
+    """Whether this process now has the kernel's lock on a file that still has its name.
+
+    Raises:
+        LockError: this file system has no such locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+            return False
+        raise LockError(
+            f"{path.parent}: the lock of a job that is gone cannot be taken over safely here (flock: {error.strerror}): delete {LOCK_NAME}"
+        ) from None
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _name(holder: dict[str, Any]) -> str:
@@ -217,7 +267,7 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
 def _read(path: Path) -> dict[str, Any]:
     """The lock's contents; empty when it is absent or not (yet) readable."""
     try:
-        with open(path, "rb") as file:
+        with open_own(path, os.O_RDONLY) as file:
             value = json.loads(file.read(10_000))
     except (OSError, ValueError, RecursionError):
         return {}

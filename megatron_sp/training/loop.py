@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def pretrain(config: Config, task: Task) -> None:
 
 def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> int:
     faults = FaultPlan.from_env(config.logging.enable_fault_injection, launch.rank, launch.attempt)
-    signals = StopSignals()
+    signals = StopSignals(launched="TORCHELASTIC_RESTART_COUNT" in os.environ)
     if not config.batch.no_exit_signal_handler:
         signals.install()
     groups = join(config, launch)

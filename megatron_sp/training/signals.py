@@ -1,46 +1,94 @@
-"""SIGTERM and SIGINT ask for a stop; all ranks agree on the step, save, and exit with code 75.
+"""SIGTERM, SIGINT and SIGHUP ask for a stop; all ranks agree on the step, save, and exit with code 75.
 
 A handler only sets a flag; the flag travels with the step's first all_reduce, so a signal to one rank stops all of them after
-the same step. A second signal, not the same key press fanned out by the launcher, ends this process at once.
+the same step. A second signal, not the same key press fanned out by the launcher, ends this process at once, even where it waits in a
+collective, in which Python calls no handler: the interpreter's C code reports signals to a pipe, and a thread reads that.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
 
 from megatron_sp.utils.output import complain
 
-_ECHO_SECONDS = 2.0  # a Ctrl-C reaches us from the terminal and again from torchrun
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ECHO_SECONDS = 2.0  # under a launcher a Ctrl-C reaches us from the terminal and again from that
 
 
 class StopSignals:
-    """Installs the handlers on ``install``; ``requested`` says whether a stop was asked for."""
+    """Installs the handlers on ``install``; ``requested`` says whether a stop was asked for.
 
-    def __init__(self) -> None:
+    Args:
+        launched: by something that repeats signals to us: what comes right behind the first one is no second one.
+    """
+
+    def __init__(self, launched: bool = True) -> None:
         self.requested = False
-        self._first = 0.0
+        self._launched = launched
+        self._first: float | None = None
         self._previous: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # nohup
-                continue
-            self._previous[number] = signal.signal(number, self._handle)
+        """From the main thread."""
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        _forks_are_deaf()
+        self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="stop-signals", daemon=True)
+        self._thread.start()
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
+        """What was before; harmless if there is nothing to restore."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(self._pipe[1])
+            self._thread.join()
+            os.close(self._pipe[0])
+            self._pipe = None
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.requested and now - self._first > _ECHO_SECONDS:
-            complain("second signal: leaving at once, the last checkpoint stays valid")
-            os._exit(128 + number)
-        if not self.requested:
-            self.requested, self._first = True, now
-            complain("stop requested: saving after this step (a second signal leaves at once)")
+    def _handle(self, _: int, __: FrameType | None) -> None:
+        self._asked(time.monotonic())
+
+    def _asked(self, now: float) -> None:
+        if self._first is None:
+            self._first = now
+        self.requested = True
+
+    def _watch(self, reports: int) -> None:
+        """Says the first signal's words, and ends the process on the second's."""
+        told = False
+        while numbers := os.read(reports, 512):
+            now = time.monotonic()
+            for number in (number for number in numbers if number in _SIGNALS):
+                self._asked(now)
+                if not told:
+                    told = True
+                    complain("stop requested: saving after this step (a second signal leaves at once)")
+                elif not self._is_echo(now):
+                    complain("second signal: leaving at once, the last checkpoint stays valid")
+                    os._exit(128 + number)
+
+    def _is_echo(self, now: float) -> bool:
+        return self._launched and self._first is not None and now - self._first <= _ECHO_SECONDS
+
+
+_registered = threading.Event()
+
+
+def _forks_are_deaf() -> None:
+    """A worker that gets the same Ctrl-C must not report it to this process's pipe."""
+    if not _registered.is_set():
+        _registered.set()
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
