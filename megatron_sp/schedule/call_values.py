@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_sp.schedule.layout_steps import tensors_in
+from megatron_sp.schedule.layout_steps import placed, tensors_in
+from megatron_sp.schedule.more_rules import ELEMENTWISE
 
 Shapes = list[tuple[int, ...]]
-_ARITHMETIC = (
-    "add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "rdiv", "floordiv", "floor_divide", "pow", "rpow", "remainder", "clamp",
-    "clamp_min", "clamp_max",
-)  # fmt: skip
+# functions with numbers that are no sizes: places, factors, values
+_NUMBERS = {
+    *ELEMENTWISE, "full", "new_full", "fill", "setitem", "getitem", "select", "tril", "triu", "roll", "kthvalue", "scatter", "index_add",
+    "addmm", "baddbmm", "quantile", "nanquantile", "std", "var", "std_mean", "var_mean", "norm", "normalize", "cumsum", "pad",
+}  # fmt: skip
 _OPERATORS = {
     "imatmul": "matmul",
     "itruediv": "truediv",
@@ -34,6 +36,11 @@ class Seen(NamedTuple):
     name: str
     shapes: Shapes
     factors: list[float]
+    sizes: list[float]
+
+    @classmethod
+    def of(cls, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+        return cls(name, shapes(result), factors(name, args, kwargs), _numbers((*args, *kwargs.values()), (int, float)))
 
 
 def in_place(func: Any) -> bool:
@@ -61,10 +68,17 @@ def on_meta(value: Any) -> Any:
     return {k: on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def numbered(index: Any) -> Any:
-    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is."""
+def numbered(index: Any, shape: tuple[int, ...]) -> Any:
+    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is.
+
+    Raises:
+        IndexError: a mask is not as large as what it picks from.
+    """
     items = index if isinstance(index, tuple) else (index,)
     made: list[Any] = []
+    for first, i in placed(items, len(shape)):
+        if isinstance(i, Tensor) and i.dtype is torch.bool and tuple(i.shape) != shape[first : first + i.ndim]:
+            raise IndexError(f"a mask of {list(i.shape)} picks from dims {first} and on of {list(shape)}")
     for i in items:
         is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
         made += i.nonzero(as_tuple=True) if is_mask else [i]
@@ -72,10 +86,18 @@ def numbered(index: Any) -> Any:
 
 
 def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-    """Numbers that arithmetic uses as they are; those of other functions are sizes, dims and places."""
-    if name not in _ARITHMETIC:
-        return []
-    return [float(v) for v in (*args, *kwargs.values()) if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    """Numbers that are used as they are: all but whole ones of functions to which these may say a size, that shapes of results show."""
+    given = [*args, *kwargs.values()]
+    if name in ("getitem", "setitem"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        given = [*(i.start or 0 if isinstance(i, slice) else i for i in index), *args[2:]]
+    elif name in ("roll", "pad"):
+        given = [n for v in given for n in (v if isinstance(v, (tuple, list)) else [v])]
+    return _numbers(given, (int, float) if name in _NUMBERS else float)
+
+
+def _numbers(given: Iterable[Any], kinds: Any) -> list[float]:
+    return [float(v) for v in given if isinstance(v, kinds) and not isinstance(v, bool)]
 
 
 def converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

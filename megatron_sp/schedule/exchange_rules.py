@@ -142,6 +142,9 @@ def share_of_gradient(step: Step) -> Layout:
 
 
 def share_of_labels(step: Step) -> Layout:
+    labels = step.operands()[0]
+    if labels.kind in "SP":
+        conflict(step, [labels], "the labels of all ranks are counted here")
     return Layout("P", since=step.label("its own labels"))
 
 
@@ -159,7 +162,11 @@ def split_column(step: Step) -> Layout:
     if group is not None:
         x = replace(as_whole(step, x), layout=Layout("R", since=step.label("column")))
     batch = "abcdefgh"[: x.tensor.ndim - 1]
-    return contract(step, [(x, batch + "k"), (weight, "nk")], batch + "n")
+    product = contract(step, [(x, batch + "k"), (weight, "nk")], batch + "n")
+    bias = step.operand(2, "bias")
+    if bias is not None and product.kind == "S":
+        step.result = x.tensor.new_empty(*x.tensor.shape[:-1], weight.tensor.shape[0], device="meta")
+    return layout_rules.biased(step, product, bias)
 
 
 def split_row(step: Step) -> Layout:
@@ -179,7 +186,7 @@ def split_row(step: Step) -> Layout:
 
 def split_embedding(step: Step) -> Layout:
     ids, weight = step.operands()[:2]
-    if ids.kind == "S" or weight.kind != "S":
+    if ids.kind in "SP" or weight.kind != "S" or weight.layout.dim != 0 or weight.layout.outer > 1 or weight.layout.blocks:
         conflict(step, [ids, weight], "ids must be the same on all ranks, and the table cut along its rows")
     return Layout("I", since=step.label("vocab_parallel"))
 
@@ -194,6 +201,10 @@ def own_exchange(step: Step) -> Layout:
         conflict(step, [x], f"a tensor of layout {said} is expected{_here(step)}")
     if said.kind == "S" and said.dim % x.tensor.ndim != x.layout.dim:
         conflict(step, [x], f"a tensor that is cut along dim {said.dim} is expected{_here(step)}")
+    if x.kind == "S" and (x.layout.outer > 1 or x.layout.blocks):
+        if made.kind != "S" or made.dim % x.tensor.ndim != x.layout.dim:
+            conflict(step, [x], f"a tensor of which each rank has one run is expected{_here(step)}")
+        return replace(x.layout, since=step.label("sync"))
     free = made.kind == "S" and x.neutral  # a bias for each head of a flattened batch: which parts these are is the function's to know
     return replace(made, dim=made.dim % x.tensor.ndim, as_needed=free, since=step.label("sync"))
 

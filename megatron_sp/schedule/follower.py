@@ -25,27 +25,39 @@ from megatron_sp.schedule import exchange_rules
 from megatron_sp.schedule.call_values import (
     Seen,
     converted,
-    factors,
     in_place,
     integers,
     named,
     numbered,
     on_meta,
     plain,
-    shapes,
 )  # fmt: skip
 from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.layout_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.layout_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
-from megatron_sp.schedule.more_rules import EXPANSIONS, RULES
+from megatron_sp.schedule.more_rules import EXPANSIONS, RULES, part_of
 from megatron_sp.schedule.records import HEADS, HIDDEN
 from megatron_sp.utils.errors import ConfigError
 
 _DESCRIPTORS = ("T", "mT", "H", "mH", "data", "real", "imag")
 _AUGMENTED = ("__iand__", "__ior__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 _BY_ROWS = {*ELEMENTWISE, "linear", "split_column", "split_row", "copy_to", "reduce_from"}
-_MOVES = ("view", "reshape", "expand", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "expand_as")
+_MOVES = (
+    "view",
+    "reshape",
+    "expand",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "transpose",
+    "permute",
+    "getitem",
+    "expand_as",
+    "swapaxes",
+    "swapdims",
+    "t",
+)
 
 
 @dataclass
@@ -90,9 +102,12 @@ def _share_of_filled(step: Step, tensor: Tensor, layout: Layout, whole: tuple[in
     if layout.kind != "U" or whole is None or len(whole) != tensor.ndim:
         return layout
     other = [dim for dim, n in enumerate(tensor.shape) if n != whole[dim]]
-    if len(other) != 1 or tensor.shape[other[0]] * step.size != whole[other[0]]:
+    if len(other) != 1 or not tensor.shape[other[0]] or whole[other[0]] % tensor.shape[other[0]]:
         return layout
-    return Layout("S", other[0], as_needed=True, since=f"{step.place} {step.name} of a share's size")
+    shares = whole[other[0]] // tensor.shape[other[0]]
+    if step.size % shares:
+        return layout
+    return Layout("S", other[0], copies=step.size // shares, as_needed=True, since=f"{step.place} {step.name} of a share's size")
 
 
 class WrittenLater(NotFollowed):
@@ -182,8 +197,9 @@ class Follower(TorchFunctionMode):
             if name in exchange_rules.RULES:
                 return exchange_rules.shaped(name, on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args)
             result = self._call(func, name, args, kwargs)
-            if any(True for _ in tensors_in(result)):
-                self.record[self._path()].append(Seen(name, shapes(result), factors(name, args, kwargs)))
+            if name == "setitem" or any(True for _ in tensors_in(result)):
+                shown = part_of(args[0], args[1]) if name == "setitem" else result
+                self.record[self._path()].append(Seen.of(name, shown, args, kwargs))
             return result
         return self._follow(func, name, args, kwargs)
 
@@ -206,7 +222,7 @@ class Follower(TorchFunctionMode):
                     f"{self.place()}: {name}: numbers that the model looks at depend on weights; verify() can tell (unknown)"
                 )
             if name in ("getitem", "setitem"):
-                args = (args[0], numbered(args[1]), *args[2:])
+                args = (args[0], numbered(args[1], tuple(args[0].shape)), *args[2:])
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = func(*args, **kwargs)
         if self.late and name in UNIFORM_FACTORIES and result.is_floating_point():
@@ -222,6 +238,10 @@ class Follower(TorchFunctionMode):
         if name in exchange_rules.RULES:
             return self._exchange(step)
         operands = step.operands()
+        if in_place(func) and name in _MOVES:  # which changes the shape that the rule asks for
+            before = args[0].detach()
+            self.known[before] = operands[0].layout
+            step.args = (before.requires_grad_(args[0].requires_grad), *args[1:])
         try:
             result = self._call(func, name, args, kwargs)
         except LayoutError:
@@ -231,6 +251,9 @@ class Follower(TorchFunctionMode):
         results = list(tensors_in(result))
         if not results:
             if name == "setitem":
+                seen = self._next(name)
+                step.whole = seen.shapes if seen else None
+                self._require_factors(step, seen)
                 layout = RULES[name](step)
                 assert isinstance(layout, Layout)
                 self._written(step, operands[0], layout)
@@ -238,6 +261,8 @@ class Follower(TorchFunctionMode):
             return result
         step.result, seen = result, self._next(name)
         step.whole = seen.shapes if seen else None
+        if step.whole is not None and len(step.whole) != len(results):
+            step.fail(f"makes {len(results)} tensors, and {len(step.whole)} in the whole model: a size that is written down there", "E11")
         self._require_factors(step, seen)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)
@@ -361,12 +386,16 @@ class Follower(TorchFunctionMode):
         if ("forward" in module.__dict__ and not self.axis.same_program) or at >= len(steps) or steps[at].name != name:
             self.strayed.add(path)
             return None
-        self.record[path].append(Seen(name, [], []))
+        self.record[path].append(Seen(name, [], [], []))
         return steps[at]
 
     def _require_factors(self, step: Step, whole: Seen | None) -> None:
         """A number that a model makes of a size is another one where it was a share's. Raises LayoutError: E11."""
-        mine = factors(step.name, step.args, step.kwargs)
+        now = Seen.of(step.name, step.result, step.args, step.kwargs)
+        mine = now.factors
+        alike = whole is not None and step.name != "setitem" and now.shapes == whole.shapes and not any(o.kind in "SP" for o in step.operands())
+        if alike and whole is not None:  # all ranks do what the whole model does
+            mine, whole = now.sizes, whole._replace(factors=whole.sizes)
         if whole is None or mine == whole.factors or len(mine) != len(whole.factors) or step.axis == "dp":
             return  # over dp each rank has rows of its own, and whoever trains divides by all
         told = ", ".join(f"{a:g} where the whole model has {b:g}" for a, b in zip(mine, whole.factors, strict=True) if a != b)
@@ -384,9 +413,6 @@ class Follower(TorchFunctionMode):
                 continue
             if layout.kind == "S":
                 shape[layout.dim] *= step.size // layout.copies
-                if layout.copies > 1 and shape != list(whole):  # heads that several ranks have, repeated for each of their queries
-                    self.known[tensor] = layout = replace(layout, copies=1)
-                    shape[layout.dim] = tensor.shape[layout.dim] * step.size
             if shape != list(whole):
                 told = "; ".join(f"{o.called} is {o.layout.told()}" for o in step.operands())
                 step.fail(

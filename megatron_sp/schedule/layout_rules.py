@@ -22,6 +22,7 @@ from megatron_sp.schedule.layout_steps import (
     join,
     refuse_partial,
     require_parts,
+    runs,
     summed_over,
     tensors_in,
 )
@@ -42,8 +43,8 @@ LINEAR = set(
 )
 ELEMENTWISE = LINEAR | set(
     _words("""
-    pow rpow rtruediv rdiv floordiv floor_divide remainder mod exp log log2 sqrt rsqrt reciprocal square abs sign sin cos tanh
-    sigmoid gelu silu relu relu6 leaky_relu elu selu celu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid erf expm1
+    pow rpow rdiv floordiv floor_divide remainder mod exp log log2 sqrt rsqrt reciprocal square abs sign sin cos tanh
+    sigmoid gelu silu relu relu6 leaky_relu elu selu celu mish softplus softsign hardtanh hardswish hardsigmoid log_sigmoid erf expm1
     log1p tan floor ceil round clamp clamp_min clamp_max clip maximum minimum where masked_fill addcmul addcdiv lerp dropout eq ne
     lt le gt ge and or xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not isnan isinf isfinite
     nan_to_num zeros_like ones_like full_like empty_like rand_like randn_like requires_grad_ requires_grad long int bool fill zero
@@ -56,6 +57,12 @@ UNIFORM_FACTORIES = set(
     zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
     """)
 )
+
+
+def retyped(step: Step) -> Layout:
+    """to, type_as: of what comes second only the type counts."""
+    x = step.operands()[0]
+    return elementwise(replace(step, args=(x.tensor,), kwargs={})) if x.kind in "SP" else join(step, [x])
 
 
 def elementwise(step: Step) -> Layout:
@@ -85,6 +92,8 @@ def moved(rule: Callable[[Step, Operand], Layout | list[Layout]]) -> Rule:
 
     def of(step: Step) -> Layout | list[Layout]:
         x = step.operands()[0]
+        if x.kind == "P" and isinstance(step.result, Tensor) and step.result.dtype != x.tensor.dtype:  # the same bits, read otherwise
+            refuse_partial(step, x)
         return rule(step, x) if x.kind == "S" else x.layout
 
     return of
@@ -93,6 +102,8 @@ def moved(rule: Callable[[Step, Operand], Layout | list[Layout]]) -> Rule:
 def reshape(step: Step, x: Operand) -> Layout:
     """A dim is (outer, ranks, run): the run's position among all elements says into which dims it goes."""
     layout, old, new = x.layout, tuple(x.tensor.shape), tuple(step.result.shape)
+    if step.result.dtype.itemsize != x.tensor.dtype.itemsize:
+        return ask(step)
     if layout.blocks:
         for j, n in enumerate(new):
             if n == old[layout.dim] and math.prod(new[j + 1 :]) == math.prod(old[layout.dim + 1 :]):
@@ -133,10 +144,13 @@ def _is_whole(local: tuple[int, ...], dim: int, size: int, whole: tuple[int, ...
 
 def transpose(step: Step, x: Operand) -> Layout:
     ndim = x.tensor.ndim
+    if ndim < 2:
+        return x.layout
     if step.name in ("t", "T", "mT", "H", "mH", "adjoint"):
         first, second = ndim - 2, ndim - 1
     else:
-        first, second = (step.arg(i, name) % ndim for i, name in ((1, "dim0"), (2, "dim1")))
+        words = ("axis0", "axis1") if "axis0" in step.kwargs or "axis1" in step.kwargs else ("dim0", "dim1")
+        first, second = (step.arg(i, name) % ndim for i, name in enumerate(words, 1))
     return x.layout.at({first: second, second: first}.get(x.layout.dim, x.layout.dim))
 
 
@@ -200,7 +214,7 @@ def split(step: Step, x: Operand) -> Layout | list[Layout]:
     else:
         run = x.tensor.shape[dim] // x.layout.outer
         if all(n % run == 0 for n in pieces):
-            return [x.layout.at(dim, n // run) for n in pieces]
+            return [x.layout.at(dim, max(1, n // run)) for n in pieces]
     return step.fail(
         f"{x.called}, {x.layout.told()}, is taken apart into {pieces} along that dim, so it is a packed projection and each rank has some"
         f" of the parts: shard it with blocks={len(pieces)} (or the parts' sizes), so that each rank has a share of every part",
@@ -273,6 +287,11 @@ def repeat_interleave(step: Step, x: Operand) -> Layout:
     if not isinstance(dim, int):
         return ask(step)
     along = dim % x.tensor.ndim == x.layout.dim  # every element so many times: a share of the whole's, too
+    is_one = along and x.layout.copies > 1 and x.tensor.shape[x.layout.dim] == 1 and isinstance(times, int)
+    if (
+        is_one and step.whole and _is_whole(tuple(step.result.shape), x.layout.dim, step.size, step.whole[0])
+    ):  # a head that several ranks have, for their queries
+        return replace(x.layout, copies=1)
     return x.layout if not along or (isinstance(times, int) and not x.layout.blocks) else ask(step)
 
 
@@ -315,8 +334,9 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
         if x.kind != "S":
             return x.layout if x.kind == "P" else join(step, step.operands())
         given = step.arg(place, "dim", least)
+        given = None if isinstance(given, bool) else given  # of std: whether it is unbiased
         ndim = x.tensor.ndim
-        dims = range(ndim) if given is None else [d % ndim for d in _list(given)]
+        dims = range(ndim) if given is None or given == () else [d % ndim for d in _list(given)]
         if x.layout.dim in dims:
             if sums:
                 return summed_over(step, x)
@@ -349,7 +369,7 @@ def linear(step: Step) -> Layout:
     x, weight = step.operand(0, "input"), step.operand(1, "weight")
     assert x is not None and weight is not None
     rows = "abcdefgh"[: x.tensor.ndim - 1]
-    return _biased(step, contract(step, [(x, rows + "k"), (weight, "nk")], rows + "n"), step.operand(2, "bias"))
+    return biased(step, contract(step, [(x, rows + "k"), (weight, "nk")], rows + "n"), step.operand(2, "bias"))
 
 
 def addmm(step: Step) -> Layout:
@@ -357,10 +377,10 @@ def addmm(step: Step) -> Layout:
     bias, x, weight = (step.operand(i, name) for i, name in enumerate(names))
     assert x is not None and weight is not None
     batch = "b" * (x.tensor.ndim - 2)
-    return _biased(step, contract(step, [(x, batch + "mk"), (weight, batch + "kn")], batch + "mn"), bias)
+    return biased(step, contract(step, [(x, batch + "mk"), (weight, batch + "kn")], batch + "mn"), bias)
 
 
-def _biased(step: Step, product: Layout, bias: Operand | None) -> Layout:
+def biased(step: Step, product: Layout, bias: Operand | None) -> Layout:
     if bias is None:
         return product
     if product.kind == "P":
@@ -418,19 +438,22 @@ def attention(step: Step) -> Layout:
             conflict(step, [o], "attention needs all positions and all of a head")
     if not cut([q, k, v]):
         return join(step, step.operands())
-    first = cut([q, k, v])[0]
     for o in (q, k, v):
-        if o.kind != "S" or (o.layout.dim, o.layout.outer) != (first.layout.dim, first.layout.outer):
+        parts = [n * q.tensor.shape[o.layout.dim] for n in runs(o)], [n * o.tensor.shape[o.layout.dim] for n in runs(q)]
+        if o.kind != "S" or o.layout.dim != q.layout.dim or parts[0] != parts[1]:
             conflict(step, [q, k, v], "queries, keys and values are cut in different ways")
-    require_parts(step, [mask] if mask is not None else [], first)
-    if mask is not None and mask.tensor.ndim == first.tensor.ndim and mask.kind != "S" and mask.tensor.shape[first.layout.dim] != 1:
-        conflict(step, [first, mask], "the mask is whole along the cut dim")
-    return first.layout
+        if o.layout.copies != q.layout.copies and o.tensor.shape[o.layout.dim] != 1:
+            conflict(step, [q, k, v], "queries need other heads than those that are here")
+    return broadcast(step, [q] if mask is None else [q, mask], q.tensor.ndim)
 
 
 def embedding(step: Step) -> Layout:
-    ids, weight = step.operand(0, "input"), step.operand(1, "weight")
-    assert ids is not None and weight is not None
+    ids, weight = step.operands()[:2]
+    if ids.tensor.is_floating_point():  # torch's own takes the table first
+        ids, weight = weight, ids
+    for o in (ids, weight):
+        if o.kind == "P":
+            refuse_partial(step, o)
     if weight.kind == "S" and weight.layout.dim == 0:
         step.fail(f"{weight.called} is cut along its rows, so a rank finds only some of them: split it with .vocab_parallel()", "E10")
     if weight.kind == "S":
@@ -452,36 +475,59 @@ def gather(step: Step) -> Layout:
     return index.layout
 
 
-_REDUCTION = {
-    "cross_entropy": 6,
-    "nll_loss": 6,
-    "binary_cross_entropy_with_logits": 5,
-    "binary_cross_entropy": 5,
-    "huber_loss": 2,
-}  # its place; else it is the fifth
+_OF_CLASSES = ("cross_entropy", "nll_loss")
+_DIVIDES_BY_WEIGHTS = (*_OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+
+
+def _reduction(step: Step) -> str:
+    """none, mean, sum or batchmean; torch's own functions have numbers for the first three."""
+    given = step.kwargs.get("reduction", next((v for v in step.args[2:] if isinstance(v, str)), None))
+    if given is None and step.name in ("kl_div", "binary_cross_entropy_with_logits"):
+        given = next((v for v in step.args[2:] if type(v) is int), None)
+    return {0: "none", 1: "mean", 2: "sum", None: "mean"}.get(given, str(given))
 
 
 def loss(step: Step) -> Layout:
     """Each rank has the losses of its share: their sum is a part of the whole's, and their mean is not."""
-    x, target = step.operand(0, "input"), step.operand(1, "target")
     for o in step.operands():
         if o.kind == "P":
             refuse_partial(step, o)
     if not cut(step.operands()):
         return join(step, step.operands())
-    assert x is not None and target is not None
-    classes = (1 if x.tensor.ndim > 1 else 0) if step.name in ("cross_entropy", "nll_loss") else None
-    if x.kind == "S" and x.layout.dim == classes:
-        step.fail(f"{x.called} is {x.layout.told()}: this loss needs all classes; gather it first", "E3")
-    indices = classes is not None and target.tensor.ndim < x.tensor.ndim
-    rows = x.layout.at(x.layout.dim - (indices and classes is not None and x.layout.dim > classes))
-    if x.kind != "S" or target.kind != "S" or rows != target.layout:
-        conflict(step, [x, target], "results and labels are cut in different ways")
-    require_parts(step, step.operands(), x)
-    reduction = step.arg(_REDUCTION.get(step.name, 4), "reduction", "mean")
+    if any(step.kwargs.get(name) is not None for name in ("size_average", "reduce")) or any(type(v) is bool for v in step.args[2:5]):
+        return ask(step)
+    rows = (
+        _rows_of_classes(step)
+        if step.name in _OF_CLASSES
+        else broadcast(step, step.operands(), max(o.tensor.ndim for o in step.operands()))
+    )
+    reduction = _reduction(step)
     if reduction == "none":
         return rows
-    return Layout("P", mean=reduction != "sum", since=f"{step.place} {step.name} ({x.layout.since})")
+    mean = reduction == "mean" or (reduction == "batchmean" and rows.dim == 0)
+    given = [o for o in step.operands()[2:] if step.name in _DIVIDES_BY_WEIGHTS]
+    ignored = step.arg(4, "ignore_index", -100) if step.name in _OF_CLASSES else -100
+    if mean and (given or ignored != -100):
+        step.fail("the mean over a share counts weights, or labels, of that share: take reduction='sum' and divide by those of all", "E3")
+    total = summed_over(step, replace(step.operands()[0], layout=rows))
+    return replace(total, mean=mean)
+
+
+def _rows_of_classes(step: Step) -> Layout:
+    """Of losses of which each needs all classes of its row: the layout of each row's loss."""
+    x, target = step.operand(0, "input"), step.operand(1, "target")
+    assert x is not None and target is not None
+    classes = 1 if x.tensor.ndim > 1 else 0
+    if x.kind == "S" and x.layout.dim == classes:
+        step.fail(f"{x.called} is {x.layout.told()}: this loss needs all classes; gather it first", "E3")
+    rows = x.layout.at(x.layout.dim - (x.layout.dim > classes))
+    whole = x.layout if target.tensor.ndim == x.tensor.ndim else rows
+    others = [o for o in step.operands() if o.tensor is not x.tensor and o.tensor is not target.tensor]
+    alike = x.kind == "S" and target.kind == "S" and whole == target.layout and x.layout.as_needed == target.layout.as_needed
+    if not alike or x.layout.copies != target.layout.copies or cut(others):
+        conflict(step, [x, target, *others], "results and labels are cut in different ways")
+    require_parts(step, step.operands(), x)
+    return rows
 
 
 def ask(step: Step) -> Layout:
@@ -508,7 +554,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_words("layer_norm rms_norm"), norm),
     **dict.fromkeys(_words("tril triu"), moved(triangle)),
     **dict.fromkeys(_words("cross_entropy nll_loss mse_loss l1_loss binary_cross_entropy_with_logits kl_div"), loss),
-    "sum": over(1, sums=True), "permute": moved(permute), "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
+    "to": retyped, "type_as": retyped, "sum": over(1, sums=True), "permute": moved(permute),
+    "movedim": moved(movedim), "unsqueeze": moved(unsqueeze),
     "squeeze": moved(squeeze), "narrow": moved(narrow), "getitem": getitem, "repeat_interleave": moved(repeat_interleave),
     "flip": moved(flip), "roll": moved(roll),
     "linear": linear, "gather": gather,

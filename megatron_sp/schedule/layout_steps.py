@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
@@ -94,6 +95,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, place.name))
 
 
+def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
+    """Of an index: each of its items, with the first dim that it speaks of."""
+    of = [0 if i is None or isinstance(i, bool) else i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in items]
+    dim = 0
+    for i, width in zip(items, of, strict=True):
+        yield dim, i
+        dim += ndim - sum(of) + 1 if i is Ellipsis else width
+
+
 def join(step: Step, operands: Iterable[Operand]) -> Layout:
     """Of what is computed from whole tensors."""
     asked = [o for o in operands if not o.neutral]
@@ -177,6 +187,12 @@ def cut(operands: Iterable[Operand]) -> list[Operand]:
     return [o for o in operands if o.kind == "S"]
 
 
+def runs(share: Operand) -> list[int]:
+    """Sizes of the parts of which a rank has a share each, as far as that goes."""
+    size = share.tensor.shape[share.layout.dim]
+    return list(share.layout.blocks) or [size // share.layout.outer] * share.layout.outer
+
+
 def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
     """Of what is computed element by element."""
     shares = cut(operands)
@@ -188,11 +204,14 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
     dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
     for o in shares:
         parts = (first.layout.outer, first.layout.blocks) if o.layout.as_needed else (o.layout.outer, o.layout.blocks)
-        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks):
+        sizes = o.tensor.shape[o.layout.dim], first.tensor.shape[dim]
+        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks) or sizes[0] != sizes[1]:
             conflict(step, [first, o], "they are cut in different ways")
     for o in operands:
         if o.kind == "P":
             refuse_partial(step, o)
+        if o.kind == "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] not in (1, first.tensor.shape[dim]):
+            step.fail(f"{o.called} is as large as the whole, and meets {first.called}, which is {first.layout.told()}", "E11")
         if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
             conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
     require_parts(step, operands, first)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule.layout_rules import (
+    ELEMENTWISE,
     EXPANSIONS,
     RULES,
     Rule,
@@ -28,7 +30,19 @@ from megatron_sp.schedule.layout_rules import (
     over,
     split,
 )
-from megatron_sp.schedule.layout_steps import Step, broadcast, conflict, contract, cut, join, refuse_partial, require_parts
+from megatron_sp.schedule.layout_steps import (
+    Step,
+    broadcast,
+    conflict,
+    contract,
+    cut,
+    join,
+    placed,
+    refuse_partial,
+    require_parts,
+    runs,
+    tensors_in,
+)
 from megatron_sp.schedule.layouts import UNIFORM, Layout, Operand
 
 _ELEMENTWISE = _words("""
@@ -68,6 +82,20 @@ def glu(step: Step) -> Layout:
     if x.layout.blocks or x.layout.outer % 2:
         step.fail(f"{x.called}, {x.layout.told()}, is two parts of which each rank has a piece: shard it with blocks=2", "E8")
     return x.layout.at(dim, x.layout.outer // 2)
+
+
+def diff(step: Step) -> Layout:
+    """What is put in front or behind must be cut as the rest."""
+    x, *ends = step.operands()
+    made = over(2, keeps=True, least=-1)(step)
+    for o in ends:
+        if o.kind == "P":
+            refuse_partial(step, o)
+        if made.kind == "S" and o.kind != "U" and (o.kind != "S" or o.layout != made):
+            conflict(step, [x, o], "they are cut in different ways")
+    if made.kind != "S" and cut(ends):
+        conflict(step, [x, *ends], "they are cut in different ways")
+    return made
 
 
 def one(rule: Callable[[Step, Operand], Layout]) -> Rule:
@@ -127,7 +155,7 @@ def _along(step: Step, x: Operand, place: int) -> int:
 
 def index_select(step: Step) -> Layout:
     x, index = step.operand(0, "input"), step.operand(2, "index")
-    if x is None or index is None or index.kind == "S":
+    if x is None or index is None or index.kind in "SP":
         return ask(step)
     _along(step, x, 1)
     return x.layout if x.kind in "SP" else join(step, [x])
@@ -137,7 +165,7 @@ def gather(step: Step) -> Layout:
     """Of what an index names; the index is cut as what it picks from, or that is whole."""
     at = (2, 1) if step.name == "gather" else (1, 2)
     x, index = step.operand(0, "input"), step.operand(at[0], "index" if at == (2, 1) else "indices")
-    if x is None or index is None or x.kind == "P":
+    if x is None or index is None or x.kind == "P" or index.kind == "P":
         return ask(step)
     if index.kind == "S" and x.kind != "S":
         dim = step.arg(at[1], "dim")
@@ -158,7 +186,7 @@ def put_back(step: Step) -> Layout:
     """scatter, index_add, index_copy: into a tensor that is cut as the rows are."""
     x, index = step.operand(0, "input"), step.operand(2, "index")
     source = step.operand(3, "source" if step.name.startswith("index") else "src")
-    if x is None or index is None:
+    if x is None or index is None or index.kind == "P":
         return ask(step)
     dim = _along(step, x, 1)
     along = [
@@ -234,7 +262,7 @@ def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Layout:
 
 
 def _width(index: Any) -> int:
-    return index.ndim if isinstance(index, Tensor) and index.dtype.is_floating_point is False and str(index.dtype) == "torch.bool" else 1
+    return index.ndim if isinstance(index, Tensor) and index.dtype is torch.bool else 1
 
 
 def taken(step: Step) -> Layout:
@@ -253,13 +281,20 @@ def assigned(step: Step) -> Layout:
         refuse_partial(step, operand)
     if x.kind == "P":
         return ask(step)
-    part = _read(step.args[0], step.args[1]) if not _has_mask(step.args[1]) else None
+    if _has_mask(step.args[1]):
+        return _assigned_where(step, x, operand)
+    for o in (step.look(i) for i in tensors_in(step.args[1])):
+        if o.kind in "SP":
+            return ask(step)
+    part = part_of(step.args[0], step.args[1])
     reading = replace(step, name="getitem", args=step.args[:2], result=part)
     if x.kind == "S":
         if part is None and operand is not None:
             return ask(step)
         place = taken(reading) if part is not None else x.layout
+        _require_same_part(step, part, place)
         if operand is not None and part is not None:
+            _require_fit(step, part, operand)
             broadcast(step, [Operand(part, place), operand], part.ndim)
             if x.layout.as_needed and operand.kind == "S":
                 return operand.layout.at(x.layout.dim)
@@ -271,6 +306,7 @@ def assigned(step: Step) -> Layout:
         return elementwise_whole(step, others) if everywhere or x.kind != "U" else join(step, others)
     if not x.neutral or part is None:
         conflict(step, [x, operand], "a share is written into what is whole")
+    _require_fit(step, part, operand)
     for dim in range(x.tensor.ndim):  # filled so far with what nobody's gradient reaches: it is cut as what is written
         made = replace(operand.layout, dim=dim)
         try:
@@ -282,13 +318,62 @@ def assigned(step: Step) -> Layout:
     return ask(step)
 
 
-def _read(x: Tensor, index: Any) -> Tensor:
+def _require_fit(step: Step, part: Tensor, value: Operand) -> None:
+    """Raises LayoutError: sizes, of which torch says nothing where there are no numbers (E11)."""
+    try:
+        fits = torch.broadcast_shapes(part.shape, value.tensor.shape[-part.ndim or value.tensor.ndim :]) == part.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        step.fail(f"{value.called} of {list(value.tensor.shape)} is written into {list(part.shape)}", "E11")
+
+
+def _assigned_where(step: Step, x: Operand, value: Operand | None) -> Layout:
+    """x[mask] = one value, where the mask is cut as what it picks from."""
+    index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
+    if value is not None and (value.kind == "S" or value.tensor.numel() != 1):
+        return ask(step)
+    layout = x.layout
+    for first, i in placed(index, x.tensor.ndim):
+        if x.kind == "S" and first == x.layout.dim and isinstance(i, (int, slice, list)) and i != slice(None):
+            conflict(step, [x], f"part of a cut dim is taken ({i}), which is another part on each rank")
+        if not isinstance(i, Tensor):
+            continue
+        mask, width = step.look(i), _width(i)
+        inside = x.kind == "S" and first <= x.layout.dim < first + width
+        if mask.kind == "P" or (mask.kind == "S" and (not inside or mask.layout.dim + first != x.layout.dim or i.dtype is not torch.bool)):
+            conflict(step, [x, mask], "they are cut in different ways")
+        if inside and mask.kind not in "SU":
+            conflict(step, [x, mask], "what it picks is on some rank, and each has a share only")
+        if inside and mask.kind == "S":
+            made = broadcast(step, [replace(x, tensor=i, layout=x.layout.at(x.layout.dim - first)), mask], width)
+            layout = made.at(x.layout.dim)
+    others = [x] if value is None else [x, value]
+    if x.kind != "S":
+        return join(step, others)
+    require_parts(step, others, x)
+    return layout
+
+
+def _require_same_part(step: Step, part: Tensor | None, place: Layout) -> None:
+    """Raises LayoutError: all of a share is written, and of the whole a part only (E11)."""
+    if part is None or not step.whole:
+        return
+    times = [step.size // place.copies if place.kind == "S" and dim == place.dim else 1 for dim in range(part.ndim)]
+    if [n * m for n, m in zip(part.shape, times, strict=True)] != list(step.whole[0]):
+        step.fail(f"writes {list(part.shape)} of a share, and {list(step.whole[0])} of the whole", "E11")
+
+
+def part_of(x: Tensor, index: Any) -> Tensor | None:
+    """x[index] without its numbers; None: it has a mask."""
+    if _has_mask(index):
+        return None
     items = index if isinstance(index, tuple) else (index,)
     return x.detach().to("meta")[tuple(i.to("meta") if isinstance(i, Tensor) else i for i in items)]
 
 
 def _has_mask(index: Any) -> bool:
-    return any(isinstance(i, Tensor) and str(i.dtype) == "torch.bool" for i in (index if isinstance(index, tuple) else (index,)))
+    return any(isinstance(i, Tensor) and i.dtype is torch.bool for i in (index if isinstance(index, tuple) else (index,)))
 
 
 # [b, c, ...]
@@ -302,6 +387,8 @@ def convolution(step: Step) -> Layout:
     transposed = "transpose" in step.name
     groups = step.arg(6, "groups", 1)
     space = "uvw"[: x.tensor.ndim - 2]
+    if x.tensor.shape[1] != (weight.tensor.shape[0] if transposed else weight.tensor.shape[1] * groups):
+        step.fail(f"{x.tensor.shape[1]} channels meet a weight of {list(weight.tensor.shape)} and groups={groups}", "E11")
     for o in (x, weight):
         if o.kind == "S" and o.layout.dim > 1:
             conflict(step, [o], "a kernel reaches over the ends of a share")
@@ -329,22 +416,18 @@ def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Layout:
         conflict(step, [x, weight], "groups are shared by cutting both the channels and the weight's outputs")
     made = _whole_groups(step, x, groups)
     outputs, rows = step.result.shape[1], weight.tensor.shape[0]
-    runs, of_weight = _runs(x), _runs(weight)
-    if [n * rows for n in runs] != [n * x.tensor.shape[1] for n in of_weight] or x.layout.copies != weight.layout.copies:
+    channels, of_weight = runs(x), runs(weight)
+    if [n * rows for n in channels] != [n * x.tensor.shape[1] for n in of_weight] or x.layout.copies != weight.layout.copies:
         conflict(step, [x, weight], "channels and the weight's outputs are cut in different ways")
     return replace(made, blocks=tuple(n * outputs // x.tensor.shape[1] for n in made.blocks))
-
-
-def _runs(share: Operand) -> list[int]:
-    """Sizes of the parts of which a rank has a share each, as far as that goes."""
-    size = share.tensor.shape[share.layout.dim]
-    return list(share.layout.blocks) or [size // share.layout.outer] * share.layout.outer
 
 
 def _whole_groups(step: Step, x: Operand, groups: int) -> Layout:
     """Of channels that are cut; no run of a share may end inside of a group."""
     size = x.tensor.shape[1] // groups
-    if any(n % size for n in _runs(x)):
+    if not size or x.tensor.shape[1] % groups:
+        step.fail(f"{x.tensor.shape[1]} channels are no {groups} groups: divide the number of groups, too", "E11")
+    if any(n % size for n in runs(x)):
         conflict(step, [x], f"groups of {size} channels are put together from parts that do not lie side by side in the whole")
     return x.layout
 
@@ -423,6 +506,7 @@ def _of(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
+ELEMENTWISE |= set(_ELEMENTWISE)
 EXPANSIONS |= {"repeat", "tile"}
 RULES |= {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
@@ -431,7 +515,7 @@ RULES |= {
     **_of("var_mean std_mean median nanmedian nanmean aminmax", over(1)),
     **_of("nansum count_nonzero", over(1, sums=True)),
     **_of("sort argsort cummax cummin cumprod softmin", over(1, keeps=True, least=-1)),
-    **_of("topk diff fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", over(2, keeps=True, least=-1)),
+    **_of("topk fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", over(2, keeps=True, least=-1)),
     **_of("kthvalue", over(2, least=-1)),
     **_of("mode", over(1, least=-1)),
     **_of("gather take_along_dim", gather),
@@ -446,5 +530,6 @@ RULES |= {
     **_of("smooth_l1_loss binary_cross_entropy huber_loss", loss),
     "glu": glu, "repeat": repeat, "tile": repeat, "view_as_real": moved(as_real), "view_as_complex": moved(as_complex),
     "unfold": moved(unfold), "pad": one(pad), "cosine_similarity": similarity, "index_select": index_select, "copy": copied,
-    "prelu": prelu, "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
+    "prelu": prelu, "diff": diff,
+    "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
 }  # fmt: skip

@@ -1,0 +1,86 @@
+"""Every rule of the dry run is held against numbers: what it says of a result is so, or it refuses (``schedule_rule_oracle.py``).
+
+MEGATRON_SP_RULES_SEED=7 draws other calls, sizes and placements; the long test draws many.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from schedule_rule_cases import CASES, spellings
+from schedule_rule_oracle import Placement, Sizes, Trial
+from schedule_rule_table import cases_by_rule, row, rows_of_page, tried
+from torch.overrides import TorchFunctionMode, resolve_name
+
+SEED = int(os.environ.get("MEGATRON_SP_RULES_SEED", "0"))
+NEVER: dict[str, str] = {  # what they say of shares and sums is always a question or a refusal
+    "ctc_loss": "needs all times and classes of a row",
+    "group_norm": "how many groups a rank has to have is known of a layer alone: test_a_layer_of_groups",
+}
+UNSEEN = {"torch.Tensor.__complex__": "makes a number of Python", "torch.Tensor.__long__": "likewise"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """torch warns of what some functions are like, such as numbers that lose their imaginary part."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("rule", cases_by_rule())
+def test_what_a_rule_says_is_so(rule: str) -> None:
+    assert cases_by_rule()[rule], f"no case in tests/schedule_rule_cases.py calls {rule}"
+    count, wrong = tried(rule, SEED)
+    assert not wrong, "\n".join(wrong)
+    assert count.calls, "no case of it runs"
+    assert SEED or rule in NEVER or count.some, "refuses every share and every partial sum"
+    known = rows_of_page() if SEED == 0 else {}
+    if known:
+        assert row(rule, count) == known.get(rule), "accepts more or less than before: python tests/schedule_rule_table.py"
+
+
+def test_the_page_has_no_other_rules() -> None:
+    known = rows_of_page()
+    assert not known or list(known) == list(cases_by_rule())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", cases_by_rule())
+def test_what_a_rule_says_is_so_of_many(rule: str) -> None:
+    wrong = [words for seed in range(1 + SEED, 4 + SEED) for words in tried(rule, seed, 10)[1]]
+    assert not wrong, "\n".join(wrong)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(resolve_name(func) or func.__name__)
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_spelling_is_called() -> None:
+    """Of the functions that the follower sees under a rule's name."""
+    calls = _Calls()
+    for case in CASES:
+        for seed in range(3):
+            trial = Trial(case, tuple(Placement("N") for _ in case.inputs), seed=seed)
+            tensors = trial.wholes
+            try:
+                with calls:
+                    case.call(Sizes(trial.sizes), *[t.clone() for t in tensors])
+                calls.names.add(case.label.partition(" ")[0])
+                break
+            except Exception:
+                continue
+    every = {name for rule in cases_by_rule() for name, f in spellings().get(rule, {}).items()}
+    unseen = {name for name in every if name not in calls.names and name not in UNSEEN}
+    assert not unseen, sorted(unseen)
