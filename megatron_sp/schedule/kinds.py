@@ -92,6 +92,10 @@ _NORM = (
     "a norm looks at all its features, so every rank keeps it whole: split the layers around it; in a sequence() region its gradients"
     " are summed by themselves, and a norm inside of heads takes .sum_gradients()"
 )
+ONE_FOR_ALL = (
+    "put one module for all heads there with .replace(), whose weight has a row for each, .shard('weight', 0), or leave this attention"
+    " whole"
+)
 _ATTENTION = (
     "it has q, k and v in one parameter and counts its heads itself: put a module with separate projections in its place with .replace(),"
     " or leave it whole"
@@ -168,10 +172,37 @@ def is_taught(module: nn.Module) -> bool:
     return cls is not None and cls not in _TORCH_KINDS and f"{cls.__module__}.{cls.__qualname__}" not in _BY_NAME
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether its class is called one."""
+    return type(module).__name__.endswith("Norm")
+
+
+def has_row_for_each_head(module: nn.Module) -> bool:
+    """Whether it is a norm with a weight [heads, head_dim]."""
+    weight = module._parameters.get("weight")
+    return is_norm(module) and weight is not None and weight.ndim == 2
+
+
+def way_out(model: nn.Module, path: str) -> str:
+    """What can be said of a module with parameters that stands in what is split, and of which nobody has spoken."""
+    module, around = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    if is_norm(module) and isinstance(around, nn.ModuleList) and len(around) > 1:
+        return f"as one of {len(around)} in a list, it seems to be for one head, of which each rank has others: {ONE_FOR_ALL}"
+    if has_row_for_each_head(module):
+        return f"it has a row for each head: s[{path!r}].shard('weight', 0)"
+    here = f"s[{path!r}].sum_gradients() if every rank uses it on a share of heads or positions"
+    return here if is_norm(module) else f"split it (column, row, shard), or {here}"
+
+
 def kind_of(module: nn.Module, path: str) -> Kind:
     """Raises ConfigError: the class is not known, and says how to teach it; or is known to be impossible."""
     kind = find_kind(module)
-    refusal = kind.refusal if kind is not None else _NORM if type(module).__name__.endswith("Norm") else None
+    refusal = kind.refusal if kind is not None else _NORM if is_norm(module) else None
+    if refusal is not None and has_row_for_each_head(module):
+        raise ConfigError(
+            f"{path} is a {type(module).__name__} with a row for each head: it is split with .shard('weight', 0), as the heads are, and not"
+            " as a layer"
+        )
     if refusal is not None:
         raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split: {refusal}")
     if kind is None:

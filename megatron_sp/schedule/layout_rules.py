@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_sp.schedule.kinds import ONE_FOR_ALL
 from megatron_sp.schedule.layout_steps import (
     Step,
     broadcast,
@@ -215,6 +216,12 @@ def split(step: Step, x: Operand) -> Layout | list[Layout]:
         run = x.tensor.shape[dim] // x.layout.outer
         if all(n % run == 0 for n in pieces):
             return [x.layout.at(dim, max(1, n // run)) for n in pieces]
+    if set(pieces) == {1}:
+        step.fail(
+            f"{x.called}, {x.layout.told()}, is taken apart one by one, and each rank has some of them alone, so what is meant for each (a"
+            f" norm for every head) meets others: {ONE_FOR_ALL}",
+            "E8",
+        )
     return step.fail(
         f"{x.called}, {x.layout.told()}, is taken apart into {pieces} along that dim, so it is a packed projection and each rank has some"
         f" of the parts: shard it with blocks={len(pieces)} (or the parts' sizes), so that each rank has a share of every part",

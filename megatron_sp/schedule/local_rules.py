@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.kinds import find_kind
+from megatron_sp.schedule.kinds import find_kind, way_out
 from megatron_sp.schedule.layouts import LayoutError
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import expand
@@ -320,9 +320,7 @@ def owners(lines: Lines) -> Problem:
             if own and not any(d.do in said for d in lines.at.get(path, [])) and not _summed_above(lines, path, own):
                 yield (
                     f"{path} ({type(inner).__name__}) has {', '.join(own)} and stands in what {directive.args['op']} at {root} opens"
-                    f" ({directive.where}), and no line speaks of it: split it (column, row, shard), or"
-                    f" s[{path!r}].sum_gradients() if every rank"
-                    " uses it on a share of heads or positions (E16)"
+                    f" ({directive.where}), and no line speaks of it: {way_out(lines.model, path)} (E16)"
                 )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.parallel.regions import copy_to, reduce_from
 from megatron_sp.schedule import Kind, PathError, register_shardable
+from megatron_sp.schedule.layouts import LayoutError
 from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule, list_primitives
 from megatron_sp.utils.errors import ConfigError
 
@@ -60,6 +61,15 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.middle(self.wte(ids))))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(H, FF), nn.Linear(FF, H)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear2(torch.tanh(self.linear1(x + y)))
 
 
 class Convolutions(nn.Module):
@@ -293,6 +303,23 @@ def mistakes() -> None:
     refused(lambda sch: sch["linear2"].shard("weight", axis=1), "linear2", "E3")
     refused(lambda sch: [sch["linear1"].shard("weight", axis=axis) for axis in (0, 1)], "linear1.weight", "twice", "slapo.py:")
     refused(lambda sch: column(sch, "0"), "0.weight", "(7)", "multiple of tp (2)", model=nn.Sequential(nn.Linear(H, 7)))
+
+    def forgotten(sch: SlapoSchedule) -> None:
+        column(sch, "linear1")
+
+    refused(forgotten, "linear2", "sizes do not fit", "E10", "is a .shard() missing there?")
+    sch = create_schedule(TwoInputs())
+    column(sch, "linear1")
+    model, _ = build(sch)  # what its inputs are it cannot guess
+    with pytest.raises(LayoutError, match=r"linear2 .*sizes do not fit.*is a .shard\(\) missing there"):
+        model(torch.zeros(2, 4, H), torch.zeros(2, 4, H))
+    sch = create_schedule(TwoInputs())
+    column(sch, "linear1")
+    sch["linear2"].shard("weight", axis=1)
+    sch["linear2"].sync(mode="fwd_post", sync_op_or_fn="all_reduce")
+    model, _ = build(sch)
+    model(torch.zeros(2, 4, H), torch.zeros(2, 4, H))
+    assert "forward" not in model.__dict__, "nobody looks any more"
 
     def half_a_pair(sch: SlapoSchedule) -> None:
         sch["head"].shard("weight", axis=0)

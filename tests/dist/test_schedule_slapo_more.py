@@ -210,6 +210,10 @@ def verified() -> None:
     )
     with Verify(create_schedule(Mlp()), x, enable=False) as off:
         off.sch["down"].replace(nn.Linear(FF, H))
+    with Verify(create_schedule(Mlp())["down"], None, topology=object(), enable=False) as off:  # type: ignore[arg-type]
+        """Whatever it would refuse."""
+    with Verify(create_schedule(Mlp()), x, enable=False) as off:
+        build(off.sch)
     with Verify(create_schedule(nn.Sequential(Mlp(), nn.Dropout(0.5))), x, eval_mode=False):
         """The same numbers are dropped in both."""
     with init_empty_weights():

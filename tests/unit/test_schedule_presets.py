@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_sp.schedule import Mesh, Schedule
+from megatron_sp.schedule import Mesh, Schedule, schedule
 from megatron_sp.schedule.presets import Blocks, auto, families, from_hf_plan, register_preset
 from megatron_sp.schedule.presets import registry as registry_of_presets
 from megatron_sp.utils.errors import ConfigError
@@ -150,3 +150,51 @@ def test_plans_of_experts() -> None:
             continue
         with pytest.raises(ConfigError, match=rf"model.layers.0.*{code}"):
             s.check()
+
+
+def of_transformers(name: str, **sizes: Any) -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
+    usual = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**usual, **sizes}))
+
+
+def test_a_family_without_a_preset_is_sent_to_none() -> None:
+    """A name that transformers knows is no misspelling of another: Mamba was sent to Llama."""
+    model = of_transformers("Mamba", state_size=4)
+    with pytest.raises(ConfigError, match=r"no preset for 'mamba', only for [^;]*: write its lines with schedule\(model, mesh\)$"):
+        auto(model, tp=2)
+    with pytest.raises(ConfigError, match=r"no tensor parallel plan for MambaForCausalLM: nor is there a preset: write its lines"):
+        from_hf_plan(model, Mesh.sizes(tp=2))
+    model = of_transformers("OPT", ffn_dim=20, word_embed_proj_dim=24)
+    with pytest.raises(ConfigError, match=r"no tensor parallel plan for OPTForCausalLM: take presets.auto\(model\), which knows it"):
+        from_hf_plan(model, Mesh.sizes(tp=2))
+
+
+def _attention(model: Any) -> Schedule:
+    s = schedule(model, Mesh.sizes(tp=2))
+    s["model.layers.*.self_attn"].sync("fwd_pre", "copy", arg="hidden_states")
+    s["model.layers.*.self_attn.q_proj"].column(input="prepared", heads=4)
+    s["model.layers.*.self_attn.{k,v}_proj"].column(input="prepared", heads=2)
+    s["model.layers.*.self_attn.o_proj"].row()
+    return s
+
+
+def test_norms_of_heads_get_one_answer() -> None:
+    """E16 told to sum their gradients, and E8 then to cut what they get in parts."""
+    one_each = of_transformers("StableLm", num_key_value_heads=2, intermediate_size=20, qk_layernorm=True)
+    with pytest.raises(ConfigError, match=r"norms.0 .* as one of 4 in a list, .* put one module for all heads .* whole \(E16\)"):
+        _attention(one_each).check()
+    s = _attention(one_each)
+    s["model.layers.*.self_attn.{q,k}_layernorm.norms.*"].sum_gradients()
+    with pytest.raises(ConfigError, match=r"each rank has some of them alone, .* put one module for all heads .* whole \(E8\)"):
+        s.check()
+    one_for_all = of_transformers("Cohere", num_key_value_heads=2, intermediate_size=20, use_qk_norm=True)
+    with pytest.raises(ConfigError, match=r"q_norm .* it has a row for each head: s\[.*q_norm'\].shard\('weight', 0\) \(E16\)"):
+        _attention(one_for_all).check()
+    s = _attention(one_for_all)
+    s["model.layers.*.self_attn.{q,k}_norm"].column()
+    with pytest.raises(ConfigError, match=r"q_norm is a CohereLayerNorm with a row for each head: it is split with .shard\('weight', 0\)"):
+        s.check()
+    s = _attention(one_for_all)
+    s["model.layers.*.self_attn.{q,k}_norm"].shard("weight", 0)
+    s.check()

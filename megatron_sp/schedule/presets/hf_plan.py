@@ -13,6 +13,7 @@ from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.paths import PathError, expand
 from megatron_sp.schedule.presets.common import base_of
 from megatron_sp.schedule.presets.hf_styles import MODULES, TENSORS, Plan, finish
+from megatron_sp.schedule.presets.registry import families
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError
 
@@ -51,7 +52,9 @@ def plan_of(s: Schedule) -> dict[str, str]:
     plan = {f"{base_of(s)}{path}": style for path, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()}
     plan |= getattr(model, "_tp_plan", None) or {}
     if not plan:
-        raise ConfigError(f"transformers has no tensor parallel plan for {type(model).__name__}: take presets.auto(), or write the lines")
+        there = getattr(model.config, "model_type", None) in families()
+        way = "take presets.auto(model), which knows it" if there else "nor is there a preset: write its lines with schedule(model, mesh)"
+        raise ConfigError(f"transformers has no tensor parallel plan for {type(model).__name__}: {way}")
     return plan
 
 

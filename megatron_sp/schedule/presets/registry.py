@@ -97,6 +97,11 @@ def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:
     return mesh
 
 
+def _is_of_transformers(config: Any) -> bool:
+    """Whether it is a family of theirs, whose name is no misspelling of another's."""
+    return type(config).__module__.startswith("transformers.models.")
+
+
 def _writer(model: nn.Module) -> Writer:
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", None)
@@ -106,7 +111,7 @@ def _writer(model: nn.Module) -> Writer:
         raise ConfigError(
             f"{type(model).__name__} has no config.model_type, by which presets are found: write its lines with schedule(model, mesh)"
         )
-    near = difflib.get_close_matches(str(name), families(), 2)
+    near = [] if _is_of_transformers(config) else difflib.get_close_matches(str(name), families(), 2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     plan = ", or take transformers' own plan with from_hf_plan(model)" if getattr(config, "base_model_tp_plan", None) else ""
     raise ConfigError(

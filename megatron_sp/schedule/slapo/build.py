@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,17 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group
 from megatron_sp.schedule.applied import Applied
+from megatron_sp.schedule.decision import decide
 from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.layouts import NotFollowed
 from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.slapo.first_pass import FirstPass
 from megatron_sp.schedule.slapo.methods import method_of
 from megatron_sp.schedule.slapo.older import is_by_channels
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
 from megatron_sp.schedule.slapo.weights import fill
 from megatron_sp.schedule.splits import tensor_of
+from megatron_sp.schedule.undo import whole_or_not_at_all
 from megatron_sp.utils.errors import ConfigError
 
 Init = bool | Callable[..., Any] | None
@@ -49,8 +54,24 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
         raise ConfigError(f"build() knows no {what}: train the model it returns in a loop of yours, or in the project's (docs/schedule.md)")
     if sch.path:
         raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")
+    owner = sch.schedule
+    owner.directives = without_empty_sums(sch)
+    with suppress(NotFollowed):  # before any weight is drawn
+        decide(sch.mod, owner.directives, owner.mesh, owner.seq_dim)
+    first = FirstPass(sch.mod, owner.directives, owner.mesh, owner.seq_dim)
+    first.look()
+    try:
+        with whole_or_not_at_all(sch.mod):
+            model = _built(sch, init_weights)
+    except BaseException:
+        owner.applied = None
+        raise
+    first.watch(model)
+    return model, None
+
+
+def _built(sch: SlapoSchedule, init_weights: Init) -> nn.Module:
     settle_weights(sch.mod, init_weights, sch.group)
-    sch.schedule.directives = without_empty_sums(sch)
     lines = [(path, d.args) for d in sch.schedule.directives if d.do == "shard" for path in expand(sch.mod, d.on)]
     split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
     _follow(split, "preproc", sch.world_size)
@@ -59,7 +80,7 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
     _follow(split, "postproc", 1)
     _note_shapes(sch.schedule.applied)
     sch.schedule.applied = _complete(sch.schedule.applied)
-    return model, None
+    return model
 
 
 def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
