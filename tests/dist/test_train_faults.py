@@ -107,7 +107,10 @@ def test_data_missing_on_one_host_ends_all_ranks(tmp_path: Path, rank: int) -> N
 def test_the_end_of_the_data(tmp_path: Path) -> None:
     """An empty split is an error of the start, not of the first step."""
     prefix = write_data(tmp_path / "d" / "x", num_documents=1, longest=10)
-    train(tmp_path, ranks=2, data=data_flags(prefix)).expect(4, "the train split has", "--seq-length")
+    prefixed = data_flags(prefix)
+    train(tmp_path, ranks=2, data=(*prefixed, "--split", "1,9")).expect(4, "the train split is empty (0 of 1 sequences)", "--split")
+    short = train(tmp_path, ranks=2, data=prefixed).expect(0, "the train split has", "less than one sample of 32")
+    assert short.text.count("warning: ") == 1, "once, and not on every rank"
 
 
 # One writer

@@ -19,7 +19,7 @@ from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.bert_rows import pack
 from megatron_sp.data.build import Datasets, build_bert_datasets
 from megatron_sp.data.dataset import Dataset, Sample
-from megatron_sp.data.gpt_dataset import BlendedDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.mock_bert_dataset import MockBERTDataset
@@ -232,6 +232,10 @@ def test_blends_and_paths_of_their_own(tmp_path: Path) -> None:
     assert same(blend[0], blend.datasets[0][0])
     by_size = build(train_data_path=(a, b, a), valid_data_path=(b,))
     assert isinstance(by_size.train, BlendedDataset) and by_size.test is None and isinstance(by_size.valid, BERTDataset)
+    epoch = sum(len(d) for d in by_size.train.datasets)
+    longer = build(train_data_path=(a, b, a), n=(2 * epoch + 7, 0, 0)).train
+    assert isinstance(longer, ChainedDataset) and len(longer) == 2 * epoch + 7, "its passes need not be equally long"
+    assert same(longer[99], by_size.train[99]) and not any(same(longer[0], longer[epoch + k]) for k in range(3))
     one_epoch = build(data_path=(a,), dataloader_type="cyclic", n=(5, 0, 0)).train
     assert isinstance(one_epoch, BERTDataset) and len(np.unique(one_epoch.index[:, 0])) == len(one_epoch)
 
