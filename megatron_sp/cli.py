@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_sp import __version__
 from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.program import run_program
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -23,16 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     args.words = words
-    try:
-        return args.run(args)
-    except ReportedError as error:
-        print(f"megatron-sp: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    return run_program(lambda: args.run(args), "megatron-sp")
 
 
 def _parser() -> argparse.ArgumentParser:

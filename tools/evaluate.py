@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_sp import __version__
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.program import run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -151,4 +152,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.utils.program import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,4 +38,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

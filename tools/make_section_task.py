@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.section_task import write_task
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.utils.program import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,4 +42,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
+from megatron_sp.utils.program import run_program
 from megatron_sp.utils.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
 from megatron_sp.utils.sparkline import sparkline
 
@@ -189,4 +190,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
 
 from megatron_sp.data.preprocess_cli import main
+from megatron_sp.utils.program import run_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_sp.training.console import format_bytes
 from megatron_sp.training.run_page.page import write_page
 from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.program import run_program
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,4 +47,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

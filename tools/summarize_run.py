@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.program import run_program
 from megatron_sp.utils.run_history import accuracies, are_equal, repetitions
 from megatron_sp.utils.run_log import read_records
 
@@ -79,4 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.program import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,4 +49,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))
