@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron_sp import __version__
-from megatron_sp.utils.errors import EXIT_INTERRUPTED, ReportedError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.program import code_of, run_program
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -25,13 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     args.words = words
-    try:
-        return args.run(args)
-    except ReportedError as error:
-        print(f"megatron-sp: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return code_of(lambda: args.run(args), "megatron-sp")
 
 
 def program() -> NoReturn:

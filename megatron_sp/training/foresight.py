@@ -60,8 +60,15 @@ class Foresight:
     def explain(self) -> list[str]:
         """What the memory of a rank is for, and what would lower it: for the message of a run that has run out of it."""
         available = self._available()[0] or 0
-        first = f"a rank was predicted to need {format_bytes(self.memory.peak)}: {breakdown(self.memory)}"
-        return [first, *advice(self._config, self._world_size, self._kind, min(available, int(0.8 * self.memory.peak)))]
+        peak = self.memory.peak
+        first = f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"
+        if peak < 0.8 * available:
+            beside = "beside the program itself, so something else limits it: ulimit -v, a container, other processes"
+            return [first, f"  that is less than the {format_bytes(available)} that are there, {beside}", *self._advice(peak)]
+        return [first, *self._advice(min(available, int(0.8 * peak)))]
+
+    def _advice(self, available: int) -> list[str]:
+        return advice(self._config, self._world_size, self._kind, available)
 
     def _available(self) -> tuple[int | None, str]:
         """Bytes for this rank, and where they are."""

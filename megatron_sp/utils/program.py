@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, ReportedError
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_INTERRUPTED, EXIT_OK, ReportedError
 
 _PID = os.getpid()
 _NO_MEMORY = (
@@ -44,35 +44,54 @@ def first_words(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def code_of(main: Callable[[], int | None], name: str = "") -> int:
+    """Call ``main`` and return its exit code, or that of what went wrong, said on standard error.
+
+    A message of ours, Ctrl-C, memory that is not there and the disk are answered; a mistake of ours is raised.
+
+    Args:
+        main: does the work.
+        name: of the program, in front of the message.
+    """
+    prefix = name or "error"
+    try:
+        return main() or EXIT_OK
+    except ReportedError as error:
+        print(f"{prefix}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (MemoryError, RuntimeError, OSError) as error:
+        if is_out_of_memory(error):
+            print(f"{prefix}: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
+            return EXIT_CONFIG
+        if isinstance(error, OSError) and error.strerror:
+            print(f"{prefix}: {error.filename or 'the system'}: {error.strerror}", file=sys.stderr)
+            return EXIT_DISK
+        raise
+
+
 def run_program(main: Callable[[], int | None]) -> NoReturn:
     """Run a program's ``main`` and leave the process with its code; never returns.
 
-    A failure of standard output has a code of its own (``utils/output.py``), as have a message of ours and Ctrl-C.
+    A failure of standard output has a code of its own (``utils/output.py``); the others are as ``code_of`` has them.
     """
     code, as_usual = 1, True
     try:
         with output.checked():
             try:
-                code = main() or EXIT_OK
-            except ReportedError as error:
-                print(f"error: {error}", file=sys.stderr)
-                code = error.exit_code
+                code = code_of(main)
+                as_usual = code != EXIT_INTERRUPTED
             except SystemExit as end:
                 if isinstance(end, output.OutputLost):
                     raise
                 if isinstance(end.code, str):
                     print(end.code, file=sys.stderr)
                 code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else 1
-            except KeyboardInterrupt:
-                code, as_usual = EXIT_INTERRUPTED, False
-                print(file=sys.stderr)
-            except Exception as error:
+            except Exception:
                 as_usual = False
-                if is_out_of_memory(error):
-                    print(f"error: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
-                    code = EXIT_CONFIG
-                else:
-                    traceback.print_exc()
+                traceback.print_exc()
     except output.OutputLost as lost:
         code = int(str(lost.code))
     leave(code, as_usual=as_usual)
