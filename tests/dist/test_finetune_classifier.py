@@ -166,7 +166,7 @@ def test_the_command_line_of_the_run(files: Path, pretrained: Path) -> None:
     )
     flags = finetune_classifier.pretraining_flags(options, rest, 36)
     assert flags[flags.index("--train-samples") + 1] == "90" and flags[-2:] == ["--lr", "1"]
-    assert flags[flags.index("--vocab-file") + 1] == str(files / "vocab.txt"), "the checkpoint's tokenizer"
+    assert flags[flags.index("--vocab-file") + 1] == str(pretrained / "tokenizer" / "vocab.txt"), "the checkpoint's tokenizer"
     flags = finetune_classifier.pretraining_flags(options, ["--train_iters=5", "--vocab-file", "mine.txt"], 36)
     assert "--train-samples" not in flags and flags.count("--vocab-file") == 1
 

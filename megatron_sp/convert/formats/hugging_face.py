@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
 from megatron_sp.config import ModelConfig
-from megatron_sp.convert import tokenizer_words
+from megatron_sp.convert import special_ids, tokenizer_words
 from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
@@ -72,8 +72,15 @@ class HuggingFace:
             total = {"total_size": sum(info.num_bytes for info in store.tensors().values())}
             _write_json(path / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
         dtypes = {info.dtype for info in store.tensors().values()}
-        _write_json(path / CONFIG, _document(model, family, dtypes))
         copy_files(model.tokenizer, path)
+        document = _document(model, family, dtypes)
+        if not _is_of(model, family):  # what came from there has its own
+            ids, notes = special_ids.of_model(model, path)
+            document |= ids
+            if not model.config.is_bert:
+                notes += special_ids.write_generation_config(ids, path, model.config.vocab_size or 0)
+            model.notes += notes
+        _write_json(path / CONFIG, document)
         model.notes += tokenizer_words.write(model, path, family.model_type)
         fsync_dir(path)
 
@@ -216,7 +223,7 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
     }  # fmt: skip
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     made["torch_dtype"] = str(dtype).removeprefix("torch.")
-    same_kind = isinstance(kept, dict) and kept.get("model_type") == family.model_type
+    same_kind = _is_of(model, family)
     if model.num_classes and not (same_kind and _num_labels(kept) == model.num_classes):
         names = {number: f"LABEL_{number}" for number in range(model.num_classes)}
         made |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
@@ -229,6 +236,12 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
     if any(name in made for name in ROTARY):  # what was said in one place must not be heard behind what is now said in another
         kept = {name: value for name, value in kept.items() if name not in ROTARY}
     return {**kept, **made}
+
+
+def _is_of(model: Model, family: Family) -> bool:
+    """Whether the source was a folder of Hugging Face, of this kind of model."""
+    kept = model.settings.get("hf")
+    return isinstance(kept, dict) and kept.get("model_type") == family.model_type
 
 
 def _num_labels(document: Any) -> int:

@@ -56,7 +56,7 @@ class Native:
             config.model, reader, step=_count(state, "step"), consumed_samples=_count(state, "consumed_samples"),
             scheduled_samples=_count(state, "scheduled_samples") if "scheduled_samples" in state else None,
             num_classes=num_classes, fates=found.fates, tokenizer=tokenizer, notes=notes,
-            tokenizer_type=config.data.tokenizer_type if options.tokenizer is None else None,
+            tokenizer_type=_tokenizer_type(config, state) if options.tokenizer is None else None,
             settings={**(converted if isinstance(converted, dict) else {}), "native": state},
             num_updates=_count(state, "num_updates") if "num_updates" in state else None, loss_scale=_loss_scale(state.get("loss_scaler")),
         )  # fmt: skip
@@ -181,18 +181,29 @@ def _tokenizer(config: Config, state: dict[str, Any], folder: Path, options: Opt
     except DataError as error:
         return {}, [f"no tokenizer goes along: {error}".replace("--tokenizer-model", "--tokenizer")]
     named = [Path(path) for path in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if path]
-    kind = config.data.tokenizer_type if record is None else record.type
+    kind = _tokenizer_type(config, state)
     if not named and kind is not None:
         return {}, [f"no tokenizer goes along: {kind} has no files"]
     return tokenizer_files.find_named(named), []
 
 
-def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What state.json says of a tokenizer whose files are in a folder now."""
+def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
+    """As the run was trained with; None: it is not said, which a configuration takes for one of numbers."""
+    record = kept.Record.from_json(state.get("tokenizer"))
+    if record is not None:
+        return record.type
+    said = state["config"].get("data")
+    return config.data.tokenizer_type if isinstance(said, dict) and said.get("tokenizer_type") else None
+
+
+def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What state.json says of a tokenizer whose files are in a folder now; None: these make up none."""
     data = DataConfig()
     tokenizer_files.tell(data, {name: folder / name for name in model.tokenizer}, folder)
     before, kind = kept.Record.from_json(state.get("tokenizer")), model.tokenizer_type or data.tokenizer_type
-    record = kept.record_of(folder, kind or "", set(model.tokenizer))
+    if kind is None:
+        return None
+    record = kept.record_of(folder, kind, set(model.tokenizer))
     same = before is not None and before.type == kind and before.files == {n: record.files.get(n) for n in before.files}
     return (record._replace(fingerprint=before.fingerprint) if before is not None and same else record)._asdict()
 

@@ -85,7 +85,7 @@ def own_files(data: DataConfig) -> dict[str, Path]:
     if kind != "HuggingFaceTokenizer" or not data.tokenizer_model:
         return {}
     path = Path(data.tokenizer_model)
-    folder, beside = (path, _BESIDE) if path.is_dir() else (path.parent, _BESIDE_FILE)
+    folder, beside = (path, _BESIDE) if path.is_dir() else (path.parent, _BESIDE if path.name == FILE else _BESIDE_FILE)
     return {FILE: path / FILE if path.is_dir() else path} | {name: folder / name for name in beside if (folder / name).is_file()}
 
 
