@@ -192,3 +192,23 @@ def test_the_warning_has_the_arithmetic() -> None:
     before = copy.deepcopy(smallest)
     shortage(smallest, 16, "cuda", 1, "")
     assert smallest == before
+
+
+def test_the_copy_of_a_save_is_counted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPUs among what stays, on GPUs in host memory; none with --no-async-save, or without saves before the end."""
+    saves = ("--save", "x", "--save-interval", "5", "--bf16", "--zero-stage", "1")
+    plan = plan_run(config_of(*saves, "--device", "cpu"), 16)
+    each = plan.num_params * 14 / 16
+    assert 0.99 * each < plan.copy_of_saves < 1.02 * each
+    assert ("copy for saving in the background", plan.copy_of_saves) in [(line.name, line.num_bytes) for line in plan.memory.stays]
+    without = plan_run(config_of(*saves, "--device", "cpu", "--no-async-save"), 16)
+    assert without.copy_of_saves == 0 and plan.memory.peak - without.memory.peak == plan.copy_of_saves
+    small = ("--micro-batch-size", "1", "--recompute-granularity", "full", "--mlp-chunks", "16", "--zero-stage", "3", "--device", "cpu")
+    assert "--no-async-save" in [remedy.flags for remedy in find_remedies(config_of(*saves, *small, world_size=1), 1, "cpu")]
+    on_gpus = plan_run(config_of(*saves), 16)
+    assert on_gpus.memory.host == on_gpus.copy_of_saves == plan.copy_of_saves
+    assert on_gpus.memory.peak == plan_run(config_of(*saves, "--no-async-save"), 16).memory.peak
+    text = says(capsys, *saves, "--dry-run", "--world-size", "16", "--offload-activations", "--recompute-granularity", "full")
+    assert "saving in the background: " in text and "of host memory, pinned, are kept on each rank" in text
+    for fewer in (("--save", "x"), ("--save", "x", "--save-interval", "5", "--no-async-save")):
+        assert plan_run(config_of(*fewer), 16).copy_of_saves == 0
