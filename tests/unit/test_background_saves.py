@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from megatron_sp.checkpoint import host_copy
 from megatron_sp.checkpoint.background import BackgroundSaves
@@ -30,7 +31,7 @@ class Gate(FaultPlan):
     def at(self, point: str, step: int) -> None:
         if point == self.point:  # type: ignore[attr-defined]
             self.reached.set()  # type: ignore[attr-defined]
-            assert self.open.wait(60)  # type: ignore[attr-defined]
+            assert self.open.wait(PATIENCE_S)  # type: ignore[attr-defined]
 
 
 def some_tensors(seed: int = 0) -> dict[str, GlobalTensor]:
@@ -68,7 +69,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, max_fi
     _, background = saves(tmp_path / "background", gate, max_file_bytes=max_file_bytes)
     tensors = some_tensors()
     background.start(4, tensors, state)
-    assert gate.reached.wait(60) and background.in_flight and background.poll() is None  # type: ignore[attr-defined]
+    assert gate.reached.wait(PATIENCE_S) and background.in_flight and background.poll() is None  # type: ignore[attr-defined]
     overwrite(tensors)
     state["nested"]["list"].append(3)  # type: ignore[index]
     gate.open.set()  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import ckpts
 import pytest
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from megatron_sp import cli
 from megatron_sp.checkpoint.checkpointer import Checkpointer
@@ -148,10 +148,7 @@ def test_only_what_we_have_started_gets_a_signal(tmp_path: Path) -> None:
     process = subprocess.Popen(["/bin/sh", "-c", "setsid sleep 100 & wait"], start_new_session=True)
     process.returncode = 0
     job = Job(tmp_path, tmp_path / "output", [process.pid])
-    deadline = time.monotonic() + 60
-    while len(job.processes()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(job.processes()) == 2)
     own = job.processes()
     assert own[0] == process.pid and os.getpid() not in own
     (tmp_path / "run_status.json").write_text(json.dumps({"pids": [os.getpid(), own[1]]}))
@@ -159,7 +156,7 @@ def test_only_what_we_have_started_gets_a_signal(tmp_path: Path) -> None:
     (tmp_path / "run_status.json").write_text(json.dumps({"pids": own}))
     assert job.ranks() == own
     os.kill(process.pid, signal.SIGKILL)
-    assert job.wait(lambda: False, 60) and job.code == -signal.SIGKILL
+    assert job.wait(lambda: False, PATIENCE_S) and job.code == -signal.SIGKILL
     assert job.processes() == own[1:], "what a launcher leaves behind is still known"
     job.kill()
     assert job.processes() == []

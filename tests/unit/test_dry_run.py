@@ -238,3 +238,23 @@ def test_impossible_sizes_are_answered_at_once_and_the_largest_possible_too(caps
 
 def test_ignored_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ignored: --sequence-parallel (" in says(capsys, "--dry-run", "--sequence-parallel")
+
+
+def test_the_copy_of_a_save_is_counted_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPUs among what stays, on GPUs in host memory; none with --no-async-save, or without saves before the end."""
+    saves = ("--save", "x", "--save-interval", "5", "--bf16", "--zero-stage", "1")
+    plan = plan_run(config_of(*saves, "--device", "cpu"), 16)
+    each = plan.num_params * 14 / 16
+    assert 0.99 * each < plan.copy_of_saves < 1.02 * each
+    assert ("copy for saving in the background", plan.copy_of_saves) in [(line.name, line.num_bytes) for line in plan.memory.stays]
+    without = plan_run(config_of(*saves, "--device", "cpu", "--no-async-save"), 16)
+    assert without.copy_of_saves == 0 and plan.memory.peak - without.memory.peak == plan.copy_of_saves
+    small = ("--micro-batch-size", "1", "--recompute-granularity", "full", "--mlp-chunks", "16", "--zero-stage", "3", "--device", "cpu")
+    assert "--no-async-save" in [remedy.flags for remedy in find_remedies(config_of(*saves, *small, world_size=1), 1, "cpu")]
+    on_gpus = plan_run(config_of(*saves), 16)
+    assert on_gpus.memory.host == on_gpus.copy_of_saves == plan.copy_of_saves
+    assert on_gpus.memory.peak == plan_run(config_of(*saves, "--no-async-save"), 16).memory.peak
+    text = says(capsys, *saves, "--dry-run", "--world-size", "16", "--offload-activations", "--recompute-granularity", "full")
+    assert "saving in the background: " in text and "of host memory, pinned, are kept on each rank" in text
+    for fewer in (("--save", "x"), ("--save", "x", "--save-interval", "5", "--no-async-save")):
+        assert plan_run(config_of(*fewer), 16).copy_of_saves == 0
