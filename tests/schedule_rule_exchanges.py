@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-
 import torch.nn.functional as F
 from schedule_rule_oracle import Case, Input, Placement, Sizes, Trial
 from torch import Tensor
@@ -34,7 +33,11 @@ def _heads(c: Sizes, x: Tensor) -> Tensor:
 _MADE: list[tuple[str, str, Any]] = [
     ("copy_to", "s h", lambda c, x: regions.copy_to(x, c.group)),
     ("reduce_from", "s h", lambda c, x: regions.reduce_from(x, c.group)),
-    *[("gather_from", "s h", lambda c, x, d=d, g=g: regions.gather_from(x, c.group, d, g)) for d in (0, -1) for g in ("slice", "reduce_scatter")],
+    *[
+        ("gather_from", "s h", lambda c, x, d=d, g=g: regions.gather_from(x, c.group, d, g))
+        for d in (0, -1)
+        for g in ("slice", "reduce_scatter")
+    ],
     ("gather_from", "b s h", lambda c, x: regions.gather_from(x, c.group, 1, "slice")),
     *[("scatter_to", "s h", lambda c, x, d=d: regions.scatter_to(x, c.group, d)) for d in (0, -1)],
     *[("reduce_scatter_to", "s h", lambda c, x, d=d: regions.reduce_scatter_to(x, c.group, d)) for d in (0, 1)],
@@ -55,7 +58,9 @@ _MADE: list[tuple[str, str, Any]] = [
     ("split_row", "s k; n k", lambda c, x, w: split_row(x, w, None, None)),
     ("split_embedding", "i<v: b s; v h", lambda c, i, w: split_embedding(i, w, c.group, None, c.v)),
 ]
-EXCHANGES = [Case(rule, str(i), tuple(Input.of(t) for t in inputs.split(";")), call, even="st") for i, (rule, inputs, call) in enumerate(_MADE)]
+EXCHANGES = [
+    Case(rule, str(i), tuple(Input.of(t) for t in inputs.split(";")), call, even="st") for i, (rule, inputs, call) in enumerate(_MADE)
+]
 
 
 def trials(ranks: int) -> Iterator[Trial]:
@@ -65,7 +70,9 @@ def trials(ranks: int) -> Iterator[Trial]:
         for letter in case.letters:
             for style in ("", "outer", "blocks"):
                 for rest in "IRN":
-                    usual.append(tuple(next(iter(x.along(letter, style)), Placement(rest if x.differentiable else "N")) for x in case.inputs))
+                    usual.append(
+                        tuple(next(iter(x.along(letter, style)), Placement(rest if x.differentiable else "N")) for x in case.inputs)
+                    )
         seen = set()
         for placements in usual:
             for i, x in enumerate(case.inputs):
@@ -73,8 +80,8 @@ def trials(ranks: int) -> Iterator[Trial]:
                     made = (*placements[:i], p, *placements[i + 1 :])
                     if p.letter != "A" and p.style != "copies" and made not in seen:
                         seen.add(made)
-                        yield Trial(case, made, ranks, "sp" if case.rule in ("take_share", "weighed", "share_of_labels", "repeated_heads") else "tp")
+                        yield Trial(
+                            case, made, ranks, "sp" if case.rule in ("take_share", "weighed", "share_of_labels", "repeated_heads") else "tp"
+                        )
                         if case.rule.startswith(("split", "scatter")):
                             break
-
-

@@ -47,7 +47,7 @@ class Placement:
         letter: I, R, S, P, U of ``layouts``; N: whole and without a gradient; ?: whole, and still open whether I or R; A: a share of what
             is filled with one value.
         dim: that is cut.
-        style: of S: "" each rank has a run, "outer" of two equal parts, "blocks" of two unequal ones, "copies" pairs of ranks have the same.
+        style: of S: "" each rank has a run, "outer" of two equal parts, "blocks" of two unequal ones, "copies": two ranks have the same.
     """
 
     letter: str
@@ -436,6 +436,7 @@ class Trial:
 
     def weights_on_ranks(self, weight: Tensor, claim: Layout, open_as: str) -> list[Tensor]:
         kind = claim.kind if claim.kind != "?" else open_as
+        weight = weight if kind == "S" else taken(weight, claim, self.ranks, 0)
         if kind == "R":
             return self.parts(weight) if weight.dtype in (torch.float64, torch.complex128) else [weight / self.ranks] * self.ranks
         if kind == "P" and claim.mean:
@@ -447,6 +448,8 @@ class Trial:
 
 def taken(whole: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
     """A rank's share of the whole, by the definition of ``Layout``."""
+    if layout.shuffled > 1:
+        return whole.unflatten(0, (layout.shuffled, ranks, -1)).transpose(0, 1).flatten(0, 2)
     if layout.kind != "S":
         return whole
     slots, slot, dim = ranks // layout.copies, rank // layout.copies, layout.dim
@@ -541,12 +544,13 @@ def drawn(case: Case, seed: int, count: int) -> Iterator[Trial]:
     written = written_sizes(case)
     for i in range(count):
         letter, style = rng.choice(case.letters or [""]), rng.choice(("", "", "outer", "blocks", "copies"))
-        letters = "".join(rng.choice(("N", "N", "R", "I", "?", "U")) for _ in case.inputs)
+        rest = rng.choice(("N", "R", ""))
+        letters = [rest or rng.choice("NNRI?U") for _ in case.inputs]
         placements = [
             next(iter(x.along(letter, style)), Placement(p if x.differentiable or p == "U" else "N"))
             for x, p in zip(case.inputs, letters, strict=True)
         ]
-        while rng.random() < 0.5:
+        while rng.random() < 0.3:
             j = rng.randrange(len(placements)) if placements else 0
             if placements:
                 placements[j] = rng.choice(case.inputs[j].placements)

@@ -107,7 +107,7 @@ def all_to_all(step: Step) -> Layout:
     x, split, joined = step.operands()[0], step.arg(2, "split"), step.arg(3, "join")
     if x.kind == "P":
         refuse_partial(step, x)
-    if x.kind != "S" or x.layout.dim != joined % x.tensor.ndim or x.layout.outer > 1:
+    if x.kind != "S" or x.layout.dim != joined % x.tensor.ndim or x.layout.outer > 1 or x.layout.blocks:
         conflict(step, [x], f"all_to_all{_here(step)} joins along dim {joined}, which is to be cut over {step.axis}")
     return replace(x.layout.at(split % x.tensor.ndim), since=step.label("all_to_all"))
 
@@ -138,6 +138,8 @@ def share_of_gradient(step: Step) -> Layout:
         conflict(step, [x], f"behind the region{_here(step)} all ranks of {step.axis} are to have all positions")
     if x.kind == "?" and x.layout.choice is not None:
         x.layout.choice.decide("R", step.place)
+    if x.kind == "I" and not x.neutral:
+        step.fail(f"{x.called} is {x.layout.told()}: a share of its gradient is taken, and nobody sums them", "E6")
     return Layout("I", since=step.label("the end of the model"))
 
 

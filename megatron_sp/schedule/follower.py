@@ -393,7 +393,9 @@ class Follower(TorchFunctionMode):
         """A number that a model makes of a size is another one where it was a share's. Raises LayoutError: E11."""
         now = Seen.of(step.name, step.result, step.args, step.kwargs)
         mine = now.factors
-        alike = whole is not None and step.name != "setitem" and now.shapes == whole.shapes and not any(o.kind in "SP" for o in step.operands())
+        alike = (
+            whole is not None and step.name != "setitem" and now.shapes == whole.shapes and not any(o.kind in "SP" for o in step.operands())
+        )
         if alike and whole is not None:  # all ranks do what the whole model does
             mine, whole = now.sizes, whole._replace(factors=whole.sizes)
         if whole is None or mine == whole.factors or len(mine) != len(whole.factors) or step.axis == "dp":

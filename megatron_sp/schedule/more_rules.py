@@ -313,7 +313,8 @@ def assigned(step: Step) -> Layout:
             place = taken(replace(reading, look=lambda t, made=made: Operand(t, made) if t is step.args[0] else step.look(t)))  # type: ignore[misc]
         except Exception:  # this dim is picked from, so it is another
             continue
-        if place.dim - part.ndim == operand.layout.dim - operand.tensor.ndim and x.kind == "U":
+        same_dim = place.dim - part.ndim == operand.layout.dim - operand.tensor.ndim
+        if same_dim and x.kind == "U" and part.shape[place.dim] == operand.tensor.shape[operand.layout.dim]:
             return made
     return ask(step)
 

@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 from schedule_rule_cases import CASES, spellings
+from schedule_rule_exchanges import trials
 from schedule_rule_oracle import Placement, Sizes, Trial
 from schedule_rule_table import cases_by_rule, row, rows_of_page, tried
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from megatron_sp.comm.groups import world_group
+from megatron_sp.schedule import exchange_rules
+
 SEED = int(os.environ.get("MEGATRON_SP_RULES_SEED", "0"))
 NEVER: dict[str, str] = {  # what they say of shares and sums is always a question or a refusal
     "ctc_loss": "needs all times and classes of a row",
-    "group_norm": "how many groups a rank has to have is known of a layer alone: test_a_layer_of_groups",
+    "group_norm": "how many groups a rank has to have is known of a layer alone: tests/unit/test_schedule_layers_by_numbers.py",
 }
 UNSEEN = {"torch.Tensor.__complex__": "makes a number of Python", "torch.Tensor.__long__": "likewise"}
 
@@ -54,6 +60,19 @@ def test_the_page_has_no_other_rules() -> None:
 def test_what_a_rule_says_is_so_of_many(rule: str) -> None:
     wrong = [words for seed in range(1 + SEED, 4 + SEED) for words in tried(rule, seed, 10)[1]]
     assert not wrong, "\n".join(wrong)
+
+
+def _prove_exchanges() -> None:
+    group, proven = world_group(), set()
+    for trial in trials(group.size()):
+        if trial.run_together(group).what == "proven":
+            proven.add(trial.case.rule)
+    assert proven == set(exchange_rules.RULES)
+
+
+def test_what_is_said_of_exchanges_is_so(tmp_path: Path) -> None:
+    """On real ranks, with their real adjoints; of each some claim must be proven."""
+    run_ranks(_prove_exchanges, 2, tmp_path)
 
 
 class _Calls(TorchFunctionMode):
