@@ -111,7 +111,7 @@ class Peers:
             others = [r for r in range(len(self.pids)) if r != self.rank and r not in missing]
             answered = _marks(store, "broken", others)
             if not known:
-                _wait_for(lambda: store.check(["verdict"]) or not answered() or self.dead_here(0.0))
+                _wait_for(lambda: store.check(["verdict"]) or not answered() or bool(self.dead_here(0.0)))
                 if dead := self.dead_here(0.0):
                     known = f"{self._name(dead[0])} died"
                 elif late := answered():
