@@ -104,6 +104,7 @@ class Checkpointer:
         def work() -> list[str]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                commit.require_no_links(folder)
                 notes = commit.sweep(folder)
             except OSError as error:
                 raise DiskError(f"cannot save into {folder}: {saving.explain(error, folder)}; give another --save") from None

@@ -12,6 +12,7 @@ Everything here runs on rank 0 alone and raises OSError as it comes.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -60,6 +61,31 @@ def list_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def require_no_links(folder: Path) -> None:
+    """Raises CheckpointError: a link has a step folder's name; what it points to is not ours to rename or delete, nor sure to stay."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for path in (folder / name for name in names if step_number(name) is not None):
+        require_no_link(path)
+
+
+def require_no_link(path: Path) -> None:
+    """Raises CheckpointError: this step folder is a link."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link (to {os.readlink(path)}): a step's folder must lie in its checkpoints folder itself; move or copy"
+            " it there, or remove the link and give the folder that it points to"
+        )
+
+
+def holds_steps(folder: Path) -> bool:
+    """Whether there is anything that was a step once: a folder, a link, or what a save that was cut short has set aside."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return any(step_number(name) is not None or (left_over(name) or (0, "part"))[1] != "part" for name in names)
+
+
 def left_over(name: str) -> tuple[int, str] | None:
     """(step, ``part``, ``replaced`` or ``abandoned``) of a folder that is left over from that step; None for any other name."""
     match = _LEFT_OVER.fullmatch(name)
@@ -106,6 +132,8 @@ def publish(staging: Path, manifest: Manifest) -> list[str]:
         What happened to folders in its way, as sentences for the log.
     """
     folder, final = staging.parent, staging.parent / step_name(manifest.step)
+    if final.is_symlink():
+        raise OSError(errno.EEXIST, "a symbolic link has the step folder's name", str(final))
     notes, same = [], None
     for step, path in reversed(list_steps(folder).items()):
         if step >= manifest.step:

@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.checkpoint.commit import list_steps, read_latest, step_name, step_number
+from megatron_sp.checkpoint.commit import list_steps, read_latest, require_no_link, require_no_links, step_name, step_number
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME
+from megatron_sp.checkpoint.verify import is_complete
 from megatron_sp.utils.errors import CheckpointError
 
 
@@ -68,9 +69,15 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     if is_step_folder(path):
         if ckpt_step is not None and step_number(path.name) not in (None, ckpt_step):
             raise CheckpointError(f"{path} is one step's folder, --ckpt-step {ckpt_step} asks for another: give the run's folder")
+        if step_number(path.name) is not None:
+            require_no_link(path)
         return Candidates([path], [])
     folder = checkpoints_folder(path)
     steps = list_steps(folder)
+    if ckpt_step is None:
+        require_no_links(folder)
+    else:
+        require_no_link(folder / step_name(ckpt_step))
     if not steps:
         near = _runs_in(path)
         there = f"did you mean {' or '.join(near)}?" if near else f"there is: {listing(folder)}"
@@ -79,7 +86,8 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
     warnings = [f"{problem}: ignored, the folders themselves decide"] if problem else []
     if ckpt_step is not None:
         if ckpt_step not in steps:
-            raise CheckpointError(f"{folder} has no {step_name(ckpt_step)} (--ckpt-step {ckpt_step}); it has the steps {step_list(steps)}")
+            sound = step_list(_complete(steps))
+            raise CheckpointError(f"{folder} has no {step_name(ckpt_step)} (--ckpt-step {ckpt_step}); it has the steps {sound}")
         steps = {step: p for step, p in steps.items() if step <= ckpt_step}
     elif hint is not None and hint != max(steps):
         newest = step_name(max(steps))
@@ -101,10 +109,21 @@ def step_list(steps: dict[int, Path]) -> str:
 
 def way_out(step_dir: Path) -> str:
     """What can be done about a damaged step folder."""
-    others = {step: path for step, path in list_steps(step_dir.parent).items() if path != step_dir}
+    beside = {step: path for step, path in list_steps(step_dir.parent).items() if path != step_dir}
+    others = _complete(beside)
     if not others:
-        return "There is no other checkpoint beside it."
-    return f"Give --resume-fallback to go on from the newest sound one before it, or --ckpt-step N to choose one of {step_list(others)}."
+        return "Those beside it are not complete either." if beside else "There is no other checkpoint beside it."
+    own = step_number(step_dir.name)
+    fallback = "--resume-fallback to go on from the newest sound one before it, or " if own is not None and min(others) < own else ""
+    return (
+        f"Give {fallback}--ckpt-step N to choose one of {step_list(others)}, whose files are all there with their sizes; a load reads and"
+        " compares their contents."
+    )
+
+
+def _complete(steps: dict[int, Path]) -> dict[int, Path]:
+    """Those that a load may take, as far as manifests and sizes tell."""
+    return {step: path for step, path in steps.items() if is_complete(path)}
 
 
 def listing(folder: Path) -> str:

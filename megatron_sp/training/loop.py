@@ -24,7 +24,7 @@ from megatron_sp.config import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
-from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
+from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, require_kept_steps, run_main
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.soundness import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.step import MicroBatch, StepResult, evaluate_batches, on_device
@@ -54,6 +54,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
         with all_ranks_agree(groups.control):
             if launch.rank == 0:
                 stack.enter_context(contextlib.closing(lock_run_dir(run_dir)))
+                require_kept_steps(run_dir)
                 status.open(run_dir)
                 status.write("running")
         status.open(run_dir)

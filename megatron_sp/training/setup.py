@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatron_sp.checkpoint.commit import holds_steps
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
@@ -27,9 +28,20 @@ from megatron_sp.comm.peers import first_line, is_peer_failure
 from megatron_sp.config import Config
 from megatron_sp.config_concessions import NCCL_ON_CPU
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, EXIT_PREEMPTED, ConfigError, DiskError, PeerError, ReportedError
-from megatron_sp.utils.files import atomic_write_json
+from megatron_sp.utils.errors import (
+    EXIT_CONFIG,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    PeerError,
+    ReportedError,
+)
+from megatron_sp.utils.files import atomic_write_json, open_own
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
+
+_MOST_STATUS_BYTES = 1 << 24
 
 
 class RunStatus:
@@ -47,6 +59,8 @@ class RunStatus:
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "run_status.json"
+        if (saved := _saved_step(run_dir)) is not None:
+            self.fields.setdefault("saved_step", saved)  # it stays known until there is a newer one
 
     def has_failed(self) -> bool:
         """Whether some rank has told already why this attempt fails."""
@@ -242,7 +256,28 @@ def dtype_of(config: Config) -> torch.dtype:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """The parsed ``run_status.json`` ({} when there is none)."""
     try:
-        record = json.loads((run_dir / "run_status.json").read_text())
-    except (OSError, ValueError):
+        with open_own(run_dir / "run_status.json", os.O_RDONLY) as file:
+            record = json.loads(file.read(_MOST_STATUS_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _saved_step(run_dir: Path) -> int | None:
+    saved = read_status(run_dir).get("saved_step")
+    return saved if type(saved) is int and saved >= 0 else None
+
+
+def require_kept_steps(run_dir: Path) -> None:
+    """A run that has saved has its checkpoints: one that was lost is no reason to start afresh, without a word.
+
+    Raises:
+        CheckpointError: run_status.json tells of a saved step, and there is none.
+    """
+    saved, folder = _saved_step(run_dir), run_dir / "checkpoints"
+    if saved is not None and not holds_steps(folder):
+        what = "has no step in it" if folder.is_dir() else "is not there"
+        raise CheckpointError(
+            f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not mounted?): bring it back;"
+            " or, to begin anew, choose another --save or delete run_status.json"
+        )

@@ -264,3 +264,14 @@ def test_mistakes_are_one_message(
 ) -> None:
     assert serve.main(["--load", str(stored[0]), "--device", "cpu", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_body_that_is_too_large_is_refused_at_its_header(server: Server) -> None:
+    """Not a byte of it is sent."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 999999999999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sender:
+        sender.sendall(head)
+        answer = b""
+        while part := sender.recv(1 << 16):  # until the server closes it
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"larger than the 60000 bytes" in answer

@@ -165,3 +165,12 @@ def test_no_torch_is_needed(run: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_not_checked_is_said(run: Path, capsys: Capture) -> None:
+    """A flipped bit is none of its business, and it does not look as if it were; a link is not taken for a step."""
+    (run / "checkpoints" / "step-000008").symlink_to("step-000006")
+    text, (found,) = ls(capsys, run)
+    assert f"looked at: manifests and sizes; not read: the files' contents, which megatron-sp ckpt verify {run} compares" in text
+    assert "step-000008 is a symbolic link: not looked at, and a load refuses it" in text
+    assert [entry["step"] for entry in found["checkpoints"]] == [2, 4, 6] and any("not read" in note for note in found["notes"])

@@ -136,6 +136,9 @@ def _entries(folder: Path, notes: list[str]) -> list[Entry]:
     entries, strange = [], []
     for name in sorted(os.listdir(folder)):
         path, step, left = folder / name, commit.step_number(name), commit.left_over(name)
+        if step is not None and path.is_symlink():
+            notes.append(f"{name} is a symbolic link: not looked at, and a load refuses it")
+            continue
         if (step is None and left is None) or path.is_symlink() or not path.is_dir():
             if name != commit.LATEST_NAME and not name.startswith(f".{commit.LATEST_NAME}."):
                 strange.append(name if name.isprintable() else ascii(name))  # it goes to a terminal

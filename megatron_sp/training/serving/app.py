@@ -84,6 +84,8 @@ class _Handlers:
 
     async def completions(self, request: Any) -> Any:
         self._admit(request)
+        if int(request.headers.get("content-length", 0)) > self.front.max_body_bytes:
+            raise self._too_large()  # at the header: what will not be taken need not be sent
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
         data, front = await self._body(request), self.front
@@ -132,6 +134,9 @@ class _Handlers:
                 if await request.is_disconnected():
                     raise ApiError(499, "the client has closed the connection")
 
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than the {self.front.max_body_bytes} bytes this server takes")
+
     async def _body(self, request: Any) -> bytes:
         parts, size = [], 0
 
@@ -140,7 +145,7 @@ class _Handlers:
             async for part in request.stream():
                 size += len(part)
                 if size > self.front.max_body_bytes:
-                    raise ApiError(413, f"the body is larger than the {self.front.max_body_bytes} bytes this server takes")
+                    raise self._too_large()
                 parts.append(part)
 
         try:
@@ -165,7 +170,8 @@ class _Handlers:
 
     async def refused(self, request: Any, error: Exception) -> Any:
         assert isinstance(error, ApiError)
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        headers = {413: {"Connection": "close"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else headers
         return self.responses.JSONResponse(error.body(), status_code=error.status, headers=headers)
 
     async def no_such(self, request: Any, error: Any) -> Any:
