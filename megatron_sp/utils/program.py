@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
 from collections.abc import Callable
 
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_OK, ReportedError
+from megatron_sp.utils.flag_field import MAX_COUNT
 
 EXIT_INTERRUPTED = 130
 _NO_MEMORY = (
@@ -24,6 +26,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
+    """For argparse's ``type=``: an integer that nothing behind the flag has to be afraid of.
+
+    Args:
+        high: the largest, and with a minus the smallest.
+    """
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if abs(value) > high:
+            raise argparse.ArgumentTypeError(f"{text if len(text) < 40 else text[:37] + '...'} must be at most {high}")
+        return value
+
+    convert.__name__ = "int"  # argparse's messages name it
+    return convert
 
 
 def first_words(error: BaseException) -> str:
@@ -54,6 +73,7 @@ def run_program(main: Callable[[], int], name: str = "") -> int:
             print(f"{prefix}out of memory: {first_words(error)}: make what is asked for smaller, or raise the limit", file=sys.stderr)
             return EXIT_CONFIG
         if isinstance(error, OSError) and error.strerror:
-            print(f"{prefix}{error.filename or 'the system'}: {error.strerror}", file=sys.stderr)
-            return EXIT_DISK
+            place = str(error.filename or "the system")
+            print(f"{prefix}{place if len(place) < 200 else place[:60] + '...'}: {error.strerror}", file=sys.stderr)
+            return EXIT_CONFIG if error.errno == errno.ENAMETOOLONG else EXIT_DISK
         raise
