@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from megatron_sp import __version__
 from megatron_sp.utils.errors import ReportedError
-from megatron_sp.utils.program import code_of, run_program
+from megatron_sp.utils.program import code_of, integer, run_program
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -59,7 +59,7 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     text = "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256"
     verify = actions.add_parser("verify", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
-    verify.add_argument("--vocab-size", type=int, help="token ids from here on are errors (default: only negative ids are)")
+    verify.add_argument("--vocab-size", type=integer(2**31 - 1), help="token ids from here on are errors (default: only negative ids are)")
     verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 where there is none, of the files as they are")
     verify.set_defaults(run=_verify_data)
 

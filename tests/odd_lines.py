@@ -102,10 +102,12 @@ _SOUND: dict[str, list[str]] = {
         "schedule check FILE --model DIR",
         "ckpt merge RUN --output OUT",
     ],
-    "generate.py": ["--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5 --top-k 3 --device cpu"],
+    "generate.py": [
+        "--load RUN --prompt '1 2 3' --max-new-tokens 2 --temperature 0.5 --top-k 3 --seed 3 --num-samples 1 --num-threads 1 --device cpu"
+    ],
     "evaluate.py": [
         "--load RUN --data-path DATA --seq-length 16 --stride 8 --limit 2 --device cpu",
-        "--load RUN --text INTEGERS --limit 1 --batch-size 2 --device cpu",
+        "--load RUN --text INTEGERS --limit 1 --batch-size 2 --num-threads 1 --device cpu",
     ],
     "fill_mask.py": ["--load RUN --text [MASK] --top 3 --device cpu"],
     "serve.py": ["--load NOTHING --port 8000 --max-batch-size 2 --max-queue 3 --request-timeout 5"],
@@ -259,7 +261,7 @@ class OddLines:
         pick = self._random
         self._count += 1
         self._paths["OUT"] = str(self.folder / f"out{self._count}")
-        program = pick.choices(list(_SOUND), [_WEIGHTS.get(name, 2) for name in _SOUND])[0]
+        program = pick.choices(list(_SOUND), [_WEIGHTS.get(name, 4) for name in _SOUND])[0]
         words = [self._placed(word) for word in shlex.split(pick.choice(_SOUND[program]))]
         for _ in range(pick.choice((1, 1, 2, 2, 3, 4))):
             words = self._mutated(program, words)

@@ -23,7 +23,7 @@ from megatron_sp import __version__
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output_json
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -49,11 +49,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--split", metavar="A,B,C", help="with --data-path: weights of training, validation and test (default: all is taken)")
     how.add_argument("--part", choices=("train", "valid", "test"), default="valid", help="with --split: which of them (default: valid)")
-    how.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model reads at once (default: the run's)")
-    how.add_argument("--stride", type=int, metavar="N",
+    how.add_argument("--seq-length", type=integer(), metavar="N", help="tokens that the model reads at once (default: the run's)")
+    how.add_argument("--stride", type=integer(), metavar="N",
                      help="windows begin every N tokens and overlap; each scores what is new (default: no overlap)")  # fmt: skip
-    how.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows of a forward pass (default: 8)")
-    how.add_argument("--limit", type=int, metavar="N", help="only the first N documents, lines, or rows of BERT")
+    how.add_argument("--batch-size", type=integer(2**20), default=8, metavar="N", help="rows of a forward pass (default: 8)")
+    how.add_argument("--limit", type=integer(), metavar="N", help="only the first N documents, lines, or rows of BERT")
     how.add_argument("--json", metavar="OUT", help="write the numbers, and where they come from, into this file too")
     return parser.parse_args(argv)
 

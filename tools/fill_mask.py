@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.training.inference_flags import add_checkpoint_flags
 from megatron_sp.utils.errors import ConfigError, DataError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_checkpoint_flags(parser)
     add = parser.add_argument_group("texts").add_argument
     add("--text", action="append", metavar="TEXT", help=f"a text with {MASK} in it; may be given several times")
-    add("--top", type=int, default=5, metavar="N", help="guesses shown for each (default: 5)")
+    add("--top", type=integer(10**6), default=5, metavar="N", help="guesses shown for each (default: 5)")
     add("--baseline", action="store_true", help="the share of the most frequent token, and nothing else")
     return parser.parse_args(argv)
 

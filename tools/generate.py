@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DataError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -45,14 +45,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--prompt-file", metavar="FILE", help="one prompt a line")
     prompts.add_argument("--interactive", action="store_true", help="ask for prompts until the end of input")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="for each continuation (default: 100)")
+    sampling.add_argument("--max-new-tokens", type=integer(10**9), default=100, metavar="N", help="for each continuation (default: 100)")
     sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy (default: 1)")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable tokens; 0: all (default)")
+    sampling.add_argument("--top-k", type=integer(), default=0, metavar="K", help="only the K most probable tokens; 0: all (default)")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P",
                           help="only the smallest set of tokens that reaches probability P; 1: all (default)")  # fmt: skip
     sampling.add_argument("--greedy", action="store_true", help="same as --temperature 0")
-    sampling.add_argument("--seed", type=int, default=1234, help="of the draws (default: 1234)")
-    sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
+    sampling.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of the draws (default: 1234)")
+    sampling.add_argument("--num-samples", type=integer(10_000), default=1, metavar="N", help="continuations of each prompt (default: 1)")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a continuation behind this; may be repeated")
     return parser.parse_args(argv)
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
     parser.add_argument(
         "--max-bytes",
-        type=int,
+        type=integer(),
         metavar="N",
         help="stop before the document that would make it more than N bytes of text (default: all there is)",
     )

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 
 from megatron_sp.data.section_task import write_task
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,11 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--corpus", required=True, metavar="FILE", help="what tools/make_corpus.py wrote")
     add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
-    add("--classes", type=int, default=8, metavar="N", help="the largest ones (default: 8)")
+    add("--classes", type=integer(), default=8, metavar="N", help="the largest ones (default: 8)")
     add(
-        "--train", type=int, default=390, metavar="N", help="passages of each class to train on, if the smallest has so many (default: 390)"
+        "--train",
+        type=integer(),
+        default=390,
+        metavar="N",
+        help="passages of each class to train on, if the smallest has so many (default: 390)",
     )
-    add("--valid", type=int, default=50, metavar="N", help="passages of each class to validate on (default: 50)")
+    add("--valid", type=integer(), default=50, metavar="N", help="passages of each class to validate on (default: 50)")
     args = parser.parse_args(argv)
     if min(args.train, args.valid) < 1 or args.classes < 2:
         parser.error("there must be two classes at least, and a passage of each to train and to validate on")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.training.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, PeerError
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -41,15 +41,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_flags(parser)
     door = parser.add_argument_group("door")
     door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)")
-    door.add_argument("--port", type=int, default=8000, help="0: any that is free; the log says which (default: 8000)")
+    door.add_argument("--port", type=integer(), default=8000, help="0: any that is free; the log says which (default: 8000)")
     door.add_argument("--api-key", metavar="KEY",
                       help=f"clients must send it as a bearer token; better in the environment, as {KEY_VARIABLE}")  # fmt: skip
     door.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the name of the run's folder)")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-batch-size", type=int, default=8, metavar="N", help="choices generated at once (default: 8)")
-    limits.add_argument("--max-queue", type=int, default=64, metavar="N", help="choices that may wait; beyond them: 429 (default: 64)")
-    limits.add_argument("--max-tokens", type=int, metavar="N", help="generated for one choice, at most (default: the model's context)")
-    limits.add_argument("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of a request (default: 1 MiB)")
+    limits.add_argument("--max-batch-size", type=integer(2**16), default=8, metavar="N", help="choices generated at once (default: 8)")
+    limits.add_argument(
+        "--max-queue", type=integer(10**6), default=64, metavar="N", help="choices that may wait; beyond them: 429 (default: 64)"
+    )
+    limits.add_argument(
+        "--max-tokens", type=integer(), metavar="N", help="generated for one choice, at most (default: the model's context)"
+    )
+    limits.add_argument("--max-body-bytes", type=integer(), default=1 << 20, metavar="N", help="of a request (default: 1 MiB)")
     limits.add_argument("--request-timeout", type=float, default=300.0, metavar="S",
                         help="seconds from a request's arrival to its last token; then 504 (default: 300)")  # fmt: skip
     limits.add_argument("--shutdown-timeout", type=float, default=20.0, metavar="S",

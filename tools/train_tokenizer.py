@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.output_file import require_place
-from megatron_sp.utils.program import run_program
+from megatron_sp.utils.program import integer, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--bert", action="store_true", help="SentencePiece with BERT's tokens [PAD], [CLS], [SEP], [MASK] (WordPiece always has them)")
     add("--cased", action="store_true", help="WordPiece for BertWordPieceCase instead of BertWordPieceLowerCase")
     add("--output", required=True, metavar="FILE", help="the .model or vocab.txt file to write")
-    add("--vocab-size", type=int, default=8000, metavar="N", help="ids, bytes and special tokens among them (default: 8000)")
-    add("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"text to train on, about (default: {SAMPLE_BYTES})")
+    add("--vocab-size", type=integer(2**31 - 1), default=8000, metavar="N", help="ids, bytes and special tokens among them (default: 8000)")
+    add("--sample-bytes", type=integer(), default=SAMPLE_BYTES, metavar="N", help=f"text to train on, about (default: {SAMPLE_BYTES})")
     args = parser.parse_args(argv)
     began = time.monotonic()
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_sp.utils.program import integer
+
 FORMAT_NAMES = ("megatron_sp", "hf", "megatron", "megatron-dist", "megatron-deepspeed")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAX_SHARD_SIZE = "5GB"
@@ -28,10 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet; appears when all is done"
     )
-    where.add_argument("--step", type=int, metavar="N", help="of the checkpoint to read (default: the newest)")
+    where.add_argument("--step", type=integer(), metavar="N", help="of the checkpoint to read (default: the newest)")
     unsaid = parser.add_argument_group("what files may not say")
     unsaid.add_argument("--qkv-layout", choices=("interleaved", "flat", "v0", "v1"), help="order of the rows of fused projections")
-    unsaid.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, without rows that only pad it")
+    unsaid.add_argument(
+        "--vocab-size", type=integer(2**31 - 1), metavar="N", help="entries of the vocabulary, without rows that only pad it"
+    )
     unsaid.add_argument(
         "--set",
         action="append",
@@ -41,16 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     unsaid.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder or file of the tokenizer (default: the source's own)")
     unsaid.add_argument(
-        "--max-metadata-mb", type=int, metavar="N",
+        "--max-metadata-mb", type=integer(), metavar="N",
         help="megatron-dist: largest .metadata to read, in MiB, which takes up to 32 times as much memory (default: 3; at most 1024)",
     )  # fmt: skip
     written = parser.add_argument_group("what is written")
     written.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     written.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state behind")
     written.add_argument(
-        "--target-tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of tp to write files for (default: 1)"
+        "--target-tensor-parallel-size", type=integer(2**16), default=1, metavar="N", help="ranks of tp to write files for (default: 1)"
     )
-    written.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="N", help="stages to write files for (default: 1)")
+    written.add_argument(
+        "--target-pipeline-parallel-size", type=integer(2**16), default=1, metavar="N", help="stages to write files for (default: 1)"
+    )
     written.add_argument(
         "--megatron-names", choices=("core", "core-local", "legacy"), default="core",
         help="of parameters for megatron: those of core with Transformer Engine (the default), of core's local layers, or of before 2024",

@@ -24,6 +24,7 @@ from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output
+from megatron_sp.utils.program import is_out_of_memory
 
 _MAX_METADATA_MB = 1024
 _RANKS = ("megatron", "megatron-dist", "megatron-deepspeed")  # formats of ranks' files
@@ -56,11 +57,6 @@ def _complete(message: str, args: argparse.Namespace) -> str:
     """A message that says what it is about, and that leaves the terminal alone: parts of it are from files."""
     lines = message.splitlines() if any(str(path) in message for path in (args.input, args.output)) else [f"{args.input}: {message}"]
     return "\n".join(line if line.isprintable() else _plain(line) for line in lines)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Also torch's own way to say so of the CPU, which has no class of its own."""
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from megatron_sp.config import WORDPIECE, DataConfig
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.utils.program import integer
 
 _LINE_SECONDS = 10.0
 _TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
@@ -44,10 +45,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="vocab.txt of BertWordPieceLowerCase and BertWordPieceCase, or GPT-2's vocab.json",
     )
     add("--merge-file", metavar="FILE", default=None, help="GPT-2's merges.txt")
-    add("--vocab-size", type=int, default=None, metavar="N", help="ids of NullTokenizer")
+    add("--vocab-size", type=integer(2**31 - 1), default=None, metavar="N", help="ids of NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document id (do this for GPT)")
     add("--split-sentences", action="store_true", help="one sequence for each sentence (do this for BERT), not one for each document")
-    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; the output is the same for any number (default: 1)")
+    add(
+        "--workers",
+        type=integer(1024),
+        default=1,
+        metavar="N",
+        help="processes that tokenize; the output is the same for any number (default: 1)",
+    )
     add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them, instead of stopping")
     return parser
 

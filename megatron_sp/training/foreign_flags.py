@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.program import integer
 
 if TYPE_CHECKING:
     from megatron_sp.config import Config
@@ -40,7 +41,7 @@ def add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")
     parser.add_argument("--task", choices=("next", "masked"), default="next", help="predict the next token, or masked ones (default: next)")
     for axis, flag in LONG.items():
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"same as --{flag}")
+        parser.add_argument(f"--{axis}", type=integer(2**16), metavar="N", help=f"same as --{flag}")
     parser.set_defaults(run=_train, takes_words=True)
 
 

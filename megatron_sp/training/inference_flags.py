@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_sp.utils.program import integer
+
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Put the group "model" into a tool's command line: which checkpoint, and on what device."""
     model = parser.add_argument_group("model")
     model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
-    model.add_argument("--ckpt-step", type=int, metavar="N", help="this step instead of the newest")
+    model.add_argument("--ckpt-step", type=integer(), metavar="N", help="this step instead of the newest")
     model.add_argument(
         "--tokenizer-model",
         metavar="FILE",
@@ -24,9 +26,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model = add_checkpoint_flags(parser)
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
                        help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip
-    model.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of each process (default: its share of the cores)")
+    model.add_argument(
+        "--num-threads", type=integer(1024), metavar="N", help="CPU threads of each process (default: its share of the cores)"
+    )
     layout = parser.add_argument_group("layout (with torchrun or scripts/launch.sh)")
-    layout.add_argument("--tensor-model-parallel-size", "--tp-size", type=int, default=1, metavar="N", dest="tp_size",
+    layout.add_argument("--tensor-model-parallel-size", "--tp-size", type=integer(2**16), default=1, metavar="N", dest="tp_size",
                         help="processes that share each layer's weights (default: 1)")  # fmt: skip
-    layout.add_argument("--sequence-parallel-size", "--sp-size", type=int, default=1, metavar="N", dest="sp_size",
+    layout.add_argument("--sequence-parallel-size", "--sp-size", type=integer(2**16), default=1, metavar="N", dest="sp_size",
                         help="processes that share each sequence and, at attention, its heads (default: 1)")  # fmt: skip

@@ -8,6 +8,7 @@ that: what was registered for the end is done, what was said is flushed, and ``o
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import errno
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 from megatron_sp.utils import output
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_INTERRUPTED, EXIT_OK, ReportedError
+from megatron_sp.utils.flag_field import MAX_COUNT
 
 _PID = os.getpid()
 _NO_MEMORY = (
@@ -37,6 +39,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
+    """For argparse's ``type=``: an integer that nothing behind the flag has to be afraid of.
+
+    Args:
+        high: the largest, and with a minus the smallest.
+    """
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if abs(value) > high:
+            raise argparse.ArgumentTypeError(f"{text if len(text) < 40 else text[:37] + '...'} must be at most {high}")
+        return value
+
+    convert.__name__ = "int"  # argparse's messages name it
+    return convert
 
 
 def first_words(error: BaseException) -> str:
@@ -67,8 +86,9 @@ def code_of(main: Callable[[], int | None], name: str = "") -> int:
             print(f"{prefix}: out of memory: {first_words(error)}: ask for less, or raise the limit", file=sys.stderr)
             return EXIT_CONFIG
         if isinstance(error, OSError) and error.strerror:
-            print(f"{prefix}: {error.filename or 'the system'}: {error.strerror}", file=sys.stderr)
-            return EXIT_DISK
+            place = str(error.filename or "the system")
+            print(f"{prefix}: {place if len(place) < 200 else place[:60] + '...'}: {error.strerror}", file=sys.stderr)
+            return EXIT_CONFIG if error.errno == errno.ENAMETOOLONG else EXIT_DISK
         raise
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_sp.utils.program import integer
+
 _STEP_OR_RUN = "one step folder, or a run: then its newest step"
 
 
@@ -25,7 +27,7 @@ def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="STEP|RUN", help=_STEP_OR_RUN)
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="this step of the run instead of the newest")
+    parser.add_argument("--ckpt-step", type=integer(), metavar="N", help="this step of the run instead of the newest")
 
 
 def _add_ls(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,8 +77,8 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_prune(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _action(actions, "prune", "delete old checkpoints of a run that no job is writing to")
     parser.add_argument("path", type=Path, metavar="RUN")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="sound ones to keep, the newest; each is read byte for byte")
-    parser.add_argument("--keep-every", type=int, metavar="K", help="also keep every step that is a multiple of this")
+    parser.add_argument("--keep-last", type=integer(), metavar="N", help="sound ones to keep, the newest; each is read byte for byte")
+    parser.add_argument("--keep-every", type=integer(), metavar="K", help="also keep every step that is a multiple of this")
     parser.add_argument("--leftovers", action="store_true", help="delete unfinished and set-aside folders, too")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.set_defaults(run=_prune)

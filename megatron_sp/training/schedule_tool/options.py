@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_sp.training.foreign_flags import add_train
+from megatron_sp.utils.program import integer
 
 _MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
 _FACTORY = "function of yours that returns the model, or (model, batch of keyword arguments); a file.py instead of a module works too"
@@ -18,7 +19,9 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     show.add_argument("--every", action="store_true", help="also modules of which there is nothing to say")
     show.add_argument("--html", metavar="FILE", help="write a picture of it, one file that opens anywhere")
     show.add_argument("--save", metavar="FILE", help="write the lines as a plan, such as those of a preset")
-    show.add_argument("--cost", type=int, nargs=2, metavar=("ROWS", "TOKENS"), help="also the bytes a rank holds, and sends in a step")
+    show.add_argument(
+        "--cost", type=integer(), nargs=2, metavar=("ROWS", "TOKENS"), help="also the bytes a rank holds, and sends in a step"
+    )
     explain = _action(actions, "explain", "all about some modules: shares of parameters, and why each collective is there")
     explain.add_argument("path", metavar="PATH", help="module, or a glob of several")
     verify = _action(
@@ -26,7 +29,7 @@ def add_actions(schedule: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("--batch", type=_positive, default=2, metavar="ROWS", help="of the batch (default: 2)")
     verify.add_argument("--seq", type=_positive, default=16, metavar="TOKENS", help="in a row (default: 16)")
-    verify.add_argument("--seed", type=int, default=1234, help="of weights and batch (default: 1234)")
+    verify.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of weights and batch (default: 1234)")
     add_train(actions)
 
 
