@@ -54,9 +54,14 @@ def x(tmp_path: Path) -> Path:
     return write_documents(tmp_path / "d" / "x")
 
 
-@pytest.mark.parametrize(
-    "before, after", [((1, ()), (2, LESS)), ((2, LESS), (1, ())), ((4, (*LESS, "--tp-size", 2, "--zero-stage", 1)), (2, ("--sp-size", 2)))]
-)
+LAYOUTS = [
+    ((1, ()), (2, LESS)),
+    pytest.param((2, LESS), (1, ()), marks=pytest.mark.long),
+    ((4, (*LESS, "--tp-size", 2, "--zero-stage", 1)), (2, ("--sp-size", 2))),
+]
+
+
+@pytest.mark.parametrize("before, after", LAYOUTS)
 def test_tokens_replaced_between_the_probes(tmp_path: Path, x: Path, before: Any, after: Any) -> None:
     data = ["--data-path", x, *SIZES]
     run = run_of(tmp_path, data, *before[1], ranks=before[0])
