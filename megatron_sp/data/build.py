@@ -44,6 +44,11 @@ class Datasets:
         present = [d for d in (self.train, self.valid, self.test) if d is not None]
         return present[0].fingerprint() if present else ""
 
+    @property
+    def evaluation_fingerprints(self) -> dict[str, str]:
+        """Those of the data that a run is measured on."""
+        return {name: d.fingerprint() for name, d in (("valid", self.valid), ("test", self.test)) if d is not None}
+
 
 def build_datasets(
     data: DataConfig,

@@ -259,7 +259,7 @@ class Run:
             window=precision.loss_scale_window, hysteresis=precision.hysteresis,
         )  # fmt: skip
         self.state = TrainingState(self.model, self.units, self.optimizer, self.scaler)
-        self.state.tokenizer = self.tokenizer_record
+        self.state.tokenizer, self.state.evaluation_data = self.tokenizer_record, self.datasets.evaluation_fingerprints
 
     def _load(self, source: Path, stored: dict[str, Any]) -> None:
         checkpoint = self.config.checkpoint
@@ -325,6 +325,11 @@ class Run:
         Raises:
             DataError: they are not, and nobody has said that they may be others.
         """
+        then = stored.get("evaluation_data")
+        for name, now in self.datasets.evaluation_fingerprints.items():
+            if isinstance(then, dict) and then.get(name, now) != now:
+                what = "validation" if name == "valid" else name
+                self.console.line(f"note: the {what} data is not what it was, or is repeated otherwise: its losses are not those of before")
         old, new = stored.get("data_fingerprint"), self.datasets.fingerprint
         if old is None or self.datasets.train is None:  # converted, it is not known; or there is nothing to train on
             return SampleHistory()
@@ -338,6 +343,11 @@ class Run:
         if old == new and found is None:
             return history
         what = f"the {history.words()} were read again, and the first that differs is {found}" if found is not None else ""
+        if found is not None and old == new and self.config.data.dataloader_type == "cyclic":
+            what += (
+                f" (if no file has changed, the order has: --dataloader-type cyclic draws it from the number of samples,"
+                f" {len(self.datasets.train)} now, which for blends and synthetic data follows from the number of steps)"
+            )
         if old != new:
             reason = (
                 "data files, split, sequence length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out"

@@ -76,6 +76,7 @@ class TrainingState:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
         self.progress, self.samples = Progress(), SampleHistory()
         self.tokenizer: dict[str, Any] | None = None  # what a checkpoint says of it
+        self.evaluation_data: dict[str, str] = {}  # fingerprints
         specs = shard_specs(model)
         self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
 
@@ -136,6 +137,7 @@ class TrainingState:
             "loss_scaler": self.scaler.state(),
             "schedule": schedule,
             "data_fingerprint": fingerprint,
+            "evaluation_data": self.evaluation_data,
             "samples": self.samples.to_json(),
             "tokenizer": self.tokenizer,
             "layout": world,

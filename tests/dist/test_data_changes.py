@@ -54,9 +54,14 @@ def x(tmp_path: Path) -> Path:
     return write_documents(tmp_path / "d" / "x")
 
 
-@pytest.mark.parametrize(
-    "before, after", [((1, ()), (2, LESS)), ((2, LESS), (1, ())), ((4, (*LESS, "--tp-size", 2, "--zero-stage", 1)), (2, ("--sp-size", 2)))]
-)
+LAYOUTS = [
+    ((1, ()), (2, LESS)),
+    pytest.param((2, LESS), (1, ()), marks=pytest.mark.long),
+    ((4, (*LESS, "--tp-size", 2, "--zero-stage", 1)), (2, ("--sp-size", 2))),
+]
+
+
+@pytest.mark.parametrize("before, after", LAYOUTS)
 def test_tokens_replaced_between_the_probes(tmp_path: Path, x: Path, before: Any, after: Any) -> None:
     data = ["--data-path", x, *SIZES]
     run = run_of(tmp_path, data, *before[1], ranks=before[0])
@@ -165,3 +170,25 @@ def test_digests_that_are_none_are_a_damaged_checkpoint(tmp_path: Path) -> None:
     with_state(run, lambda made: made.update(samples=[{"step": 1}]))
     train(tmp_path, "--save", run, "--auto-resume", *MORE, ranks=2).expect(3, "state.json: samples")
     assert json.loads((run / "run_status.json").read_text())["exit_code"] == 3
+
+
+def test_a_cyclic_order_that_a_longer_run_changes_is_noticed_too(tmp_path: Path) -> None:
+    """The order of synthetic data, as of blends, is drawn from the number of samples, so samples would repeat."""
+    data = ["--mock-data", "--vocab-size", 60, "--dataloader-type", "cyclic"]
+    run = run_of(tmp_path, data)
+    again = train(tmp_path, "--save", run, "--auto-resume", *MORE, data=data)
+    assert_noticed(again, "if no file has changed, the order has")
+
+
+def test_other_data_to_be_measured_on_is_said(tmp_path: Path) -> None:
+    a, b, c = (write_data(tmp_path / "d" / name, seed=seed) for seed, name in enumerate("abc"))
+    data = ["--train-data-path", a, "--vocab-size", 60, "--eval-iters", 1]
+    run = run_of(tmp_path, [*data, "--valid-data-path", b])
+    said = train(tmp_path, "--save", run, "--auto-resume", *MORE, data=[*data, "--valid-data-path", c], ranks=2).expect(
+        0, "note: the validation data is not what it was"
+    )
+    assert said.text.count("is not what it was") == 1
+    again = train(
+        tmp_path, "--save", run, "--auto-resume", "--train-iters", 9, "--override-opt-param-scheduler", data=[*data, "--valid-data-path", c]
+    )
+    assert "is not what it was" not in again.expect(0).text

@@ -24,7 +24,9 @@ def log_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in _VARIES} for r in lines if r["kind"] in ("train", "valid", "test")]
 
 
-@pytest.mark.parametrize("point", ["valid.batch:step=2", "valid.record:step=4", "valid.batch:step=6", "test.record:step=6"])
+@pytest.mark.parametrize(
+    "point", ["valid.batch:step=2", "valid.record:step=4", pytest.param("valid.batch:step=6", marks=pytest.mark.long), "test.record:step=6"]
+)
 def test_killed_between_the_save_and_the_end_of_the_evaluation(tmp_path: Path, whole: Path, point: str) -> None:
     run, step = tmp_path / "run", int(point[-1])
     outcome = train(tmp_path, "--save", run, *FLAGS, ranks=2, fault=f"kill:rank=1:at={point}")

@@ -62,7 +62,8 @@ def llama_data(folder: Path) -> DataConfig:
     return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(train_llama(folder)))
 
 
-CASES = [(sentencepiece_data, False), (gpt2_data, False), (llama_data, True), (bytes_data, True), (numbers_data, False)]
+CASES = [(sentencepiece_data, False), (gpt2_data, False), (llama_data, True), (bytes_data, True)]
+CASES.append(pytest.param(numbers_data, False, marks=pytest.mark.long))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about a pad token that is absent

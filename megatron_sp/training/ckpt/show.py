@@ -80,8 +80,8 @@ def _record(entry: Entry, listed: Manifest, state: Record) -> Record:
 
 
 _KNOWN_STATE = {
-    *_PROGRESS, "schedule", "loss_scaler", "data_fingerprint", "samples", "tokenizer", "versions", "config", "layout", "has_optimizer",
-    "format_version",
+    *_PROGRESS, "schedule", "loss_scaler", "data_fingerprint", "evaluation_data", "samples", "tokenizer", "versions", "config", "layout",
+    "has_optimizer", "format_version",
 }  # fmt: skip
 
 
