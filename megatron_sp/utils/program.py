@@ -61,7 +61,7 @@ def leave(code: int, *, as_usual: bool = True) -> NoReturn:
         as_usual: do first what an ordinary end does: wait for threads that are no daemons, call what was registered with ``atexit``
             (trackers, temporary folders). After a failure nobody waits. A fork leaves what was registered to its parent.
     """
-    if "torch" not in sys.modules:  # no backend, no threads of one
+    if "torch" not in sys.modules and os.getpid() == _PID:  # no backend, no threads of one
         sys.exit(code)
     if as_usual and os.getpid() == _PID:
         with contextlib.suppress(Exception):
