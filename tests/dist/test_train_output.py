@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import records, saved_steps, status, train, wait_until
+from training import records, saved_steps, status, train
 
 FAULTS = {"full": "No space left on device", "pipe": "Broken pipe", "terminal": "Input/output error"}
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.002)
 
 
 def broken(kind: str) -> int:
