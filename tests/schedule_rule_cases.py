@@ -75,7 +75,8 @@ def own(rule: str, label: str, inputs: str, call: Call, *, random: bool, **least
 _UNARY = """
     neg contiguous clone detach exp log log2 sqrt rsqrt reciprocal square abs sign sin cos tanh sigmoid gelu silu relu relu6 leaky_relu
     elu selu celu mish softplus softsign hardtanh hardswish hardsigmoid log_sigmoid erf expm1 log1p tan floor ceil round isnan isinf
-    isfinite nan_to_num zeros_like ones_like erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh arctanh sgn frac trunc fix
+    isfinite nan_to_num zeros_like ones_like erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh
+    arctanh sgn frac trunc fix
     logit sinc lgamma digamma positive absolute negative deg2rad rad2deg isposinf isneginf signbit i0 erfinv log10 hardshrink softshrink
     tanhshrink logical_not float double half bfloat16 long int bool data requires_grad_ zero angle conj conj_physical resolve_conj real
 """
