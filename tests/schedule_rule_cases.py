@@ -352,7 +352,8 @@ each(
 )
 each("tril triu", "s h", lambda c, f, x: f(x))
 each("view_as_real", "c: s h", lambda c, f, x: f(x))
-each("view_as_complex", "s h 1", lambda c, f, x: f(x.expand(-1, -1, 2)), lambda c, f, x: f(x.reshape(c.s, -1, 2)))
+each("view_as_complex", "s h", lambda c, f, x: f(torch.stack((x, x), -1)), lambda c, f, x: f(x.unsqueeze(-1).repeat(1, 1, 2)))
+each("view_as_complex", "s h k", lambda c, f, x: f(x[..., :2]), lambda c, f, x: f(x.reshape(c.s, -1, 2)), h=2, k=2)
 each(
     "unfold",
     "b s h",
