@@ -75,7 +75,8 @@ def own(rule: str, label: str, inputs: str, call: Call, *, random: bool, **least
 _UNARY = """
     neg contiguous clone detach exp log log2 sqrt rsqrt reciprocal square abs sign sin cos tanh sigmoid gelu silu relu relu6 leaky_relu
     elu selu celu mish softplus softsign hardtanh hardswish hardsigmoid log_sigmoid erf expm1 log1p tan floor ceil round isnan isinf
-    isfinite nan_to_num zeros_like ones_like erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh arctanh sgn frac trunc fix
+    isfinite nan_to_num zeros_like ones_like erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh
+    arctanh sgn frac trunc fix
     logit sinc lgamma digamma positive absolute negative deg2rad rad2deg isposinf isneginf signbit i0 erfinv log10 hardshrink softshrink
     tanhshrink logical_not float double half bfloat16 long int bool data requires_grad_ zero angle conj conj_physical resolve_conj real
 """
@@ -351,7 +352,8 @@ each(
 )
 each("tril triu", "s h", lambda c, f, x: f(x))
 each("view_as_real", "c: s h", lambda c, f, x: f(x))
-each("view_as_complex", "s h 1", lambda c, f, x: f(x.expand(-1, -1, 2)), lambda c, f, x: f(x.reshape(c.s, -1, 2)))
+each("view_as_complex", "s h", lambda c, f, x: f(torch.stack((x, x), -1)), lambda c, f, x: f(x.unsqueeze(-1).repeat(1, 1, 2)))
+each("view_as_complex", "s h k", lambda c, f, x: f(x[..., :2]), lambda c, f, x: f(x.reshape(c.s, -1, 2)), h=2, k=2)
 each(
     "unfold",
     "b s h",

@@ -219,13 +219,9 @@ def filled(x: Tensor, write: object) -> Tensor:
 
 # filled with one value, of a share's size
 
-for _name in ("zeros", "ones", "empty"):
-    of(
-        _name,
-        "s h",
-        lambda c, x, n=_name: x + getattr(torch, n)(x.shape) * 0.0 if n == "empty" else x + getattr(torch, n)(x.shape),
-        lambda c, x, n=_name: getattr(torch, n)(c.s, c.h) * 0 + x if n != "empty" else x,
-    )
+for _name in ("zeros", "ones"):
+    of(_name, "s h", lambda c, x, n=_name: x + getattr(torch, n)(x.shape), lambda c, x, n=_name: x * getattr(torch, n)(c.s, c.h))
+of("empty", "s h", lambda c, x: x + torch.empty(x.shape), lambda c, x: torch.empty(c.s, c.h), random=True)
 of(
     "full",
     "s h",

@@ -67,7 +67,7 @@ each(
     lambda c, f, x: f(x, p=1, dim=1, keepdim=True),
     lambda c, f, x: f(x, 2, (0, 1)),
     lambda c, f, x: f(x, dim=0),
-    lambda c, f, x: f(x, "fro"),
+    lambda c, f, x: f(x, float("inf")),
     lambda c, f, x: f(x, 1),
 )
 each(

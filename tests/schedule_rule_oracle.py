@@ -360,8 +360,7 @@ class Trial:
         own, results = self.compute([s[group.rank()] for s in shares], self.divided, group)
         expected, pieces = self.weigh(leaves, wholes, claims, "R")
         grads = _gradients(results, pieces[group.rank()], own)
-        every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, ([t.detach() for t in results], grads))
+        every = list(zip(_of_all(results), _of_all(grads), strict=True))
         for i, (whole, claim) in enumerate(zip(wholes, claims, strict=True)):
             if why := self.contradicts(whole, [r[0][i] for r in every], claim):
                 raise Wrong(f"{self}: claims {_told(claims)}, and result {i} {why}")
@@ -463,6 +462,18 @@ def taken(whole: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
         .select(dim + 1, slot)
         .flatten(dim, dim + 1)
     )
+
+
+def _of_all(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """Of each rank: its tensors, which are as large on all. Collective."""
+    found: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
+    for t in tensors:
+        copies = [None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for _ in found]
+        if t is not None:
+            dist.all_gather(copies, t.detach().contiguous())
+        for mine, copy in zip(found, copies, strict=True):
+            mine.append(copy)
+    return found
 
 
 def close(expected: Tensor, found: Tensor, least: float = 0) -> bool:
