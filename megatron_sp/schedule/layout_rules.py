@@ -186,7 +186,20 @@ def squeeze(step: Step, x: Operand) -> Layout:
 
 def expand(step: Step) -> Layout:
     x = step.operands()[0]
-    return x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim) if x.kind == "S" else expand_whole(step)
+    return _expand_share(step, x) if x.kind == "S" else expand_whole(step)
+
+
+def _expand_share(step: Step, x: Operand) -> Layout:
+    """Heads that several ranks have may be repeated for each of a rank's queries: then these ranks' results are cut along that dim."""
+    layout, local = x.layout.at(x.layout.dim + step.result.ndim - x.tensor.ndim), tuple(step.result.shape)
+    whole = step.whole[0] if step.whole and layout.copies > 1 else ()
+    for j in range(len(local) if len(whole) == len(local) else 0):
+        if j == layout.dim or whole[j] != local[j] * layout.copies:
+            continue
+        if layout.copies < step.size:
+            step.fail(f"{x.called}, of which {layout.copies} ranks each have the same share, becomes cut along two dims", "unknown")
+        return replace(layout.at(j, 1), copies=1)
+    return layout
 
 
 def expand_whole(step: Step) -> Layout:

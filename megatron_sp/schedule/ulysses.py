@@ -465,9 +465,11 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
     """How the model makes its loss; None: not known."""
     if said not in (None, "next_token", "per_token"):
         raise ConfigError(f"loss must be next_token or per_token, not {said!r} ({where})")
+    name, of_type = type(model).__name__, getattr(model, "loss_type", None)
+    if said == "next_token" and of_type == "ForMaskedLM":
+        raise ConfigError(f"{name} makes a mean over its labels, each of its own token, and not of the next: leave loss out ({where}, E3)")
     if said is not None:
         return said
-    name, of_type = type(model).__name__, getattr(model, "loss_type", None)
     if of_type == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel")):
         return "next_token"
     return "per_token" if of_type in ("ForMaskedLM", "ForTokenClassification") else None

@@ -198,3 +198,16 @@ def test_norms_of_heads_get_one_answer() -> None:
     s = _attention(one_for_all)
     s["model.layers.*.self_attn.{q,k}_norm"].shard("weight", 0)
     s.check()
+
+
+def test_one_key_and_value_for_all_heads_with_a_mask() -> None:
+    """Repeated for each query of a rank: check() took that for a size that is written down (E11), and verify() found all equal."""
+    model = of_transformers("Llama", num_key_value_heads=1, intermediate_size=20)
+    ids = torch.arange(24).reshape(3, 8)
+    data = {"input_ids": ids, "attention_mask": (ids % 8 < 5).long(), "labels": ids}
+    for seq in (False, True):
+        assert auto(model, tp=2, seq=seq).check(data).dry
+    s = auto(model, tp=2)
+    s.directives = [d for d in s.directives if d.do != "row"]
+    with pytest.raises(ConfigError):
+        s.check(data)
