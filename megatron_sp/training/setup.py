@@ -139,8 +139,8 @@ def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
     if lines:
         return "\n".join([found, *lines])
     return (
-        f"{found}. Lower --micro-batch-size or --seq-length, add --recompute-granularity full or --bf16, make the model smaller, or use"
-        " more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
+        f"{found}. Lower --micro-batch-size, --seq-length or --train-iters (the order of all samples is held), add --recompute-granularity"
+        " full or --bf16, make the model smaller, or use more ranks with --tensor-model-parallel-size or --sequence-parallel-size"
     )
 
 
