@@ -88,6 +88,7 @@ def diff(step: Step) -> Layout:
     """What is put in front or behind must be cut as the rest."""
     x, *ends = step.operands()
     made = over(2, keeps=True, least=-1)(step)
+    assert isinstance(made, Layout)
     for o in ends:
         if o.kind == "P":
             refuse_partial(step, o)
