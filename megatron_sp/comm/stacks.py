@@ -14,7 +14,7 @@ import time
 
 from megatron_sp.utils.processes import is_stopped
 
-_PATIENCE_S = 3.0
+_PATIENCE_S = 20.0  # a process that computes on a busy machine; one that has ended is not waited for
 _NONE = -1
 
 
