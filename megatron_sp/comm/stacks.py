@@ -1,7 +1,7 @@
 """The stack of a rank that cannot write it itself: it is stopped, or stands still where no Python code runs.
 
-Every rank opens a file in memory when it joins, and lets a signal of its own dump all stacks into it; the handler is C code, which
-needs no interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux only; elsewhere there
+Every rank opens a file in memory when it joins, and lets a signal of its own dump the main thread's stack into it; the handler is C code,
+which needs no interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux only; elsewhere there
 is no such stack.
 """
 
@@ -24,7 +24,9 @@ def offer_stack() -> int:
     if not number or not hasattr(os, "memfd_create"):
         return _NONE
     descriptor = os.memfd_create("stacks")
-    faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
+    faulthandler.register(
+        number, file=descriptor, all_threads=False, chain=False
+    )  # other threads run on: their frames are not safe to read
     return descriptor
 
 
