@@ -553,7 +553,9 @@ class CheckpointConfig:
     finetune: bool = flag(False, "load weights only and start at step 0")
     no_load_optim: bool = flag(False, "do not load the optimizer's state")
     no_save_optim: bool = flag(False, "save weights only (such a checkpoint cannot resume exactly)")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
+    use_checkpoint_args: bool = flag(
+        False, "take the model's shape and vocabulary from the checkpoint, and its tokenizer where no flag names one"
+    )
     keep_last: int = flag(2, "verified checkpoints to keep, at least 2", unit="checkpoints", low=2, high=10**9)
     keep_every: int | None = flag(
         None, "also keep every checkpoint whose step is a multiple of this", unit="steps", aliases=("save-retain-interval",), low=1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from megatron_sp.ops import availability
+from megatron_sp.utils.errors import ConfigError
 
 GIB = 1024**3
 REQUIRED = {
@@ -79,6 +80,9 @@ def _torch() -> Iterator[Row]:
         import torch
     except ImportError as error:
         yield Row("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
+        return
+    except ConfigError as error:  # less address space than it needs
+        yield Row("torch", "lack", f"was not imported: {error}", "ulimit -v unlimited")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
     version, (oldest, newest) = numbers(torch.__version__)[:2], TESTED_TORCH

@@ -183,11 +183,20 @@ class ChainedDataset:
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        part = int(np.searchsorted(self._ends, i, side="right"))
-        return self.parts[part][i - (int(self._ends[part - 1]) if part else 0)]
+        part, place = self._place(i)
+        return self.parts[part][place]
 
     def fingerprint(self) -> str:
         return self.parts[0].fingerprint()
+
+    def where(self, i: int) -> str:
+        part, place = self._place(i)
+        return self.parts[part].where(place)
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """(part, number in it)."""
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        return part, i - (int(self._ends[part - 1]) if part else 0)
 
 
 def _too_short(indexed: IndexedDataset, bounds: tuple[int, int], name: str, tokens: int, seq_length: int) -> str:

@@ -28,13 +28,13 @@ from megatron_sp.training.config_file import Setting, canonical, read_config_fil
 from megatron_sp.training.deepspeed_config import Given, settle
 from megatron_sp.training.deepspeed_keys import read_deepspeed_config
 from megatron_sp.utils import output
-from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.address_space import require_address_space
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.field_kinds import FieldKind, field_kinds
 
 _DEEPSPEED = ("deepspeed-config", "deepscale-config")
 _SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
 _DRY_RUN = ("text", "json")
-_TORCH_BYTES = 1300 << 20  # address space of a process that has imported torch for CPUs and started its threads, measured
 _ANY = -1  # number of values: as many as follow
 
 
@@ -98,7 +98,7 @@ def _parse(argv: Sequence[str], prog: str, description: str, world_size: int | N
 
             text = dry_run(config, line.world_size or world_size or _launched_processes(), line.dry_run)
         elif not line.print_config:
-            _require_address_space()
+            require_address_space()
     except ReportedError as error:
         if talks:
             print(f"{prog}: {error}", file=sys.stderr)
@@ -112,20 +112,6 @@ def _parse(argv: Sequence[str], prog: str, description: str, world_size: int | N
             print(config_as_yaml(config), end="")
         raise SystemExit(EXIT_OK)
     return config
-
-
-def _require_address_space() -> None:
-    """Raises ConfigError where not even torch could be imported, which then fails in many ways, none of them in words."""
-    try:
-        import resource
-    except ImportError:  # no such limits here
-        return
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < _TORCH_BYTES:
-        raise ConfigError(
-            f"this process may have {limit / 2**20:.0f} MiB of address space (ulimit -v), and torch alone takes about"
-            f" {_TORCH_BYTES / 2**20:.0f}: raise the limit"
-        )
 
 
 def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:

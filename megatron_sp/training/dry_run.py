@@ -161,7 +161,7 @@ def complete(config: Config, world_size: int) -> str:
 
         stored = Checkpointer(None).read_state(point.source)
         if config.checkpoint.use_checkpoint_args:
-            adopt_checkpoint_args(stored, config)
+            adopt_checkpoint_args(stored, config, point.source)
             config.normalize().validate(world_size)
     if config.model.vocab_size is None:
         from megatron_sp.data.tokenizers.build import build_tokenizer

@@ -117,8 +117,9 @@ class Run:
             self.checkpointer.prepare()
         source = self._find_checkpoint()
         stored = self.checkpointer.read_state(source) if source is not None else None
-        if stored is not None and config.checkpoint.use_checkpoint_args:
-            adopt_checkpoint_args(stored, config)
+        if source is not None and stored is not None and config.checkpoint.use_checkpoint_args:
+            with all_ranks_agree(self.groups.control):
+                adopt_checkpoint_args(stored, config, source)
             config.normalize().validate(self.launch.world_size)
         self._build_tokenizer(source, stored)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, diff
+from megatron_sp.data.tokenizers import kept
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
@@ -208,14 +210,22 @@ def _value(model: Any, name: str) -> Any:
         return None
 
 
-def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> None:
+def adopt_checkpoint_args(stored: dict[str, Any], config: Config, source: Path) -> None:
     """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours.
 
     A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it. The vocabulary is a part of
-    the shape; where no flag names a tokenizer, that is the checkpoint's too.
+    the shape; where no flag names a tokenizer, that is the checkpoint's too: the run's own copy first.
+
+    Args:
+        stored: state.json of the step folder ``source``.
+        config: of this run; changed in place.
+    Raises:
+        DataError: the tokenizer's files are damaged, gone, or others.
+        CheckpointError: state.json makes no sense.
     """
     old, _ = Config.from_dict(stored.get("config"))
     if config.data.tokenizer_type is None:
+        kept.take(old.data, kept.Record.from_json(stored.get("tokenizer")), source)
         for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id"):
             setattr(config.data, name, getattr(old.data, name))
     keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}

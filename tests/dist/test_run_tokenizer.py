@@ -147,6 +147,26 @@ def test_finetuning_keeps_its_own(work: Path) -> None:
     assert (work / "new" / "tokenizer" / "vocab.txt").read_text() == (work / "vocab.txt").read_text()
 
 
+@pytest.mark.parametrize("weights_only", [True, False], ids=["finetune", "resume"])
+def test_the_arguments_of_a_checkpoint_bring_its_tokenizer_from_anywhere(work: Path, tmp_path: Path, weights_only: bool) -> None:
+    """The run's own copy, not what lies under the name that the training gave; where a flag names a tokenizer, that one."""
+    os.unlink(work / "vocab.txt")
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    write_vocab(other, [*WORDS[:5], *reversed(WORDS[5:])])
+    load: tuple[object, ...] = ("--load", work / "run", "--use-checkpoint-args", "--override-opt-param-scheduler", "--train-iters", 3)
+    load += ("--finetune",) if weights_only else ()
+    train(other, *load, "--save", "new", data=("--mock-data",), program=bert).expect(0)
+    made = state(other / "new")
+    assert made["tokenizer"] == state(work / "run")["tokenizer"] and made["config"]["model"]["vocab_size"] == 45
+    assert (other / "new" / "tokenizer" / "vocab.txt").read_bytes() == (work / "run" / "tokenizer" / "vocab.txt").read_bytes()
+    if weights_only:
+        train(other, *load, "--save", "own", data=FLAGS, program=bert).expect(0)
+        assert state(other / "own")["tokenizer"] != made["tokenizer"]
+    write_vocab(work / "run" / "tokenizer", WORDS[:-1])
+    train(other, *load, "--save", "bad", data=("--mock-data",), program=bert, ranks=2).expect(4, "own copy of its tokenizer is damaged")
+
+
 def full(rank: int) -> None:
     from megatron_sp.data.tokenizers import kept
 

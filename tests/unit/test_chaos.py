@@ -67,6 +67,8 @@ def test_an_earlier_call_is_cleared_away(tmp_path: Path) -> None:
     "words, text",
     [
         (["--faults", "0"], "--faults"),
+        (["--ranks", "99999999"], "--ranks (99999999) must be from 1 to 64"),
+        (["--patience", "nan"], "--patience (nan)"),
         (["--patience", "0"], "--patience"),
         (["--", "python", "x.py", "--save", "y"], "leave --save out"),
         (["--", "python", "x.py", "--save=y"], "leave --save out"),

@@ -152,6 +152,7 @@ def test_blends_by_size_go_on_behind_one_epoch(tmp_path: Path) -> None:
     assert one.fingerprint == large.fingerprint == larger.fingerprint
     first, second = samples[:epoch], samples[epoch : 2 * epoch]
     assert first != second and sum(sum(s) for s in first) == pytest.approx(sum(sum(s) for s in second), rel=0.01), "the same tokens"
+    assert [large.train.where(i) for i in (0, epoch)] == [large.train.parts[part].where(0) for part in (0, 1)], "for messages"
     for i in (-1, 2000):
         with pytest.raises(IndexError):
             large.train[i]

@@ -92,7 +92,7 @@ def test_setup_py() -> None:
     there = {p.relative_to(ROOT) for p in (ROOT / "megatron_sp").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
     assert {str(p) for p in there} == data  # one that is not named would not be installed
     assert set(arguments["extras_require"]) == {"hf", "eval", "serve", "log", "plot", "dev", "bench", "flash"}  # type: ignore[call-overload]
-    assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.cli:main"]}
+    assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.cli:program"]}
     assert not any("apex" in str(value) for value in arguments.values())
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +55,24 @@ def test_integers_of_the_command_line_are_bounded(capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit):
             parser.parse_args(["--n", text])
         assert says in capsys.readouterr().err
+
+
+def with_little_address_space(*words: str) -> subprocess.CompletedProcess[str]:
+    """A program with so little of it that importing torch ends in an ImportError; with a little more, in an abort."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        env=os.environ | {"COLUMNS": "300"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("generate.py", "--load", "x", "--prompt", "a"), ("evaluate.py", "--load", "x", "--text", "y")])
+def test_too_little_address_space_for_torch_is_said_before_it_is_imported(words: tuple[str, ...]) -> None:
+    done = with_little_address_space(f"tools/{words[0]}", *words[1:])
+    assert done.returncode == 2, done.stderr
+    assert "300 MiB of address space (ulimit -v)" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_doctor_says_that_torch_has_too_little_address_space() -> None:
+    done = with_little_address_space("-c", "from megatron_sp.cli import program; program()", "doctor")
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert "lack" in done.stdout and "300 MiB of address space (ulimit -v)" in done.stdout and "ulimit -v unlimited" in done.stdout

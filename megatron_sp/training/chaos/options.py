@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [-- TRAINING COMMAND]"
+USAGE = "megatron-sp chaos DIR [--faults N] [--seed N] [--ranks N] [--minutes N] [--patience SECONDS] [-- TRAINING COMMAND]"
 EPILOG = (
     "Behind -- comes the command of a training as you start it, such as: torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS. It runs in the"
     " current folder, with --save DIR/... --auto-resume --resume-fallback added; it needs --save-interval, and a --train-iters that takes a"
@@ -15,7 +15,9 @@ EPILOG = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags; the training's command is what argparse leaves over."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the runs are kept, on the file system to be tried; new, or empty")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="for the runs, on the file system to try; new, empty, or from an earlier call"
+    )
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="how many (default: 100)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults and their order (default: 1)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of the built-in training (default: 2)")
