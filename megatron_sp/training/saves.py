@@ -47,7 +47,8 @@ class Saves:
             run.config.checkpoint, run.launch.world_size, run.groups.control, run.state.progress.step, (stored or {}).get("save_interval")
         )
         self._write_s = 0.0
-        self.saved_step, self.failed = -1, False
+        # what it goes on from stands already: a signal before the first step leaves nothing to be written
+        self.saved_step, self.failed = run.state.progress.step if run.continues_own else -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
         self._lost = self._closing = False
         self._background: BackgroundSaves | None = None
