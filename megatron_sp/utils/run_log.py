@@ -53,7 +53,7 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
     """
     found = set[str]()
     try:
-        with open(os.open(run_dir / "metrics.jsonl", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open_own(run_dir / "metrics.jsonl", os.O_RDONLY) as file:
             for line in file:
                 if not line.startswith(_OF_EVALUATION):  # the others are many
                     continue
