@@ -18,6 +18,7 @@ from typing import Any
 from megatron_sp.checkpoint.checkpointer import Checkpointer, SaveReport, Snapshot
 from megatron_sp.checkpoint.host_copy import HostCopy, copy_bytes
 from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.checkpoint.saving import size_words
 from megatron_sp.checkpoint.together import Together
 
 
@@ -62,13 +63,12 @@ class BackgroundSaves:
         def take() -> str | None:
             needed = copy_bytes(items)
             if available is not None and needed > available:
-                return f"the copy takes {_size(needed)} of host memory and {_size(max(available, 0))} are left for it"
+                return f"the copy takes {size_words(needed)} of host memory and {size_words(max(available, 0))} are left for it"
             try:
                 self._copy = HostCopy(items)
             except (RuntimeError, MemoryError) as error:
-                return (
-                    f"{_size(needed)} of host memory could not be had ({str(error).splitlines()[0][:200] if str(error) else 'none left'})"
-                )
+                why = str(error).splitlines()[0][:200] if str(error) else "none left"
+                return f"{size_words(needed)} of host memory could not be had ({why})"
             return None
 
         reasons = self._checkpointer.ranks.each(take)
@@ -132,7 +132,3 @@ class BackgroundSaves:
             raise self._error
         assert self._report is not None, "a save has ended without a word"
         return self._report
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 29 else f"{num_bytes / 2**20:.1f} MiB"

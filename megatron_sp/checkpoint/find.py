@@ -37,7 +37,8 @@ def has_steps(path: Path) -> bool:
 
 
 _OF_CHECKPOINTS = re.compile(
-    r"step-\d+|latest|latest_universal|latest_checkpointed_iteration\.txt|iter_\d+|release|global_step\d+.*|mp_rank_.*|\.metadata"
+    r"step-\d+(\.(replaced|abandoned)-.*)?|latest|latest_universal|latest_checkpointed_iteration\.txt|iter_\d+|release"
+    r"|global_step\d+.*|mp_rank_.*|\.metadata"
     r"|.*\.(safetensors|pt|pth|ckpt|distcp)|pytorch_model.*|model_optim_rng.*"
 )
 

@@ -41,7 +41,7 @@ def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[]
         if free_bytes(folder) < needed:
             make_room()
         if (free := free_bytes(folder)) < needed:
-            return {"failed": f"{folder} has {_size(free)} free, {_size(needed)} are needed ({SPACE_FACTOR} times the tensors)"}
+            return {"failed": f"{folder} has {size_words(free)} free, {size_words(needed)} are needed ({SPACE_FACTOR} times the tensors)"}
         return {"staging": str(commit.staging_dir(folder, step))}
     except OSError as error:
         return {"failed": explain(error, folder)}
@@ -124,5 +124,6 @@ def explain(error: OSError, path: Path) -> str:
     return f"{error.strerror or error} ({error.filename or path})"
 
 
-def _size(num_bytes: int) -> str:
+def size_words(num_bytes: int) -> str:
+    """Gibibytes from half of one on, else mebibytes."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_sp.comm.groups import Group, Launch
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.comm.stacks import offer_stack, take_stack
+from megatron_sp.utils.files import open_own
 from megatron_sp.utils.processes import is_running, is_stopped, machine
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "timeout", "broken pipe", "peer", "store")
@@ -134,7 +135,8 @@ class Peers:
             return ""
         path = folder / f"stacks-rank{rank}.txt"
         try:
-            path.write_text(f"{self._name(rank)}, as rank {self.rank} found it\n{text}")
+            with open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+                file.write(f"{self._name(rank)}, as rank {self.rank} found it\n{text}".encode())
         except OSError:
             return ""
         return f" (its stacks are in {path})"

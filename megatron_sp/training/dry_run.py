@@ -157,12 +157,16 @@ def complete(config: Config, world_size: int) -> str:
     stored = None
     if point.source is not None:
         from megatron_sp.checkpoint.checkpointer import Checkpointer
+        from megatron_sp.training.run_tokenizer import find_tokenizer
         from megatron_sp.training.state import adopt_checkpoint_args, check_structure
 
         stored = Checkpointer(None).read_state(point.source)
+        is_adopted = False
         if config.checkpoint.use_checkpoint_args:
-            adopt_checkpoint_args(stored, config, point.source)
+            is_adopted = adopt_checkpoint_args(stored, config)
             config.normalize().validate(world_size)
+        goes_on = not config.batch.skip_train and (point.goes_on or not config.checkpoint.finetune)
+        find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)
     if config.model.vocab_size is None:
         from megatron_sp.data.tokenizers.build import build_tokenizer
 

@@ -34,7 +34,7 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
-from megatron_sp.training.run_tokenizer import find_for_resume, keep_for_run, require_same
+from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
 from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
@@ -117,11 +117,11 @@ class Run:
             self.checkpointer.prepare()
         source = self._find_checkpoint()
         stored = self.checkpointer.read_state(source) if source is not None else None
-        if source is not None and stored is not None and config.checkpoint.use_checkpoint_args:
-            with all_ranks_agree(self.groups.control):
-                adopt_checkpoint_args(stored, config, source)
+        is_adopted = False
+        if stored is not None and config.checkpoint.use_checkpoint_args:
+            is_adopted = adopt_checkpoint_args(stored, config)
             config.normalize().validate(self.launch.world_size)
-        self._build_tokenizer(source, stored)
+        self._build_tokenizer(source, stored, is_adopted)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
         # what a former part of the run consumed stays consumed, whatever the batch size was then
         self.start = _where_it_starts(stored if not self._finetunes else None, self.plan)
@@ -155,13 +155,13 @@ class Run:
         if config.checkpoint.save is not None:
             self.saves = Saves(self, None if self._finetunes else stored)
 
-    def _build_tokenizer(self, source: Path | None, stored: dict[str, Any] | None) -> None:
-        """The checkpoint's own, unless that gives its weights only; kept in the run if there will be checkpoints."""
+    def _build_tokenizer(self, source: Path | None, stored: dict[str, Any] | None, is_adopted: bool) -> None:
+        """The checkpoint's own, unless that gives its weights only and flags name another; kept in the run if there will be checkpoints."""
         config, tell = self.config, self.console.line
         resumed = None if self._finetunes or config.batch.skip_train else stored
         with all_ranks_agree(self.groups.control):
-            if source is not None and resumed is not None:
-                find_for_resume(config.data, resumed, source, tell)
+            if source is not None and stored is not None:
+                find_tokenizer(config.data, stored, source, goes_on=resumed is not None, is_adopted=is_adopted, tell=tell)
             self.tokenizer = self.task.build_tokenizer(config)
             settle_vocab_size(config, self.tokenizer)
             if stored is not None:

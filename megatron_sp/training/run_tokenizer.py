@@ -11,18 +11,27 @@ from megatron_sp.data.tokenizers import Tokenizer, kept
 from megatron_sp.utils.errors import DataError
 
 
-def find_for_resume(data: DataConfig, stored: dict[str, Any], source: Path, tell: Callable[[str], None]) -> None:
-    """Check the run's own copy, and use it where the files that the flags name are gone.
+def find_tokenizer(
+    data: DataConfig, stored: dict[str, Any], source: Path, *, goes_on: bool, is_adopted: bool, tell: Callable[[str], None]
+) -> None:
+    """Check the run's own copy, and use it where the tokenizer is the checkpoint's: its first files may be gone, or elsewhere.
 
     Args:
         data: the flags; paths are changed in place.
         stored: state.json of the checkpoint ``source``.
+        goes_on: not its weights alone are taken: the flags should name its tokenizer, and ``require_same`` will look.
+        is_adopted: no flag has named a tokenizer, so it is the checkpoint's (``adopt_checkpoint_args``).
         tell: given what the user should know.
     Raises:
-        DataError: the copy is damaged.
+        DataError: the copy is damaged, or nothing of an adopted tokenizer is left.
         CheckpointError: state.json says no sense of it.
     """
+    if not goes_on and not is_adopted:
+        return
     record = kept.Record.from_json(stored.get("tokenizer"))
+    if not goes_on:
+        kept.take(data, record, source)
+        return
     folder = None if record is None else kept.find(record, source)
     gone = [path for path in kept.own_files(data).values() if not path.exists()]
     if record is not None and folder is not None and gone and (data.tokenizer_type or default_type(data, None)) == record.type:

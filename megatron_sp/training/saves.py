@@ -47,12 +47,14 @@ class Saves:
             run.config.checkpoint, run.launch.world_size, run.groups.control, run.state.progress.step, (stored or {}).get("save_interval")
         )
         self._write_s = 0.0
-        self.saved_step, self.failed = -1, False
+        # what it goes on from stands already: a signal before the first step leaves nothing to be written
+        self.saved_step, self.failed = run.state.progress.step if run.continues_own else -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
         self._lost = self._closing = False
         self._background: BackgroundSaves | None = None
         checkpoint = run.config.checkpoint
-        if checkpoint.async_save and checkpoint.save_interval and not run.config.batch.skip_train:
+        is_complete = run.config.batch.skip_train or run.state.progress.step >= run.train_iters
+        if checkpoint.async_save and checkpoint.save_interval and not is_complete:
             self._background = self._reserve()
 
     def _reserve(self) -> BackgroundSaves | None:
@@ -126,6 +128,7 @@ class Saves:
         if self._background is None or not self._background.in_flight:
             return
         self._closing = True
+        self._run.watchdog.beat("waiting for a save in the background")
         try:
             report = self._background.wait(_PATIENCE_S if self._lost else None)
             if report is not None:
@@ -145,7 +148,7 @@ class Saves:
             self.saved_step = report.step
             beside = f", {more['background_s']:.1f} s beside training" if more else ""
             run.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
-            if self._closing:  # what the status says by then, an error of another rank perhaps, is to stay
+            if self._closing or run.status.has_failed():  # what it says by then, an error of another rank perhaps, is to stay
                 run.status.fields["saved_step"] = report.step
             else:
                 run.status.write("running", step=run.state.progress.step, saved_step=report.step)

@@ -6,7 +6,6 @@ whatever happened into ``run_status.json``, because torchrun reports every failu
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_sp.checkpoint.commit import holds_steps
 from megatron_sp.checkpoint.lock import RunLock
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
@@ -32,16 +30,14 @@ from megatron_sp.utils.errors import (
     EXIT_CONFIG,
     EXIT_OK,
     EXIT_PREEMPTED,
-    CheckpointError,
     ConfigError,
     DiskError,
     PeerError,
     ReportedError,
 )
-from megatron_sp.utils.files import atomic_write_json, open_own
+from megatron_sp.utils.files import atomic_write_json
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
-
-_MOST_STATUS_BYTES = 1 << 24
+from megatron_sp.utils.run_log import read_status, saved_step
 
 
 class RunStatus:
@@ -59,7 +55,7 @@ class RunStatus:
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "run_status.json"
-        if (saved := _saved_step(run_dir)) is not None:
+        if (saved := saved_step(run_dir)) is not None:
             self.fields.setdefault("saved_step", saved)  # it stays known until there is a newer one
 
     def has_failed(self) -> bool:
@@ -251,33 +247,3 @@ def dtype_of(config: Config) -> torch.dtype:
     dtype = getattr(torch, config.precision.params_dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """The parsed ``run_status.json`` ({} when there is none)."""
-    try:
-        with open_own(run_dir / "run_status.json", os.O_RDONLY) as file:
-            record = json.loads(file.read(_MOST_STATUS_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _saved_step(run_dir: Path) -> int | None:
-    saved = read_status(run_dir).get("saved_step")
-    return saved if type(saved) is int and saved >= 0 else None
-
-
-def require_kept_steps(run_dir: Path) -> None:
-    """A run that has saved has its checkpoints: one that was lost is no reason to start afresh, without a word.
-
-    Raises:
-        CheckpointError: run_status.json tells of a saved step, and there is none.
-    """
-    saved, folder = _saved_step(run_dir), run_dir / "checkpoints"
-    if saved is not None and not holds_steps(folder):
-        what = "has no step in it" if folder.is_dir() else "is not there"
-        raise CheckpointError(
-            f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not mounted?): bring it back;"
-            " or, to begin anew, choose another --save or delete run_status.json"
-        )

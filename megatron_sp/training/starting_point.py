@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_sp.checkpoint import find
+from megatron_sp.checkpoint.commit import holds_steps
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.checkpoint.verify import missing_or_cut, require_none
 from megatron_sp.config import Config
 from megatron_sp.config_concessions import has_shape
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DiskError
+from megatron_sp.utils.run_log import saved_step
 
 
 class StartingPoint(NamedTuple):
@@ -79,18 +81,34 @@ def starting_point(
     )
 
 
+def require_kept_steps(run_dir: Path) -> None:
+    """A run that has saved has its checkpoints: one that was lost is no reason to start afresh, without a word.
+
+    Raises:
+        CheckpointError: run_status.json tells of a saved step, and there is none.
+    """
+    saved, folder = saved_step(run_dir), run_dir / "checkpoints"
+    if saved is not None and not holds_steps(folder):
+        what = "has no step in it" if folder.is_dir() else "is not there"
+        raise CheckpointError(
+            f"{run_dir / 'run_status.json'} says that step {saved} was saved, but {folder} {what} (is a disk not mounted?): bring it back;"
+            " or, to begin anew, choose another --save or delete run_status.json"
+        )
+
+
 def check_on_paper(config: Config) -> StartingPoint:
     """As a run would look at --load and --save, but nothing is made, and files are not read in full.
 
     Returns:
         Its starting point, its ``source`` a step folder.
     Raises:
-        CheckpointError: what is to be loaded is absent, or visibly incomplete.
+        CheckpointError: what is to be loaded is absent, or visibly incomplete; or what was saved is gone.
         ConfigError, DiskError: --save cannot be made, or cannot be written.
     """
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     if save is not None:
         _can_be_written(save)
+        require_kept_steps(save)
     point = starting_point(config, save, has_checkpoint=find.has_steps, is_vacant=find.is_vacant)
     if point.source is None:
         return point

@@ -210,22 +210,18 @@ def _value(model: Any, name: str) -> Any:
         return None
 
 
-def adopt_checkpoint_args(stored: dict[str, Any], config: Config, source: Path) -> None:
+def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
     """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours.
 
     A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it. The vocabulary is a part of
-    the shape; where no flag names a tokenizer, that is the checkpoint's too: the run's own copy first.
+    the shape; where no flag names a tokenizer, that is the checkpoint's too.
 
-    Args:
-        stored: state.json of the step folder ``source``.
-        config: of this run; changed in place.
-    Raises:
-        DataError: the tokenizer's files are damaged, gone, or others.
-        CheckpointError: state.json makes no sense.
+    Returns:
+        Whether the tokenizer is; its paths are those of the training (``run_tokenizer.find_tokenizer``).
     """
     old, _ = Config.from_dict(stored.get("config"))
-    if config.data.tokenizer_type is None:
-        kept.take(old.data, kept.Record.from_json(stored.get("tokenizer")), source)
+    takes_tokenizer = config.data.tokenizer_type is None
+    if takes_tokenizer:
         for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id"):
             setattr(config.data, name, getattr(old.data, name))
     keep = {"attention_dropout", "hidden_dropout", "seq_length", "make_vocab_size_divisible_by", "init_method_std"}
@@ -235,3 +231,4 @@ def adopt_checkpoint_args(stored: dict[str, Any], config: Config, source: Path) 
             setattr(config.model, name, getattr(old.model, name))
     if config.model.position_embedding_type == "learned_absolute" and old.model.seq_length is not None:
         config.model.max_position_embeddings = old.model.max_positions  # also where a sequence is shorter now
+    return takes_tokenizer

@@ -1,4 +1,4 @@
-"""Reading ``metrics.jsonl``, which several processes may have written one after the other."""
+"""Reading what a run says of itself: ``metrics.jsonl``, written by several processes one after the other, and ``run_status.json``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.utils.errors import DataError
+from megatron_sp.utils.files import open_own
 
 _OF_EVALUATION = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("start", "valid", "test"))
+_MOST_STATUS_BYTES = 1 << 24
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -51,7 +53,7 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
     """
     found = set[str]()
     try:
-        with open(os.open(run_dir / "metrics.jsonl", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open_own(run_dir / "metrics.jsonl", os.O_RDONLY) as file:
             for line in file:
                 if not line.startswith(_OF_EVALUATION):  # the others are many
                     continue
@@ -63,6 +65,22 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
     except OSError:
         return []
     return sorted(found)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The parsed ``run_status.json`` ({} when there is none)."""
+    try:
+        with open_own(run_dir / "run_status.json", os.O_RDONLY) as file:
+            record = json.loads(file.read(_MOST_STATUS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def saved_step(run_dir: Path) -> int | None:
+    """Of the last checkpoint that the run has written, as ``run_status.json`` says; None: it says nothing."""
+    saved = read_status(run_dir).get("saved_step")
+    return saved if type(saved) is int and saved >= 0 else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

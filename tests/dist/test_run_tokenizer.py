@@ -176,6 +176,25 @@ def full(rank: int) -> None:
     kept.write_synced = write  # type: ignore[assignment]
 
 
+@pytest.mark.parametrize("flags", [("--finetune", "--save", "new", "--train-iters", 1), ("--skip-train", "--eval-iters", 1)])
+def test_a_tokenizer_that_is_adopted_is_the_runs_copy(work: Path, flags: tuple[object, ...]) -> None:
+    """From a folder in which the training's path is nothing, or leads to another tokenizer."""
+    for words in (None, WORDS[::-1]):
+        elsewhere = work / f"elsewhere-{words is None}"
+        elsewhere.mkdir()
+        if words is not None:
+            write_vocab(elsewhere, words)
+        adopted = ("--load", work / "run", "--use-checkpoint-args", *flags)
+        train(elsewhere, *adopted, data=("--mock-data",), program=bert).expect(0)
+        if "--save" in flags:
+            assert state(elsewhere / "new")["tokenizer"] == state(work / "run")["tokenizer"]
+
+
+def test_a_dry_run_finds_the_copy_as_the_run_does(work: Path) -> None:
+    os.unlink(work / "vocab.txt")
+    train(work, "--save", "run", *MORE, "--dry-run", data=FLAGS, program=bert).expect(0, "dry run: ")
+
+
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
     write_vocab(tmp_path)
     said = train(tmp_path, "--save", "run", "--train-iters", 1, data=FLAGS, program=bert, setup=full, ranks=2).expect(0, "cannot be kept")

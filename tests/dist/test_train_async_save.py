@@ -16,8 +16,10 @@ from megatron_sp.checkpoint import saving
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.config import Config
+from megatron_sp.data.loader import BatchLoader
 from megatron_sp.training import foresight, remedies
 from megatron_sp.training.memory_saves import copy_bytes
+from megatron_sp.utils.errors import DataError
 
 EVERY_2 = ("--save-interval", 2)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -179,6 +181,41 @@ def test_a_rank_lost_while_the_other_saves(tmp_path: Path) -> None:
     assert outcome.codes == [7, -9] and "rank 1 (pid " in outcome.texts[0] and "Traceback" not in outcome.texts[0], outcome.text
     assert saved_steps(run) == [2]
     train(tmp_path, "--save", run, *EVERY_2, "--auto-resume", ranks=2).expect(0, "(step 2,", ".part-")
+
+
+def test_the_failure_of_another_rank_stays_what_the_status_says(tmp_path: Path) -> None:
+    """Rank 0 tells of a save when rank 1 has told already why the run ends."""
+    run = tmp_path / "run"
+
+    def setup(rank: int) -> None:
+        poll, step = BackgroundSaves.poll, BatchLoader.step
+
+        def late_poll(self: BackgroundSaves) -> object:
+            if self.in_flight:
+                wait_until(lambda: status(run)["status"] == "failed")
+                wait_until(lambda: not any(thread.name.startswith("save of step") for thread in threading.enumerate()))
+            return poll(self)
+
+        def fail(self: BatchLoader, consumed_samples: int, count: int) -> Any:
+            if consumed_samples == 8:
+                raise DataError("a file is cut")
+            return step(self, consumed_samples, count)
+
+        if rank == 0:
+            BackgroundSaves.poll = late_poll  # type: ignore[assignment, method-assign]
+        else:
+            BatchLoader.step = fail  # type: ignore[method-assign]
+
+    outcome = train(tmp_path, "--save", run, *EVERY_2, ranks=2, setup=setup)
+    assert outcome.codes == [7, 4] and "saved step 2" in outcome.texts[0], outcome.text
+    assert status(run) | {"status": "failed", "exit_code": 4, "message": "a file is cut"} == status(run), status(run)
+
+
+def test_no_memory_is_kept_for_a_run_that_is_complete(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tmp_path, "--save", run, *EVERY_2, "--train-iters", 1).expect(0, "saving in the background: ")
+    again = train(tmp_path, "--save", run, *EVERY_2, "--train-iters", 1, "--auto-resume").expect(0)
+    assert "saving in the background" not in again.text
 
 
 def test_the_interval_is_worked_out_agreed_on_and_kept(tmp_path: Path) -> None:

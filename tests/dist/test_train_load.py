@@ -66,6 +66,12 @@ def test_a_script_that_names_one_folder_to_load_and_save_starts_afresh_and_resum
     assert_same_run(run, old)
 
 
+def test_steps_that_were_set_aside_are_no_empty_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000004.abandoned-1234abcd").mkdir(parents=True)
+    train(tmp_path, "--load", run, "--save", run, setup=no_model).expect(3, "has no checkpoint", "step-000004.abandoned-1234abcd")
+
+
 def test_what_is_missing_is_an_error_where_it_was_not_meant_to_be_missing(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     pair = ("--load", run, "--save", run)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from training import KILLED, records, run_once, saved_steps, train
 
-FLAGS = ("--save-interval", 2, "--eval-interval", 2, "--eval-iters", 2)
+FLAGS = ("--save-interval", 2, "--eval-interval", 2, "--eval-iters", 2, "--no-async-save")  # what a kill finds saved is certain
 _VARIES = ("time", "seconds", "step_s", "tokens_per_s", "tflops_causal", "tflops_full", "mfu", "memory_bytes")
 
 
@@ -43,6 +43,19 @@ def test_a_signal_in_a_validation_or_before_it(tmp_path: Path, whole: Path) -> N
     train(tmp_path, "--save", run, *FLAGS, "--auto-resume", ranks=2, fault="sigterm:rank=0:at=step.forward:step=4").expect(75)
     train(tmp_path, "--save", run, *FLAGS, "--load", run, ranks=2).expect(0)
     assert log_of(run) == log_of(whole)
+
+
+def test_a_signal_before_the_first_step_writes_nothing_anew(tmp_path: Path) -> None:
+    """The step that the run went on from stands; a disk that has become full since is no failure."""
+    run, flags = tmp_path / "run", ("--auto-resume", *FLAGS)
+    train(tmp_path, "--save", run, *FLAGS, "--exit-interval", 4, "--eval-interval", 3).expect(0)
+    before = (run / "checkpoints" / "step-000004").stat().st_ino
+    fault = "sigterm:at=valid.batch:step=4;full:at=save.write:step=4"
+    train(tmp_path, "--save", run, *flags, fault=fault).expect(75, "goes on from here")
+    assert (run / "checkpoints" / "step-000004").stat().st_ino == before
+    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-000002", "step-000004"]
+    train(tmp_path, "--save", run, *flags).expect(0)
+    assert [r["step"] for r in records(run, "valid")] == [3, 4, 6] and [r["step"] for r in records(run, "save")] == [2, 4, 6]
 
 
 def test_what_is_done_is_not_done_again_and_another_history_does_not_count(tmp_path: Path) -> None:

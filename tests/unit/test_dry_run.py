@@ -222,6 +222,10 @@ def test_load_and_save_are_looked_at_as_a_run_would(tmp_path: Path, capsys: pyte
     assert "already holds checkpoints" in refused(3, "--save", str(run))
     assert "has no MANIFEST.json" in refused(3, "--load", str(run))
     assert not other.exists() and sorted(p.name for p in run.iterdir()) == ["checkpoints"]
+    other.mkdir()
+    (other / "run_status.json").write_text('{"saved_step": 4}')
+    for load in ((), ("--load", str(other))):
+        assert "says that step 4 was saved, but" in refused(3, "--save", str(other), *load)
 
 
 def test_impossible_sizes_are_answered_at_once_and_the_largest_possible_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,3 +236,16 @@ def test_kill_is_seen(tmp_path: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     assert peers.dead_here(PATIENCE_S) == [0]
     os.waitpid(pid, 0)
+
+
+def test_a_stack_is_not_written_through_a_link_or_into_a_fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "take_stack", lambda pid, descriptor: "its stack")
+    peers, path, other = Peers(["here"], [os.getpid()], [machine()], [0]), tmp_path / "stacks-rank0.txt", tmp_path / "other"
+    other.write_text("a file of somebody")
+    path.symlink_to(other)
+    assert peers._keep_stack(0, tmp_path) == "" and other.read_text() == "a file of somebody"
+    path.unlink()
+    os.mkfifo(path)
+    assert peers._keep_stack(0, tmp_path) == ""
+    path.unlink()
+    assert str(path) in peers._keep_stack(0, tmp_path) and "its stack" in path.read_text()

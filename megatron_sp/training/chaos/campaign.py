@@ -22,8 +22,8 @@ from megatron_sp.training.chaos import faults
 from megatron_sp.training.chaos.faults import KINDS, Kind, Scene
 from megatron_sp.training.chaos.jobs import Job, Watch, in_child, start_built_in, start_command
 from megatron_sp.training.chaos.prove import differences
-from megatron_sp.training.setup import read_status
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.run_log import read_status
 
 MARK = "chaos.json"
 PER_ROUND = 10
