@@ -29,7 +29,7 @@ def find_tokenizer(
     if not goes_on and not is_adopted:
         return
     record = kept.Record.from_json(stored.get("tokenizer"))
-    if not goes_on:
+    if is_adopted:
         kept.take(data, record, source)
         return
     folder = None if record is None else kept.find(record, source)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config import Config, diff
-from megatron_sp.data.tokenizers import kept
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
