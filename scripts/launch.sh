@@ -86,11 +86,11 @@ done
 status="$run_dir/run_status.json"
 before="$([ -f "$status" ] && cat "$status" 2>/dev/null)" # every report has its time: the same text is one of an earlier launch
 
-# Meet the other hosts, and set `hosts` to torchrun's words for it.
+# Meet the other hosts, and set `torchrun` to the program and its words for it.
 meet() {
     local met address interface
     if [ "$nnodes" -eq 1 ]; then
-        hosts=(--standalone)
+        torchrun=(-m torch.distributed.run --standalone)
         return 0
     fi
     met="$("$python" "$root/scripts/several_hosts.py" "$NODE_RANK" "$MASTER_ADDR" "$port" "$join_timeout")" || return $?
@@ -101,8 +101,9 @@ meet() {
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     echo "launch: host $NODE_RANK of $nnodes ($address), $nproc processes here; all meet at $MASTER_ADDR:$port" >&2
     # who opens the port is said, not guessed from names; --node-rank means nothing to this rendezvous, which orders hosts by address
-    hosts=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port"
-        --local-addr "$address" --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
+    torchrun=("$root/scripts/torchrun_across_hosts.py" --nnodes "$nnodes" --rdzv-backend reachable-c10d
+        --rdzv-id "${JOB_ID:-megatron_sp}" --rdzv-endpoint "$MASTER_ADDR:$port" --local-addr "$address"
+        --rdzv-conf "is_host=$([ "$NODE_RANK" -eq 0 ] && echo 1 || echo 0),join_timeout=$join_timeout")
 }
 
 # Whether the job may go on without torchrun having seen to it: its rendezvous is on host 0, and that may have died.
@@ -122,7 +123,7 @@ while :; do
     meet || exit $?
     child=""
     trap 'signalled=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT HUP
-    MEGATRON_SP_RELAUNCHED=$relaunched "$python" -m torch.distributed.run "${hosts[@]}" --nproc-per-node "$nproc" \
+    MEGATRON_SP_RELAUNCHED=$relaunched "$python" "${torchrun[@]}" --nproc-per-node "$nproc" \
         --max-restarts "$((restarts - relaunched))" "$@" &
     child=$!
     [ -z "$signalled" ] || kill -TERM "$child" 2>/dev/null
@@ -149,7 +150,6 @@ sys.exit(code)
 PY
     code=$?
 elif [ "$code" -ne 0 ] && [ "$nnodes" -gt 1 ]; then
-    echo "launch: the job of $nnodes hosts ended before training began, or this host cannot see the run folder. A RendezvousTimeoutError" \
-        "above means that not all hosts came, or came back, within $join_timeout s: see that each was started with its own NODE_RANK." >&2
+    echo "launch: the job of $nnodes hosts ended before training began, or this host cannot see the run folder" >&2
 fi
 exit "$code"

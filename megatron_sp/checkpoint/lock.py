@@ -4,8 +4,9 @@ It is created with O_EXCL and says who holds it (host, pid, start of the process
 it decides: on the same machine the process table tells whether the holder lives (pid and start time, so a reused pid does not
 count); from another machine only the heartbeat does, and its age is measured against the file system's own clock, since the
 clocks of two hosts may differ. A dead holder's lock is taken over and that is said; who may do that is settled by a lock of the kernel's
-on LOCK.takeover, which dies with its holder, so that this file means nothing when it is left behind. What is no file, or lies in the
-future, says nothing about anybody: it is refused at once, by name.
+on LOCK.takeover, which dies with its holder, so that this file means nothing when it is left behind. A job of several hosts that goes
+on after one of them was booted anew finds its own lock under another boot id: it waits for a heartbeat, or until there can be none.
+What is no file, or lies in the future, says nothing about anybody: it is refused at once, by name.
 """
 
 from __future__ import annotations
@@ -33,21 +34,25 @@ LOCK_NAME = "LOCK"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
 _FUTURE_SECONDS = 5.0  # a heartbeat may come between our look at the clock and that at the file; beyond this a clock was wrong
+_OWN_JOB_PAUSE_S = 1.0  # between looks for a heartbeat of an earlier attempt
 _TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others have for microseconds
 
 
 class RunLock:
     """Holds the lock of a run from construction to ``close()``; for rank 0 alone.
 
+    Args:
+        job: the launcher's name of the job, the same in all its attempts; empty where it has none.
+
     Raises:
         LockError: another process holds it; names its host and pid.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, run_dir: str | Path, heartbeat_s: float = HEARTBEAT_SECONDS, stale_s: float = STALE_SECONDS) -> None:
+    def __init__(self, run_dir: str | Path, heartbeat_s: float = HEARTBEAT_SECONDS, stale_s: float = STALE_SECONDS, job: str = "") -> None:
         self.path = Path(run_dir) / LOCK_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._me = {**_this_process(), "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": uuid.uuid4().hex}
+        self._me = {**_this_process(), "job": job, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": uuid.uuid4().hex}
         self._stale_s = stale_s
         for _ in range(_TRIES):
             if self._create():
@@ -91,6 +96,7 @@ class RunLock:
 
     def _clear_if_dead(self) -> None:
         """Remove the lock of a dead holder, or raise LockError for a living one."""
+        self._wait_for_own_job()
         self._judge()
         with self._right_to_remove() as granted:
             if not granted:
@@ -98,6 +104,29 @@ class RunLock:
             elif (who := self._judge()) is not None:
                 self.path.unlink(missing_ok=True)
                 logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
+
+    def _wait_for_own_job(self) -> None:
+        """Let an earlier attempt of this job, on a machine that we cannot look into, show whether it lives: at once if another holds it."""
+        first = sign = self._sign_of_own_job()
+        if first is not None:
+            logger.warning(
+                "%s is held by %s, an earlier attempt of this job: waiting up to %.0f s for a sign of life",
+                self.path, _name(_read(self.path)), self._stale_s,
+            )  # fmt: skip
+        while sign is not None and sign == first:
+            time.sleep(_OWN_JOB_PAUSE_S)
+            sign = self._sign_of_own_job()
+
+    def _sign_of_own_job(self) -> int | None:
+        """When the holder touched the lock, in ns; None unless it is of this job, out of sight, and not silent for long."""
+        holder = _read(self.path)
+        if not self._me["job"] or holder.get("job") != self._me["job"] or _is_alive(holder) is not None:
+            return None
+        age = self._age()
+        try:
+            return self.path.lstat().st_mtime_ns if age is not None and -_FUTURE_SECONDS <= age < self._stale_s else None
+        except FileNotFoundError:
+            return None
 
     def _judge(self) -> str | None:
         """Who the dead holder is; None when the lock was given back meanwhile; LockError for a living one."""

@@ -262,6 +262,8 @@ class Follower(TorchFunctionMode):
         step.result, seen = result, self._next(name)
         step.whole = seen.shapes if seen else None
         if step.whole is not None and len(step.whole) != len(results):
+            if name == "split":
+                self._rule(step, operands)  # it may know what is meant
             step.fail(f"makes {len(results)} tensors, and {len(step.whole)} in the whole model: a size that is written down there", "E11")
         self._require_factors(step, seen)
         made = self._in_order(step, operands, self._rule(step, operands))

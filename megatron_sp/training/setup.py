@@ -237,7 +237,7 @@ def lock_run_dir(run_dir: Path) -> RunLock:
         DiskError: we may not.
     """
     try:
-        return RunLock(run_dir)
+        return RunLock(run_dir, job=os.environ.get("TORCHELASTIC_RUN_ID", ""))
     except OSError as error:
         raise DiskError(f"the run folder {run_dir} cannot be written: {error.strerror}; choose another --save") from None
 

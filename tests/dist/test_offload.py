@@ -118,8 +118,8 @@ def test_deepspeeds_json_is_the_same_run_as_the_flags(tmp_path: Path) -> None:
         "checkpoint": state(tmp_path / "json")["config"]["checkpoint"],
     }
     assert out.text.count("zero_optimization.reduce_bucket_size") == 1
-    wrong = train(tmp_path, *common, "--deepspeed_config", tmp_path / "ds.json", "--zero-stage", 1, ranks=2)
-    wrong.expect(2, "ds.json: zero_optimization.stage (2) contradicts --zero-stage (1)")
+    wrong = train(tmp_path, *common, "--deepspeed_config", tmp_path / "ds.json", "--global-batch-size", 8, ranks=2)
+    wrong.expect(2, "ds.json: train_batch_size (4) contradicts --global-batch-size (8)")
     assert wrong.texts[1] == "", "said once"
 
 

@@ -98,7 +98,8 @@ def test_a_signal_leaves_nothing_at_all(tmp_path: Path, number: int) -> None:
     shutil.rmtree(tmp_path / "whole")
     for moment in (1, 2, 3):
         code, made = in_child(source, "hf", tmp_path / "out", number, at=changes * moment // 4)
-        assert code == 130 and made and os.listdir(tmp_path) == ["run"], (code, moment)
+        reads = moment == 1  # it may be reading still, and then it ends as any program
+        assert (code == 130 or (reads and code == -number)) and os.listdir(tmp_path) == ["run"], (code, made, moment)
 
 
 def test_what_an_earlier_kill_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,13 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+def cut_cable(hosts: list[Host]) -> None:
+    """For ever, and silently, as when a switch dies: each host goes on sending to a card that nobody has."""
+    for here, there in (hosts, hosts[::-1]):
+        done = ip("-n", here.inside[-1], *f"neigh replace {there.address} lladdr 02:00:00:00:00:99 dev mspwire nud permanent".split())
+        assert done.returncode == 0, done.stderr
+
+
 def remove_leftovers() -> None:
     for name, pid in re.findall(r"^(msp(\d+)[ab])\b", ip("netns", "list").stdout, flags=re.MULTILINE):
         if int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists():
@@ -220,6 +227,28 @@ def test_a_host_that_does_not_return_ends_the_job(tmp_path: Path, two_hosts: lis
     finally:
         codes = finish(job.processes)
     assert codes[1 - lost] == 7, job.said
+    assert not any(is_running(pid) for pid in there), "no orphan is left"
+    assert status(run)["exit_code"] == 7 and saved_steps(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_network_that_stays_cut_ends_the_job_on_both_hosts(tmp_path: Path, two_hosts: list[Host], restarts: int) -> None:
+    """Both hosts live and neither hears from the other: ranks and launchers end by themselves, and say why."""
+    if not two_hosts[0].inside:
+        pytest.skip("no network namespaces here: there is no cable to cut")
+    run = tmp_path / "run"
+    flags = (*SP2, "--distributed-timeout-minutes", 0.5, "--save-interval", 10, "--train-iters", 100_000, "--save", run)
+    job = Job(two_hosts, tmp_path, *flags, RESTARTS=restarts, JOIN_TIMEOUT=60, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=10)
+    try:
+        wait_until(lambda: steps(run) >= 15)
+        there = [pid for process in job.processes for pid in processes_of(process.pid)]
+        cut_cable(two_hosts)
+        wait_until(lambda: all(process.poll() is not None for process in job.processes), 0.1)
+    finally:
+        codes = finish(job.processes)
+    assert codes == [7, 7], job.said
+    assert "host 0, or the way to it, was lost" in job.said
     assert not any(is_running(pid) for pid in there), "no orphan is left"
     assert status(run)["exit_code"] == 7 and saved_steps(run)
 

@@ -174,8 +174,9 @@ def refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *m
         ({"num_attention_heads": 5}, ["config.json describes a model that cannot be", "num_attention_heads (5)"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps must be a finite number"]),
         ({"rope_theta": float("nan")}, ["rope_theta must be a finite number, found nan"]),
-        ({"hidden_size": 1 << 30, "intermediate_size": 1 << 30}, ["hidden_size (1073741824) times", "more than any tensor can"]),
-        ({"num_hidden_layers": 1 << 30}, ["num_layers (1073741824) must not exceed the number of tensors"]),
+        ({"hidden_size": 1 << 30, "intermediate_size": 1 << 30}, ["--hidden-size (1073741824) must be at most 1048576"]),
+        ({"num_hidden_layers": 1 << 30}, ["--num-layers (1073741824) must be at most 4096"]),
+        ({"num_hidden_layers": 4096}, ["num_layers (4096) must not exceed the number of tensors"]),
     ],
 )  # fmt: skip
 def test_configurations_that_cannot_be(

@@ -36,9 +36,10 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("hidden_size", 1 << 31, "more than any tensor can have"),
+        ("hidden_size", 1 << 31, "--hidden-size (2147483648) must be at most 1048576"),
         ("num_layers", None, "--num-layers is required"),
-        ("num_layers", 1 << 40, "num_layers (1099511627776) must not exceed the number of tensors"),
+        ("num_layers", 1 << 40, "--num-layers (1099511627776) must be at most 4096"),
+        ("num_layers", 4096, "num_layers (4096) must not exceed the number of tensors"),
     ],
 )
 def test_a_run_whose_state_lies_about_sizes(
@@ -132,7 +133,7 @@ def test_every_family_is_computed_by_the_class_that_is_written_for_it() -> None:
         (["--to", "megatron", "--deepspeed-qkv-layout", "interleaved"], "--deepspeed-qkv-layout would change nothing for --to megatron"),
         (["--to", "megatron_sp", "--max-shard-size", "1MB"], "--max-shard-size would change nothing for --to megatron_sp"),
         (["--step", "-1"], "--step (-1) must be at least 0"),
-        (["--report", "nowhere/report.json"], "--report nowhere/report.json must be a file in a folder that exists"),
+        (["--report", "nowhere/report.json"], "--report nowhere/report.json cannot be written: there is no folder nowhere"),
     ],
 )
 def test_flags_that_would_do_nothing(

@@ -101,3 +101,36 @@ def test_a_file_system_without_such_locks(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(LockError, match=r"cannot be taken over safely here.*delete LOCK"):
         RunLock(tmp_path)
     assert (tmp_path / "LOCK").exists()
+
+
+@pytest.mark.parametrize("then, waits", [("silence", 3), ("given back", 1), ("heartbeat", 1)])
+def test_a_host_that_was_started_anew_waits_for_its_own_job(then: str, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boot id is another, so the process table says nothing of the holder: its next heartbeat does, or that none comes."""
+    forge(tmp_path, 5, machine="an earlier boot", job="mine")
+    pauses: list[float] = []
+
+    def meanwhile(seconds: float) -> None:
+        pauses.append(seconds)
+        if then == "given back":
+            (tmp_path / "LOCK").unlink()
+        elif then == "heartbeat":
+            os.utime(tmp_path / "LOCK")
+        elif len(pauses) == waits:
+            monkeypatch.setattr(RunLock, "_age", lambda _: 121.0)
+
+    monkeypatch.setattr(lock.time, "sleep", meanwhile)
+    if then == "heartbeat":
+        with pytest.raises(LockError, match="is in use by"):
+            RunLock(tmp_path, job="mine")
+    else:
+        RunLock(tmp_path, job="mine").close()
+        assert os.listdir(tmp_path) == []
+    assert len(pauses) == waits
+
+
+@pytest.mark.parametrize("mine, theirs", [("mine", "another"), ("", ""), ("mine", None)])
+def test_another_jobs_lock_is_not_waited_for(mine: str, theirs: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forge(tmp_path, 5, machine="an earlier boot", job=theirs)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
+    with pytest.raises(LockError, match="is in use by"):
+        RunLock(tmp_path, job=mine)

@@ -298,5 +298,5 @@ def test_nothing_is_replaced(which: tuple[str, str], inputs: Path, tmp_path: Pat
     assert write(link) == 0 and os.readlink(link) == file.name and file.stat().st_ino != before
     folder.mkdir()
     assert write(folder) in (2, 6) and folder.is_dir()
-    pairs = [] if whole else [f"{name}.idx" for name in ("fifo", "link", "folder", "file")]
+    pairs = [] if whole else [f"{name}.{suffix}" for name in ("fifo", "link", "folder", "file") for suffix in ("idx", "sha256")]
     assert set(os.listdir(tmp_path)) <= {*pairs, *(path.name for path in (fifo, link, folder, file))}
