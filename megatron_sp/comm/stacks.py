@@ -7,10 +7,12 @@ is no such stack.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
 import time
+from typing import BinaryIO
 
 from megatron_sp.utils.processes import is_stopped
 
@@ -40,26 +42,32 @@ def take_stack(pid: int, descriptor: int) -> str:
     if not number or descriptor == _NONE:
         return ""
     try:
-        before = os.stat(f"/proc/{pid}/fd/{descriptor}").st_size
-        os.kill(pid, number)
-        if is_stopped(pid):
-            os.kill(pid, signal.SIGCONT)
-        return _grown(f"/proc/{pid}/fd/{descriptor}", before)
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # now: who is woken may end at once, and the path with it
+            if os.fstat(file.fileno()).st_size == 0:  # else another rank has asked, and it may have gone on since
+                _signal_main_thread(pid, number)
+            if is_stopped(pid):
+                os.kill(pid, signal.SIGCONT)
+            return _settled(file)
     except OSError:
         return ""
 
 
-def _grown(path: str, before: int) -> str:
-    """What was added to a file, when no more comes."""
-    deadline, size = time.monotonic() + _PATIENCE_S, before
+def _signal_main_thread(pid: int, number: int) -> None:
+    """A stopped process gives a signal that is for all of it to any thread when it goes on, also to one without a Python stack."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
+    if tgkill is None or tgkill(pid, pid, number) != 0:
+        os.kill(pid, number)
+
+
+def _settled(file: BinaryIO) -> str:
+    """All of a file, when no more comes."""
+    deadline, size = time.monotonic() + _PATIENCE_S, 0
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        last, size = size, os.stat(path).st_size
-        if before < last == size:
+        last, size = size, os.fstat(file.fileno()).st_size
+        if 0 < last == size:
             break
-    with open(path, "rb") as file:
-        file.seek(before)
-        return file.read().decode("utf-8", "replace")
+    return file.read().decode("utf-8", "replace")
 
 
 def _signal() -> int:

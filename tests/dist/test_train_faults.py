@@ -154,7 +154,7 @@ def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
     """A folder without write permission (root may write anywhere, so the failure is made)."""
 
     def read_only(rank: int) -> None:
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied")
 
         setup.RunLock = refuse  # type: ignore[assignment, misc]

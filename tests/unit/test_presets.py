@@ -180,12 +180,12 @@ def test_resuming_with_the_arguments_of_the_checkpoint() -> None:
     before = stored("--preset", "gpt2-124m", "--num-layers", "3", "--seq-length", "256", "--max-position-embeddings", "300")
     load = ("--load", "run", "--use-checkpoint-args")
     now = config_of("--preset", "gpt-1.3b", *load)
-    adopt_checkpoint_args(before, now, Path("run"))
+    adopt_checkpoint_args(before, now)
     assert (now.model.num_layers, now.model.hidden_size, now.model.seq_length, now.model.max_positions) == (3, 768, 256, 300)
     assert now.model.hidden_dropout == 0.0
     now.normalize().validate()
     now = config_of("--preset", "gpt-1.3b", *load, "--seq-length", "128")
-    adopt_checkpoint_args(before, now, Path("run"))
+    adopt_checkpoint_args(before, now)
     assert (now.model.num_layers, now.model.seq_length) == (3, 128)
 
 
