@@ -1,16 +1,16 @@
 """How long a save stops training, and what it takes from the steps beside it: saves that are waited for, and saves in the background.
 
-    python benchmarks/save_stall.py [--dir FOLDER] [--json docs/benchmarks/save_stall.json]     124M, some 6 minutes on a quiet machine
+    python benchmarks/save_stall.py [--dir FOLDER] [--json docs/benchmarks/save_stall.json]     124M, some 12 minutes on a quiet machine
     python benchmarks/save_stall.py --sizes 124M 1.3B --rounds 5                                the longer one
 
 Real steps are taken (forward, backward, AdamW on flat buffers, fp32), in turns of a few: without a save, with saves that are waited for,
 with saves in the background, one as soon as the one before has ended. Each round has one turn of each, and what is compared comes from the
 same round. On one thread of two cores a core is free for the save; on two both compute.
 
-    stall       for which training stands still for one save: all of it, or the copy alone
+    stall       for which training stands still for one save: all of it, or the check for nan and the copy alone
     added       what one save adds to a turn, stall included; the quotient of the two kinds is the last column
     slow-down   of the steps while a save is under way: what a turn takes beyond stalls and the turn without a save, over the time in
-                which saves were under way
+                which saves were under way (a step of 256 tokens is 15 % update, which memory bounds; more tokens, less of it)
 
 The second table is a save taken apart, on one and on two ranks: the time spent in hashlib updates and in os.fsync (rank 0's, added up over
 the threads that write files at the same time, so the two may exceed the whole), and beside it a plain copy of the same bytes to the same
@@ -26,7 +26,6 @@ import math
 import os
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import threading
@@ -173,24 +172,32 @@ class Saver:
         for index in range(steps):
             if kind == "waited" and index in (steps // 3, 2 * steps // 3):
                 start = time.perf_counter()
+                self._require_finite()
                 if not (report := checkpointer.save(index + 1, self.tensors, {})).saved:
                     raise RuntimeError(report.reason)
                 stalls.append(time.perf_counter() - start)
-            if background is not None:
-                if (report := background.poll()) is not None:
-                    written.append(report.seconds)
+            if background is not None and not background.in_flight:
                 left = (steps - index) * (sum(lengths) / len(lengths)) if lengths else math.inf
-                if not background.in_flight and left > 1.1 * (written[-1] if written else 0):  # it ends within the turn
+                if left > 1.1 * (written[-1] if written else 0):  # it ends within the turn
                     start = time.perf_counter()
+                    self._require_finite()
                     background.start(index + 1, self.tensors, {})
                     stalls.append(time.perf_counter() - start)
             start = time.perf_counter()
             self._step()
             lengths.append(time.perf_counter() - start)
+            if background is not None and (report := background.poll()) is not None:
+                written.append(report.seconds)
         seconds = time.perf_counter() - began
         if background is not None and (report := background.wait()) is not None:
             written.append(report.seconds)
         return {"seconds": seconds, "stalls": stalls, "written": written, "in_flight": min(sum(written), seconds), "steps": lengths}
+
+    def _require_finite(self) -> None:
+        """As training does in front of each save."""
+        from megatron_sp.training.soundness import require_finite_weights
+
+        require_finite_weights((unit.master for unit in self.units), self.groups, 1)
 
     def save(self, folder: str) -> dict[str, Any]:
         """Save into a new run folder and take it away again."""
@@ -270,11 +277,8 @@ def beside(size: str, threads: int, rounds: int, steps: int, folder: Path) -> di
         child.close()
     both = [*zip(turns["none"], turns["waited"], turns["background"], strict=True)]
     added = [(w["seconds"] - n["seconds"]) / len(w["stalls"]) for n, w, _ in both]
-    # of a save in the background: what the turn takes more, by the time in which saves were under way, for as long as one is
+    of_background = [(b["seconds"] - n["seconds"]) / len(b["stalls"]) for n, _, b in both]
     slow = [(b["seconds"] - sum(b["stalls"]) - n["seconds"]) / b["in_flight"] for n, _, b in both]
-    of_background = [
-        statistics.mean(b["stalls"]) + share * statistics.mean(b["written"]) for (_, _, b), share in zip(both, slow, strict=True)
-    ]
     return {
         "bytes": built["bytes"], "layers": built["layers"], "versions": built["versions"], "threads": threads,
         "step_seconds": Stats.of(s for n in turns["none"] for s in n["steps"]),
@@ -297,7 +301,7 @@ def together(ranks: list[Child], action: str, arguments: Callable[[int], dict[st
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each (default: 3)")
-    parser.add_argument("--steps", type=int, default=6, help="of a turn (default: 6)")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn (default: 8)")
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["124M"], help="models (default: 124M)")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="threads that compute (default: 1 2)")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="numbers of ranks for the second table (default: 1 2)")

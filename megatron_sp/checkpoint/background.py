@@ -98,7 +98,7 @@ class BackgroundSaves:
         began = time.monotonic()
         try:
             copy.wait()
-            report = self._checkpointer.write(snapshot, self._ranks, one_core=True)
+            report = self._checkpointer.write(snapshot, self._ranks, beside=True)
             report.seconds = time.monotonic() - began
             self._report = report
         except BaseException as error:  # raised where somebody asks

@@ -6,7 +6,6 @@ wins, nothing damaged is loaded silently, and any layout reads what any other wr
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Collection
@@ -25,8 +24,6 @@ from megatron_sp.checkpoint.safetensors_file import NamedPiece
 from megatron_sp.checkpoint.together import Together
 from megatron_sp.utils.errors import CheckpointError, DiskError
 from megatron_sp.utils.faults import FaultPlan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -152,22 +149,18 @@ class Checkpointer:
         plan = self._plan(all(self.ranks.each(lambda: self._knows(tensors))))
         return plan.items_of(self.ranks.rank, tensors)
 
-    def write(self, snapshot: Snapshot, ranks: Together | None = None, *, one_core: bool = False) -> SaveReport:
+    def write(self, snapshot: Snapshot, ranks: Together | None = None, *, beside: bool = False) -> SaveReport:
         """Write what was fixed, whole or not at all. Collective.
 
         Args:
             ranks: over whose group the ranks agree, by default this object's own.
-            one_core: work in the calling thread alone, beside those who compute.
+            beside: training goes on meanwhile, so take few cores from it.
         Returns:
             As ``save``; ``seconds`` is left to the caller.
         """
-        ranks = ranks or self.ranks
-        report = self._write(snapshot, ranks, one_core)
-        if not report.saved and ranks.rank == 0:
-            logger.warning("step %d was NOT saved: %s. Training goes on; older checkpoints are untouched.", report.step, report.reason)
-        return report
+        return self._write(snapshot, ranks or self.ranks, beside)
 
-    def _write(self, snapshot: Snapshot, ranks: Together, one_core: bool) -> SaveReport:
+    def _write(self, snapshot: Snapshot, ranks: Together, beside: bool) -> SaveReport:
         step, plan, rank = snapshot.step, snapshot.plan, ranks.rank
         final = self._folder() / commit.step_name(step)
 
@@ -193,7 +186,7 @@ class Checkpointer:
         staging = Path(opened["staging"])
         results = ranks.each(
             lambda: saving.write_own_files(
-                staging, rank, snapshot.items, self._max_file_bytes, lambda point: fault(f"save.{point}"), one_core
+                staging, rank, snapshot.items, self._max_file_bytes, lambda point: fault(f"save.{point}"), beside
             )
         )
         for point in ("save.manifest", "save.rename", "save.prune") if rank else ():

@@ -21,10 +21,15 @@ class FileRecord(NamedTuple):
     sha256: str
 
 
-def io_threads() -> int:
-    """Files to read or write at once: the cores this process may use, shared with the other ranks of its host, at most four."""
+def cores_of_rank() -> int:
+    """The cores this process may use, shared with the other ranks of its host; 0 where there are more ranks than cores."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
-    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks_here))
+    return len(os.sched_getaffinity(0)) // ranks_here
+
+
+def io_threads() -> int:
+    """Files to read or write at once: one on each core of this rank, at most four."""
+    return max(1, min(4, cores_of_rank()))
 
 
 def hash_file(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:

@@ -31,6 +31,7 @@ from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.checkpoint.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
 from megatron_sp.ops.memory import empty
+from megatron_sp.utils import direct_file
 from megatron_sp.utils.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -95,7 +96,7 @@ def write_file(
     items: Sequence[NamedPiece],
     reached: Callable[[str], None] = lambda point: None,
     contents: Callable[[NamedPiece], Tensor] | None = None,
-    one_core: bool = False,
+    in_turn: bool = False,
 ) -> FileRecord:
     """Write one new file and put it on the disk.
 
@@ -105,7 +106,7 @@ def write_file(
         reached: told ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are and nothing is on the disk
             for certain.
         contents: gives a piece's contents when its turn comes (by default those it carries); they are let go before the next ones.
-        one_core: hash and write in turn, not at the same time: slower, and takes one core from those who compute meanwhile.
+        in_turn: hash and write one after the other, not at the same time: slower, and takes one core only.
     Returns:
         Its size and SHA-256, taken from the bytes as they were written.
     Raises:
@@ -117,7 +118,7 @@ def write_file(
         reached("hash")
         digest.update(block)
 
-    size = _write(path, items, _header, contents or _own_contents, reached, update, one_core)
+    size = _write(path, items, _header, contents or _own_contents, reached, update, in_turn)
     return FileRecord(size, digest.hexdigest())
 
 
@@ -140,11 +141,11 @@ def _own_contents(item: NamedPiece) -> Tensor:
 
 def _write(
     path: Path, items: Sequence[NamedPiece], header: Callable[[Sequence[NamedPiece]], bytes], contents: Callable[[NamedPiece], Tensor],
-    reached: Callable[[str], None], update: Callable[[memoryview], None] | None, one_core: bool = False,
+    reached: Callable[[str], None], update: Callable[[memoryview], None] | None, in_turn: bool = False,
 ) -> int:  # fmt: skip
     items = sorted(items, key=lambda item: -item.piece.tensor.element_size())  # keeps every tensor aligned to its own size
-    with open(path, "xb", buffering=0) as file, contextlib.ExitStack() as stack:
-        hasher = None if update is None or one_core else stack.enter_context(ThreadPoolExecutor(1))
+    with direct_file.create(path) as file, contextlib.ExitStack() as stack:
+        hasher = None if update is None or in_turn else stack.enter_context(ThreadPoolExecutor(1))
         size = 0
         for block in _blocks(header(items), items, contents):
             hashed = None  # hashing, writing: both release the interpreter lock
@@ -152,16 +153,14 @@ def _write(
                 hashed = hasher.submit(update, block)
             elif update is not None:
                 update(block)
-            written = 0
-            while written < len(block):
-                written += file.write(block[written:])
+            file.write(block)
             reached("write")
             if hashed is not None:
                 hashed.result()
             size += len(block)
             del block  # else a tensor stays in memory while the next one is made
         reached("shard")
-        os.fsync(file.fileno())
+        file.sync()
     return size
 
 

@@ -10,10 +10,12 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.checkpoint import commit
+from megatron_sp.checkpoint.cores import threads_beside_training
 from megatron_sp.checkpoint.file_records import FileRecord, io_threads
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest
 from megatron_sp.checkpoint.plan import SavePlan
@@ -48,13 +50,13 @@ def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[]
 
 
 def write_own_files(
-    staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, reached: Callable[[str], None], one_core: bool = False
+    staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, reached: Callable[[str], None], beside: bool = False
 ) -> dict[str, Any]:
     """Write and fsync a rank's pieces, several files at once: on a processor without SHA instructions hashing is what takes time.
 
     Args:
         reached: told the points of each file (``write_file``).
-        one_core: the same files, one after the other in the calling thread: training goes on beside it.
+        beside: the same files, by no more threads than training leaves cores, which goes on meanwhile.
     Returns:
         {"files": {name: (bytes, sha256)}} or {"failed": why}; what was written stays for rank 0 to remove.
     """
@@ -64,11 +66,10 @@ def write_own_files(
     paths = [staging / f"rank{rank:05d}-{number:05d}.safetensors" for number in range(len(files))]
     try:
         staging.mkdir(exist_ok=True)  # a shared file system may be slow to show it to other hosts
-        if one_core:
-            records = [write_file(path, file, reached, one_core=True) for path, file in zip(paths, files, strict=True)]
-        else:
-            with ThreadPoolExecutor(threads) as pool:  # leaving it waits for all, also when one has failed
-                records = list(pool.map(write_file, paths, files, [reached] * len(files)))
+        with ThreadPoolExecutor(
+            threads_beside_training() if beside else threads
+        ) as pool:  # leaving it waits for all, also when one has failed
+            records = list(pool.map(partial(write_file, reached=reached, in_turn=beside), paths, files))
         for point in () if records else ("hash", "write", "shard"):
             reached(point)
         fsync_dir(staging)

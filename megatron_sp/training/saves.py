@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_sp.training.run import Run
 
 _PATIENCE_S = 2.0  # for a commit that is nearly through, when a peer is lost
+_KEPT = "older checkpoints are as they were"
 
 
 class Saves:
@@ -81,7 +82,7 @@ class Saves:
         background, step = self._background, self._run.state.progress.step
         began = time.monotonic()
         if background is None:
-            self.save_last()
+            self._save_and_wait("training goes on")
         else:
             self._finish()
             self._run.watchdog.beat(f"copying step {step} for its save")
@@ -95,6 +96,9 @@ class Saves:
 
     def save_last(self) -> None:
         """Save this step, if that has not been done, and wait until the checkpoint stands."""
+        self._save_and_wait(_KEPT)
+
+    def _save_and_wait(self, if_not: str) -> None:
         run = self._run
         began, step = time.monotonic(), run.state.progress.step
         self._finish()
@@ -102,7 +106,7 @@ class Saves:
             run.watchdog.beat(f"saving step {step}")
             self._require_finite()
             report = run.checkpointer.save(step, self._tensors(), self._state())
-            self._note(report, time.monotonic() - began)
+            self._note(report, time.monotonic() - began, if_not)
         run.reporter.pause_ended()
 
     def poll(self) -> None:
@@ -138,10 +142,11 @@ class Saves:
 
     def _note_background(self, report: SaveReport) -> None:
         self._write_s = report.seconds
-        self._note(report, self._stall_s, background_s=report.seconds, time=self._stalled_until)
+        if_not = _KEPT if self._closing else "training goes on"
+        self._note(report, self._stall_s, if_not, background_s=report.seconds, time=self._stalled_until)
 
-    def _note(self, report: SaveReport, stall_s: float, **more: float) -> None:
-        """Say what became of a save, for which training stood still for ``stall_s``."""
+    def _note(self, report: SaveReport, stall_s: float, if_not: str, **more: float) -> None:
+        """Say what became of a save, for which training stood still for ``stall_s``; ``if_not``: what a failure means."""
         run = self._run
         self.failed = not report.saved
         if report.saved:
@@ -153,7 +158,7 @@ class Saves:
             else:
                 run.status.write("running", step=run.state.progress.step, saved_step=report.step)
         else:
-            run.console.line(f"warning: step {report.step} was not saved: {report.reason}; training goes on")
+            run.console.line(f"warning: step {report.step} was not saved: {report.reason}; {if_not}")
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
 
     def _require_finite(self) -> None:

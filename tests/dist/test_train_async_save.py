@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_in_the_background(tmp_path: Path, rank: int) -> Non
         tmp_path, "--save", run, *EVERY_2, "--train-iters", 8, ranks=2, fault=f"full:rank={rank}:at=save.write:step=4",
         setup=lambda _: write_when(lambda: any(r["step"] == 5 for r in records(run)), 4),
     ).expect(0, f"warning: step 4 was not saved: rank {rank}: No space left on device")  # fmt: skip
-    assert "step 4 was NOT saved" in outcome.texts[0]
+    assert outcome.texts[0].count("not saved") == 1 and "training goes on" in outcome.texts[0]
     assert saved_steps(run) == [6, 8] and [(r["step"], r["saved"]) for r in records(run, "save")] == [
         (2, True), (4, False), (6, True), (8, True),
     ]  # fmt: skip

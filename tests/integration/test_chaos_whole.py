@@ -43,4 +43,4 @@ def test_other_weights_are_found_and_the_exit_code_says_so(tmp_path: Path) -> No
     words = [sys.executable, "-m", "megatron_sp.cli", "chaos", str(tmp_path / "here"), "--faults", "2", "--", sys.executable, str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=3600, env={**os.environ, "PORT": str(port)})
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "differs from the clean run" in done.stdout and "0 of 1 runs ended with" in done.stdout
+    assert "differs from the clean run" in done.stdout and "0 of 1 run ended with" in done.stdout

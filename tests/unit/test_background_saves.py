@@ -11,7 +11,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from megatron_sp.checkpoint import host_copy
+from megatron_sp.checkpoint import cores, host_copy
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import read_manifest
@@ -53,6 +53,13 @@ def saves(run: Path, faults: FaultPlan | None = None, **options: int) -> tuple[C
     background = BackgroundSaves(checkpointer)
     assert background.reserve(some_tensors()) is None
     return checkpointer, background
+
+
+def on_cores(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int) -> None:
+    """As on a host with so many cores for this rank, on some of which torch computes."""
+    monkeypatch.setattr(cores, "cores_of_rank", lambda: of_rank)
+    monkeypatch.setattr(cores, "io_threads", lambda: max(1, min(4, of_rank)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
 
 
 def overwrite(tensors: dict[str, GlobalTensor]) -> None:
@@ -150,19 +157,72 @@ def test_memory_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytes
         background.start(1, some_tensors(), {})
 
 
-def test_a_save_in_the_background_writes_and_hashes_in_one_thread(tmp_path: Path) -> None:
-    """Two threads would take both cores of those who compute."""
-    seen: set[int] = set()
+@pytest.mark.parametrize(
+    ("of_rank", "computing", "threads"), [(2, 1, 1), (2, 2, 2), (1, 1, 1), (0, 1, 1), (16, 1, 4), (16, 13, 3), (8, 8, 4)]
+)
+def test_threads_beside_training(monkeypatch: pytest.MonkeyPatch, of_rank: int, computing: int, threads: int) -> None:
+    """On idle cores; where there are none, as many as compute."""
+    on_cores(monkeypatch, of_rank, computing)
+    assert cores.threads_beside_training() == threads
+
+
+@pytest.mark.parametrize(("of_rank", "threads"), [(2, 1), (3, 2)])
+def test_a_save_in_the_background_leaves_cores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, threads: int) -> None:
+    """A file is hashed and written by one thread, and files that go at once have an idle core each."""
+    on_cores(monkeypatch, of_rank, 1)
+    seen: dict[str, set[int]] = {point: set() for point in ("save.hash", "save.write", "save.shard")}
+    together = threading.Barrier(threads)
 
     class Watch(Gate):
         def at(self, point: str, step: int) -> None:
-            if point in ("save.hash", "save.write", "save.shard"):
-                seen.add(threading.get_ident())
+            if point in seen:
+                if threading.get_ident() not in seen["save.hash"]:
+                    together.wait(PATIENCE_S)  # so many threads there are
+                seen[point].add(threading.get_ident())
 
     _, background = saves(tmp_path, Watch(""), max_file_bytes=2000)
     background.start(1, some_tensors(), {})
-    assert background.wait().saved and len(seen) == 1 and threading.get_ident() not in seen  # type: ignore[union-attr]
+    assert background.wait().saved and threading.get_ident() not in seen["save.hash"]  # type: ignore[union-attr]
+    assert len(seen["save.hash"]) == threads and seen["save.hash"] == seen["save.write"] == seen["save.shard"]
     assert len(read_manifest(tmp_path / "checkpoints" / "step-000001").files) > 3
+
+
+@pytest.mark.parametrize(("of_rank", "parts"), [(1, 1), (2, 2)])
+def test_two_cores_copy_where_one_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_rank: int, parts: int) -> None:
+    on_cores(monkeypatch, of_rank, 1)
+    copied: dict[int, int] = {}
+    original = host_copy._copy
+
+    def copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copied[threading.get_ident()] = copied.get(threading.get_ident(), 0) + sum(to.nbytes for to, _ in moves)
+        original(moves)
+
+    monkeypatch.setattr(host_copy, "_copy", copy)
+    _, background = saves(tmp_path)
+    tensors = some_tensors()
+    background.start(1, tensors, {})
+    assert background.wait().saved  # type: ignore[union-attr]
+    total = sum(copied.values())
+    assert sum(n > 0 for n in copied.values()) == parts and total == sum(p.tensor.nbytes for t in tensors.values() for p in t.pieces)
+
+    def fail(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if threading.current_thread() is not threading.main_thread() and moves:
+            raise RuntimeError("a tensor is gone")
+
+    monkeypatch.setattr(host_copy, "_copy", fail)
+    if parts == 2:
+        with pytest.raises(RuntimeError, match="a tensor is gone"):
+            background.start(2, tensors, {})
+
+
+def test_halves() -> None:
+    def moves(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
+
+    for sizes, first in (((), 0), ((9,), 1), ((9, 1), 1), ((1, 9), 1), ((1, 1, 1, 1), 2), ((0, 0), 2), ((4, 1, 1, 1, 1), 1)):
+        given = moves(*sizes)
+        head, tail = host_copy._halves(given)
+        assert [id(to) for to, _ in (*head, *tail)] == [id(to) for to, _ in given] and len(head) == first, sizes
 
 
 def test_what_reserve_counts_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -534,15 +534,12 @@ def test_pruning_counts_complete_ones_only(tmp_path: Path) -> None:
 # Disks that refuse
 
 
-def test_too_little_space_prunes_first_and_then_skips(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_little_space_prunes_first_and_then_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, 10, 20, 30)
     monkeypatch.setattr(saving, "free_bytes", lambda path: 1000)
     checkpointer = Checkpointer(tmp_path, keep_last=2)
     report = checkpointer.save(40, {"w": GlobalTensor.whole(torch.zeros(250))}, {})
     assert not report.saved and "1.2 times" in report.reason and report.path is None
-    assert "step 40 was NOT saved" in caplog.text
     assert list(list_steps(tmp_path / "checkpoints")) == [20, 30]
     assert checkpointer.save(40, {"w": GlobalTensor.whole(torch.zeros(208))}, {}).saved  # 998.4 bytes are needed
 

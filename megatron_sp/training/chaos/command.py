@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 
+from megatron_sp.training.ckpt.text import plural
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
 
 
@@ -44,9 +45,10 @@ def run(args: argparse.Namespace, words: list[str]) -> int:
     for problem in campaign.problems:
         print(f"problem: {problem}")
     minutes = (time.monotonic() - began) / 60
+    problems = f"; {plural(len(campaign.problems), 'problem')}" if campaign.problems else ""
     print(
-        f"{campaign.done} faults in {campaign.rounds} runs, {minutes:.1f} min, seed {args.seed}: {campaign.equal} of {campaign.rounds} runs"
-        f" ended with the clean run's weights, bit for bit" + (f"; {len(campaign.problems)} problems" if campaign.problems else "")
+        f"{plural(campaign.done, 'fault')} in {plural(campaign.rounds, 'run')}, {minutes:.1f} min, seed {args.seed}: {campaign.equal} of"
+        f" {plural(campaign.rounds, 'run')} ended with the clean run's weights, bit for bit{problems}"
     )
     if not sound and not campaign.problems:
         print(f"--minutes {args.minutes:g} were over before all {args.faults} faults")
