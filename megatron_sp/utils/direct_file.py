@@ -115,5 +115,5 @@ def _file_system(fd: int) -> str:
         return ""
     for fields in map(str.split, mounts):
         if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-            return fields[fields.index("-") + 1]
+            return fields[fields.index("-", 6) + 1]
     return ""
