@@ -116,6 +116,11 @@ def _model(config: Config) -> Iterator[str]:
             f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
             f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
         )
+    if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
+        yield (
+            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size ({model.hidden_size}),"
+            " rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
+        )
     yield from _heads(config)
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(model, name) >= 1:

@@ -505,4 +505,24 @@ LAUNCHES = (
         _json(1024, 1, 1, fp16=_FP16_ON),
     ),
     Launch("bigscience: 7B1, embedding normed", _BLOOM + "--embed-layernorm", 8, "blocks today are", _json(1024, 1, 1, fp16=_FP16_ON)),
+    Launch(
+        "lm: gpt, of 2020",
+        _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction", "--warmup")
+        + "--model-parallel-size 2 --data-impl mmap --distributed-backend nccl --checkpoint-activations",
+    ),
+    Launch(
+        "lm: bert, of 2020",
+        _BERT.replace("--lr-warmup-fraction", "--warmup") + "--batch-size 4 --model-parallel-size 1",
+        family="bert",
+    ),
+    Launch(
+        "ds: gpt, of 2020",
+        _OLD.replace("--micro-batch-size 4", "--batch-size 8").replace("--lr-warmup-fraction", "--warmup")
+        + "--model-parallel-size 1 --zero-reduce-bucket-size 50000000 --zero-allgather-bucket-size 5000000000 --zero-contigious-gradients"
+        " --zero-reduce-scatter --checkpoint-activations --checkpoint-num-layers 1 --partition-activations --synchronize-each-layer"
+        " --contigious-checkpointing --zero-stage 2 --deepspeed --deepspeed_config JSON",
+        json=_json(64, 8, 2, fp16=_FP16_ON),
+    ),
+    Launch("ds: sequence parallelism, insisted on", _OLD + "--ds-sequence-parallel-size 4 --force-ds-sequence-parallel"),
+    Launch("amd: llama 3 8B", _LLAMA3_8B + _REAL + "--disable-te-fused-rope"),
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.utils.files import atomic_write_json, require_own
+from megatron_sp.utils.files import atomic_write_json, open_readable, require_own
 
 try:
     import fcntl
@@ -77,7 +77,8 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
     """The stored set if it is whole and sound, else None; ``warn`` if there is one that is not."""
     record_path = folder / f"{key}.json"
     try:
-        record = json.loads(record_path.read_bytes())
+        with open_readable(record_path) as file:
+            record = json.loads(file.read())
         return {name: _load_one(folder / f"{key}-{name}.npy", record[name], *expected[name]) for name in expected}
     except FileNotFoundError:
         return None
@@ -89,6 +90,7 @@ def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arr
 
 def _load_one(path: Path, checksum: object, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     try:
+        open_readable(path).close()
         array: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # not np.load: that takes archives and pickles as well
     except OSError:
         raise

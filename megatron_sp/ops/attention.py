@@ -88,6 +88,13 @@ def choose_kernel(backend: str, device_type: str, dtype: torch.dtype, dropout: f
     Raises:
         RuntimeError: ``flash`` was demanded where flash-attn cannot run.
     """
+    chosen = _choose(backend, device_type, dtype, dropout)
+    if dropout > 0 and chosen.name != "reference":
+        return AttentionKernel(chosen.name, f"{chosen.reason}; attention dropout's masks depend on the layout in it")
+    return chosen
+
+
+def _choose(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
     flash = availability.find("flash_attn")
     lack = (
         "it needs a GPU" if device_type != "cuda"

@@ -66,33 +66,45 @@ class Residency:
         """Where a unit may lie."""
         return self._buffers[unit]
 
+    def take(self, unit: int, upcoming: Sequence[int]) -> int:
+        """Give a unit that is nowhere a buffer, for it is used now.
+
+        Args:
+            unit: that is used.
+            upcoming: the uses that follow, in order.
+        """
+        buffers = self._buffers[unit]
+        return self._give(unit, max(buffers, key=lambda buffer: self._next_use(buffer, upcoming)))
+
     def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
-        """Give a unit that is nowhere a buffer; None if all of its pool hold ``busy`` units, or one that is needed before it.
+        """Give a unit that is nowhere a buffer before it is used; None if all of its pool hold ``busy`` units, or one needed before it.
 
         Args:
             unit: to come.
-            upcoming: the uses that follow, in order; ``unit`` is among them or used now.
+            upcoming: the uses that follow, in order.
             busy: units that stay where they are.
         """
-        assert unit not in self.place
         free = [b for b in self._buffers[unit] if self.holds[b] not in busy or self.holds[b] is None]
         if not free:
             return None
-
-        def next_use(buffer: int) -> int:
-            held = self.holds[buffer]
-            if held is None:
-                return len(upcoming) + 1
-            return upcoming.index(held) if held in upcoming else len(upcoming)
-
-        best = max(free, key=next_use)
-        if unit in upcoming and next_use(best) < upcoming.index(unit):
+        best = max(free, key=lambda buffer: self._next_use(buffer, upcoming))
+        if unit in upcoming and self._next_use(best, upcoming) < upcoming.index(unit):
             return None
-        held = self.holds[best]
+        return self._give(unit, best)
+
+    def _next_use(self, buffer: int, upcoming: Sequence[int]) -> int:
+        held = self.holds[buffer]
+        if held is None:
+            return len(upcoming) + 1
+        return upcoming.index(held) if held in upcoming else len(upcoming)
+
+    def _give(self, unit: int, buffer: int) -> int:
+        assert unit not in self.place
+        held = self.holds[buffer]
         if held is not None:
             del self.place[held]
-        self.holds[best], self.place[unit] = unit, best
-        return best
+        self.holds[buffer], self.place[unit] = unit, buffer
+        return buffer
 
     def passing(self, unit: int, upcoming: Sequence[int]) -> list[int]:
         """Units whose buffers do not last and that are neither used now, nor next."""
@@ -137,7 +149,7 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
             for other in residency.passing(unit, upcoming):
                 residency.leave(other)
             if unit not in residency.place:
-                residency.admit(unit, upcoming)
+                residency.take(unit, upcoming)
                 fetched.append((unit, False))
             if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
                 fetched.append((upcoming[0], True))

@@ -115,18 +115,17 @@ class WholeWeights:
         upcoming = self._uses[self._at : self._at + LOOK_AHEAD * len(self._order)]  # not all of a step's: they may be a hundred thousand
         for other in self._residency.passing(index, upcoming):
             self._release(other)
+        held = list(self._residency.holds)
         if index not in self._residency.place:
-            self._start(index, upcoming, ())
+            buffer = self._residency.take(index, upcoming)
+            self._start(index, buffer, held[buffer])
         if self.overlap and upcoming and upcoming[0] not in self._residency.place:
-            self._start(upcoming[0], upcoming, (index,))
+            free = self._residency.admit(upcoming[0], upcoming, (index,))
+            if free is not None:
+                self._start(upcoming[0], free, held[free])
 
-    def _start(self, index: int, upcoming: Sequence[int], busy: tuple[int, ...]) -> None:
-        before = list(self._residency.holds)
-        buffer = self._residency.admit(index, upcoming, busy)
-        if buffer is None:
-            assert busy, f"no buffer for {self.units[index].name}"
-            return
-        evicted = before[buffer]
+    def _start(self, index: int, buffer: int, evicted: int | None) -> None:
+        """Fetch a unit into the buffer that it has been given, where ``evicted`` was."""
         if evicted is not None:
             for handle in self._handles.pop(evicted, ()):  # fetched, and never used
                 handle.wait()

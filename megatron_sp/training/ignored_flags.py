@@ -48,6 +48,10 @@ REWRITTEN: dict[str, Rewrite] = {
     "tokenizer-name-or-path": Rewrite((("tokenizer-model", None),)),
     "use-rms-norm": Rewrite((("normalization", "RMSNorm"),)),
     "no-tie-embed-logits": Rewrite((("untie-embeddings-and-output-weights", "true"),)),
+    # Megatron-LM 1, of 2019 and 2020
+    "model-parallel-size": Rewrite((("tensor-model-parallel-size", None),)),
+    "batch-size": Rewrite((("micro-batch-size", None),)),  # of a data-parallel rank; there was no accumulation
+    "warmup": Rewrite((("lr-warmup-fraction", None),)),
     "override-lr-scheduler": Rewrite((("override-opt-param-scheduler", "true"),)),
     "use-checkpoint-lr-scheduler": Rewrite((("use-checkpoint-opt-param-scheduler", "true"),)),
 }
@@ -104,7 +108,7 @@ _IGNORED_SWITCHES = {
         cross-entropy-loss-fusion no-persist-layer-norm use-mcore-models use-legacy-models enable-cuda-graph external-cuda-graph
         te-rng-tracker inference-rng-tracker disable-mem-efficient-ln disable-jit-fuser synchronize-each-layer delay-wgrad-compute
         ds-fused-adam cpu-torch-adam use-torch-optimizer-for-cpu-offload use-te-activation-func use-transformer-engine-op-fuser
-        abort-on-unmet-fused-kernel-constraints cross-entropy-loss-fusion-te no-weight-gradient-accumulation-fusion
+        abort-on-unmet-fused-kernel-constraints disable-te-fused-rope cross-entropy-loss-fusion-te no-weight-gradient-accumulation-fusion
         use-fused-weighted-squared-relu fused-residual-rmsnorm use-fused-rmsnorm-te use-turbo-attention cuda-graph-share-io-buffers
         tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
         disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag disable-tp-comm-split-rs""",
@@ -129,7 +133,7 @@ _IGNORED_SWITCHES = {
     _GARBAGE: "manual-gc no-manual-gc-eval",
     _ENGINE: """
         deepspeed deepscale no-pipeline-parallel deepspeed-activation-checkpointing use-tutel sync-tp-duplicated-parameters
-        repeated-dataloader skip-warmup use-dataset-only custom-token-counting""",
+        repeated-dataloader skip-warmup use-dataset-only custom-token-counting force-ds-sequence-parallel""",
     _COMMUNICATION: """
         overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
         no-async-tensor-model-parallel-allreduce no-delay-grad-reduce delay-grad-reduce no-align-grad-reduce delay-param-gather
@@ -141,7 +145,8 @@ _IGNORED_SWITCHES = {
         distribute-saved-activations distribute-checkpointed-activations no-clone-scatter-output-in-embedding partition-activations
         contigious-checkpointing checkpoint-in-cpu scattered-embeddings split-transformers memory-centric-tiled-linear use-pin-memory
         overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params init-model-with-meta-device use-precision-aware-optimizer
-        reuse-grad-buf-for-mxfp8-param-ag fine-grained-activation-offloading torch-memory-saver""",
+        zero-reduce-scatter zero-contigious-gradients reuse-grad-buf-for-mxfp8-param-ag fine-grained-activation-offloading
+        torch-memory-saver""",
     _DATA: """
         no-mmap-bin-files mmap-warmup no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader no-data-sharding""",
     "every loss and gradient is checked, and a bad step is skipped": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
@@ -174,7 +179,9 @@ _IGNORED_VALUES = {
     _COMMUNICATION: """
         cp-comm-type hierarchical-context-parallel-sizes ddp-bucket-size ddp-num-buckets nccl-communicator-config-path lazy-mpu-init
         high-priority-stream-groups tp-comm-bootstrap-backend distributed-timeout-seconds-after-init""",
-    _MEMORY: "empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context",
+    _MEMORY: """
+        empty-unused-memory-level tile-factor recompute-modules offload-modules multiprocessing-context zero-reduce-bucket-size
+        zero-allgather-bucket-size""",
     "every loss and gradient is checked, and a bad step is skipped": "rerun-mode error-injection-rate error-injection-type",
     "replicas are checked by the tests, not while training, for now": "check-weight-hash-across-dp-replicas-interval",
     "ranks agree on stopping in every step without it": "train-sync-interval",
@@ -233,7 +240,7 @@ _REFUSED = {
     "attention today is causal, over the whole sequence or a window (--window-size) that is the same in every layer and head": """
         window-attn-skip-freq multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         rotary-scaling-factor mscale mscale-all-dim cache-mla-latents qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold
-        softmax-type force-ds-sequence-parallel mtp-num-layers mtp-loss-scaling-factor attention-head-type attention-output-gate
+        softmax-type mtp-num-layers mtp-loss-scaling-factor attention-head-type attention-output-gate
         linear-attention-type linear-attention-freq experimental-attention-variant attn-logit-softcapping""",
     "a sequence is cut over the ranks (--sequence-parallel-size N), its MLPs run in pieces (--mlp-chunks N) and what blocks save to the"
     " host (--offload-activations); attention itself is not cut into chunks in host memory": """

@@ -68,6 +68,23 @@ def open_own(path: str | Path, flags: int) -> BinaryIO:
         raise
 
 
+def open_readable(path: str | Path) -> BinaryIO:
+    """Open a file for reading, through links too, but nothing else than a regular file: none that is waited for, or has no end.
+
+    Raises:
+        OSError: as any open; or it is a folder, a FIFO, a device or a socket, which ``strerror`` says.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and should be a file", str(path))
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def require_own(path: str | Path) -> None:
     """Of a file that we are about to write, or read, as ours.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.utils.errors import DataError
-from megatron_sp.utils.files import open_own
+from megatron_sp.utils.files import open_own, open_readable
 
 _OF_EVALUATION = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("start", "valid", "test"))
 _MOST_STATUS_BYTES = 1 << 24
@@ -26,7 +26,8 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = file.read_bytes().split(b"\n")
+        with open_readable(file) as opened:
+            lines = opened.read().split(b"\n")
     except OSError as error:
         hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
         raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None

@@ -263,6 +263,8 @@ CHOICES = [
     ("fused", "cuda", torch.float16, 0.0, True, "sdpa", "asked for"),
     ("unfused", "cuda", torch.float16, 0.0, True, "reference", "asked for"),
     ("local", "cpu", torch.float32, 0.1, False, "reference", "asked for"),
+    ("auto", "cuda", torch.bfloat16, 0.1, True, "flash", "attention dropout's masks depend on the layout"),
+    ("fused", "cpu", torch.float32, 0.1, False, "sdpa", "attention dropout's masks depend on the layout"),
 ]  # fmt: skip
 
 
@@ -273,6 +275,7 @@ def test_the_choice_of_a_kernel(
     monkeypatch.setattr(attention_module.availability, "find", lambda name: flash(found))
     chosen = choose_kernel(backend, device, dtype, dropout)
     assert chosen.name == kernel and reason in chosen.reason
+    assert ("depend on the layout" in chosen.reason) == (dropout > 0 and kernel != "reference")
 
 
 @pytest.mark.parametrize("device, dtype, found, lack", [

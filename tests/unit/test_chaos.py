@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import ckpts
 import pytest
@@ -18,8 +19,9 @@ from waiting import PATIENCE_S, wait_until
 from megatron_sp import cli
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.commit import list_steps
+from megatron_sp.config import Config
 from megatron_sp.training.chaos import faults, jobs
-from megatron_sp.training.chaos.campaign import MARK, Campaign, Tally, claim
+from megatron_sp.training.chaos.campaign import MARK, Campaign, Tally, claim, require_settled
 from megatron_sp.training.chaos.jobs import Job, Watch, in_child
 from megatron_sp.training.chaos.prove import differences
 from megatron_sp.utils.errors import CheckpointError, ConfigError
@@ -143,6 +145,29 @@ def test_equal_runs_and_others(tmp_path: Path) -> None:
 
 
 # Processes
+
+
+@pytest.mark.parametrize(
+    "flags, mode, asks",
+    [
+        ({"sp_overlap_comm": True}, {"mode": "split-qkv", "chunks": 1}, "add --sp-overlap-mode split-qkv, which"),
+        ({"sp_overlap_mode": "auto"}, {"mode": "chunked", "chunks": 2}, "add --sp-overlap-mode chunked --sp-head-chunks 2, which"),
+        ({"sp_overlap_mode": "chunked"}, {"mode": "chunked", "chunks": 2}, None),
+        ({"sp_overlap_comm": True, "sequence_parallel_size": 1}, None, None),
+    ],
+)  # fmt: skip
+def test_what_timing_settles_is_refused(flags: dict[str, Any], mode: dict[str, Any] | None, asks: str | None) -> None:
+    """Restarted before its first save a run would choose anew, and the choice is in the last bits of its losses."""
+    config = Config()
+    config.parallel.sequence_parallel_size = 2
+    for name, value in flags.items():
+        setattr(config.parallel, name, value)
+    record = {"config": config.to_dict(), "environment": {"layout": {"sp_overlap": mode}}}
+    if asks is None:
+        require_settled(record)
+        return
+    with pytest.raises(ConfigError, match=asks):
+        require_settled(record)
 
 
 def test_only_what_we_have_started_gets_a_signal(tmp_path: Path) -> None:

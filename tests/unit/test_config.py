@@ -65,6 +65,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model__norm_epsilon": 0.0}, "norm_epsilon (0.0) must be above 0"),
     ({"model__swiglu": True, "model__squared_relu": True}, "--swiglu and --squared-relu exclude each other: give one activation"),
     ({"model__geglu": True, "model__relu": True, "model__swiglu": True}, "--swiglu and --geglu and --relu exclude each other"),
+    (
+        {"model__geglu": True, "model__hidden_size": 20},
+        "the MLP would have no width: with --geglu it is 8/3 * hidden_size (20), rounded down to a multiple of 64, and that is 0;"
+        " give --ffn-hidden-size",
+    ),
     ({"model__window_size": 0}, "--window-size (0) must be at least 1"),
     (
         {"model__use_rope_scaling": True},

@@ -101,6 +101,14 @@ def test_damage_is_rebuilt_with_a_warning(name: str, tmp_path: Path, caplog: pyt
     assert make.calls == 2 and not caplog.records  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["k.json", "k-a.npy"])
+def test_a_fifo_in_the_cache_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    cached_arrays(tmp_path, "k", EXPECTED, make)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    check(cached_arrays(tmp_path, "k", EXPECTED, make))
+
+
 @pytest.mark.filterwarnings("ignore:Reading `.npy`", "ignore:Data type alias")  # what numpy says of some of the damage
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """numpy leaves a damaged header to Python's parser and tokenizer, whose errors differ from version to version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def _one_by_one(num_buffers: int, micro_batches: int, ahead: bool) -> list[tuple
     for at, unit in enumerate(uses):
         upcoming = uses[at + 1 :]
         if unit not in residency.place:
-            residency.admit(unit, upcoming)
+            residency.take(unit, upcoming)
             fetched.append((unit, False))
         if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
             fetched.append((upcoming[0], True))
@@ -113,6 +114,13 @@ def test_a_unit_that_comes_later_does_not_displace_one_that_comes_before() -> No
     residency.admit(2, [2, 1, 3])
     assert residency.admit(3, [2, 1, 3]) is None
     assert residency.admit(3, [3, 1, 2]) is not None and 1 in residency.place
+
+
+def test_a_unit_that_is_used_now_takes_a_buffer_whoever_comes_before_its_next_use() -> None:
+    residency = Residency([Pool((1, 2, 3), 2)])
+    residency.take(1, [2, 3, 1, 2, 3])
+    residency.take(2, [3, 1, 2, 3])
+    assert residency.take(3, [1, 2, 3]) == 1 and residency.place == {1: 0, 3: 1}
 
 
 @pytest.mark.parametrize("how", tiny.RECOMPUTE)
@@ -164,7 +172,7 @@ def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: b
     for at, unit in enumerate(uses):
         upcoming = uses[at + 1 :]
         if unit not in residency.place:
-            residency.admit(unit, upcoming)
+            residency.take(unit, upcoming)
             fetched.append((unit, False))
         if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
             fetched.append((upcoming[0], True))
@@ -206,6 +214,19 @@ def test_the_next_unit_is_fetched_ahead(overlap: bool) -> None:
         assert (str(following) in weights.whole_units) == overlap
     weights.forget()
     assert weights.whole_units == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@pytest.mark.parametrize("order", [ORDER, range(LAYERS + 2), [*range(LAYERS + 2), 0]], ids=["training", "validation", "validation, tied"])
+def test_a_unit_in_use_is_whole_whatever_the_order(order: Sequence[int], num_buffers: int, overlap: bool) -> None:
+    """Also in a validation, whose next micro-batch needs the first blocks before it needs the last ones again, and out of order."""
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(num_buffers), order=ORDER, overlap=overlap)
+    weights.start_step(3, order)
+    for unit in [*order, *order, 3, 2, 5, *order]:
+        weights.need(unit)
+        assert str(unit) in weights.whole_units
 
 
 def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_sp.training.run_page.page import name_apart, page
 from megatron_sp.training.run_page.reading import read_run
 from megatron_sp.training.run_page.summary import figures, state_of
 from megatron_sp.training.run_page.time_use import Span, attempts, merged, slow_steps, time_line, totals
+from megatron_sp.utils.errors import DataError
 
 NAN = math.nan
 
@@ -89,6 +91,20 @@ def resumed(tmp_path: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------------- markup
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run_status.json", "LOCK", "overlap-trace.json", "nonfinite-step-1.json"])
+def test_a_file_that_is_a_fifo_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "run")
+    log.start(0)
+    log.steps(1, 3)
+    (log.folder / name).unlink(missing_ok=True)
+    os.mkfifo(log.folder / name)
+    if name == "metrics.jsonl":  # without it there is no page
+        with pytest.raises(DataError, match=r"metrics.jsonl cannot be read: it is a FIFO"):
+            read_run(log.folder)
+        return
+    assert len([note for note in read_run(log.folder).notes if name in note]) == 1
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

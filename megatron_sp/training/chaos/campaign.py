@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.config import Config
 from megatron_sp.training.chaos import faults
 from megatron_sp.training.chaos.faults import KINDS, Kind, Scene
 from megatron_sp.training.chaos.jobs import Job, Watch, in_child, start_built_in, start_command
@@ -108,6 +109,7 @@ class Campaign:
         saves = [r for r in watch.of("save") if r.get("saved")]
         if len(saves) < 3:
             raise ConfigError(f"the training saves {len(saves)} times only: give it a --save-interval a fifth of its --train-iters or less")
+        require_settled(watch.of("start")[0])
         steps = max((r["step"] for r in watch.of("train")), default=0)
         self.say(f"clean run: {steps} steps, {len(saves)} saves, {time.monotonic() - began:.1f} s, of which {self._start_s:.1f} to start")
 
@@ -255,6 +257,23 @@ class _After:
 
 def _last(job: Job) -> str:
     return "\n".join(f"    {line[:300]}" for line in job.text().splitlines()[-6:])
+
+
+def require_settled(start: dict[str, Any]) -> None:
+    """Of the record with which a training starts: nothing is settled by timing, which may come out otherwise when it starts anew.
+
+    Raises:
+        ConfigError: --sp-overlap-mode is.
+    """
+    parallel = Config.from_dict(start["config"])[0].parallel
+    if parallel.sequence_parallel_size > 1 and parallel.overlap_mode == "auto":
+        chosen = start["environment"]["layout"]["sp_overlap"]
+        chunks = f" --sp-head-chunks {chosen['chunks']}" if chosen["mode"] == "chunked" else ""
+        raise ConfigError(
+            "the training settles --sp-overlap-mode by timing; killed before its first save it may choose another mode, whose sums differ"
+            f" in the last bits: add --sp-overlap-mode {chosen['mode']}{chunks}, which it has chosen now, in place of the flags that say"
+            " auto"
+        )
 
 
 def claim(folder: Path) -> None:

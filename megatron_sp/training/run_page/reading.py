@@ -14,6 +14,7 @@ from typing import Any
 from megatron_sp.config import Config
 from megatron_sp.training.run_page.time_use import Attempt, attempts
 from megatron_sp.utils.errors import ConfigError, DataError
+from megatron_sp.utils.files import open_readable
 from megatron_sp.utils.run_history import History, Record, number, repetitions, replay
 from megatron_sp.utils.run_log import read_records
 
@@ -125,7 +126,8 @@ def _json(path: Path, notes: list[str]) -> Record:
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")
-        record = json.loads(path.read_text(encoding="utf-8"))
+        with open_readable(path) as file:
+            record = json.loads(file.read(LARGEST_FILE_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
