@@ -13,16 +13,20 @@ import os
 import socket
 import sys
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.run import main
+try:
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousConnectionError,
+        RendezvousHandler,
+        RendezvousParameters,
+        RendezvousTimeoutError,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+    from torch.distributed.run import main
+except (ImportError, MemoryError) as error:  # too little address space looks like this
+    print(f"error: torch cannot be imported: {error or type(error).__name__} (doctor says what is missing here)", file=sys.stderr)
+    sys.exit(2)
 
 BACKEND = "reachable-c10d"
 EXIT_PEER_LOST = 7

@@ -18,19 +18,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.data.classification import GLUE, Example, TextTable, check_labels, labels_of, read_examples
 from megatron_sp.training.arguments import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.program import run_program
+
+if TYPE_CHECKING:  # imports numpy, which wants memory: run_program() finds words where there is none
+    from megatron_sp.data.classification import Example, TextTable
 
 _COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group": "group"}
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """This tool's own flags, and those of pretraining."""
+    from megatron_sp.data.classification import GLUE
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help",
@@ -57,6 +62,8 @@ def table_of(options: argparse.Namespace) -> TextTable:
     Raises:
         ConfigError: --epochs is no number of passes.
     """
+    from megatron_sp.data.classification import GLUE, TextTable
+
     if not 0 < options.epochs < 1e6:
         raise ConfigError(f"--epochs ({options.epochs}) must be above 0: passes over the training examples")
     table = GLUE.get(options.task, TextTable())
@@ -99,6 +106,8 @@ def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
 
 def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], None]) -> tuple[list[Example], list[Example]]:
     """The training and the validation examples."""
+    from megatron_sp.data.classification import read_examples
+
     found = []
     for path in (options.train_data, options.valid_data):
         examples, skipped = read_examples(path, table, skip_bad_lines=options.skip_bad_lines)
@@ -109,6 +118,8 @@ def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], Non
 
 
 def main(argv: list[str] | None = None) -> None:
+    from megatron_sp.data.classification import check_labels, labels_of
+
     options, rest = parse(argv)
     talks = os.environ.get("RANK", "0") == "0"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
 
-from megatron_sp.data.section_task import write_task
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer, run_program
 
@@ -35,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.train, args.valid) < 1 or args.classes < 2:
         parser.error("there must be two classes at least, and a passage of each to train and to validate on")
+    from megatron_sp.data.section_task import write_task  # imports numpy, which wants memory
+
     try:
         task = write_task(args.corpus, args.output, args.classes, args.train, args.valid)
     except ReportedError as error:

@@ -7,8 +7,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
 
-from megatron_sp.data.preprocess_cli import main
 from megatron_sp.utils.program import run_program
+
+
+def main() -> int:
+    from megatron_sp.data.preprocess_cli import main  # imports numpy, which wants memory
+
+    return main()
+
 
 if __name__ == "__main__":
     run_program(main)

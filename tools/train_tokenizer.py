@@ -9,7 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
 
-from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.output_file import require_place
 from megatron_sp.utils.program import integer, run_program
@@ -17,6 +16,9 @@ from megatron_sp.utils.program import integer, run_program
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
+    # imports numpy, which wants memory
+    from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
+
     parser = argparse.ArgumentParser(
         description="Train a lossless SentencePiece BPE model with byte fallback, or a WordPiece vocabulary, on JSONL.", allow_abbrev=False
     )

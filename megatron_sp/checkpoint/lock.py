@@ -2,10 +2,11 @@
 
 It is created with O_EXCL and says who holds it (host, pid, start of the process); its modification time is a heartbeat. Whoever finds
 it decides: on the same machine the process table tells whether the holder lives (pid and start time, so a reused pid does not
-count); from another machine only the heartbeat does, and its age is measured against the file system's own clock, since the
-clocks of two hosts may differ. A dead holder's lock is taken over and that is said; who may do that is settled by a lock of the kernel's
-on LOCK.takeover, which dies with its holder, so that this file means nothing when it is left behind. A job of several hosts that goes
-on after one of them was booted anew finds its own lock under another boot id: it waits for a heartbeat, or until there can be none.
+count), and who held it before this machine was booted is dead; from another machine only the heartbeat does, and its age is measured
+against the file system's own clock, since the clocks of two hosts may differ. A dead holder's lock is taken over and that is said; who
+may do that is settled by a lock of the kernel's on LOCK.takeover, which dies with its holder, so that this file means nothing when it is
+left behind. A job of several hosts that goes on after one of them was booted anew finds its own lock under another boot id: it waits
+for a heartbeat, or until there can be none.
 What is no file, or lies in the future, says nothing about anybody: it is refused at once, by name.
 """
 
@@ -26,11 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_sp.utils.errors import LockError
-from megatron_sp.utils.files import open_own, require_own
+from megatron_sp.utils.files import file_system, open_own, require_own
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "LOCK"
+OF_ONE_HOST = ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "tmpfs")  # file systems that one kernel mounts at a time
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
 _FUTURE_SECONDS = 5.0  # a heartbeat may come between our look at the clock and that at the file; beyond this a clock was wrong
@@ -120,7 +122,7 @@ class RunLock:
     def _sign_of_own_job(self) -> int | None:
         """When the holder touched the lock, in ns; None unless it is of this job, out of sight, and not silent for long."""
         holder = _read(self.path)
-        if not self._me["job"] or holder.get("job") != self._me["job"] or _is_alive(holder) is not None:
+        if not self._me["job"] or holder.get("job") != self._me["job"] or _is_alive(holder, self.path) is not None:
             return None
         age = self._age()
         try:
@@ -134,7 +136,7 @@ class RunLock:
         holder, age = _read(self.path), self._age()
         if age is None:
             return None
-        who, alive = _name(holder), _is_alive(holder)
+        who, alive = _name(holder), _is_alive(holder, self.path)
         if alive is None and age < -_FUTURE_SECONDS:
             raise LockError(
                 f"{self.path.parent} was in use by {who}, and {self.path} was touched {-age:.0f} s from now, by the clock of its file"
@@ -215,7 +217,7 @@ def holder_of(run_dir: str | Path) -> Holder | None:
     except OSError:
         return None
     holder = _read(path)
-    return Holder(_name(holder), max(0.0, age), _is_alive(holder))
+    return Holder(_name(holder), max(0.0, age), _is_alive(holder, path))
 
 
 def _require_file(path: Path) -> None:
@@ -275,10 +277,16 @@ def _start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _is_alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder lives, as far as this machine can tell; None: it is on another one."""
+def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
+    """Whether the holder lives, as far as this machine can tell; None: it is on another one.
+
+    Args:
+        path: of the lock; may be gone meanwhile.
+    """
     here = _this_process()
     pid = holder.get("pid")
+    if _is_of_earlier_boot(holder, here, path):
+        return False
     if holder.get("host") != here["host"] or holder.get("machine") != here["machine"] or not isinstance(pid, int) or pid <= 0:
         return None
     if here["machine"]:
@@ -291,6 +299,21 @@ def _is_alive(holder: dict[str, Any]) -> bool | None:
     except PermissionError:
         return True
     return True
+
+
+def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path) -> bool:
+    """Whether the holder ran on this machine before it was booted.
+
+    Another boot id is not enough, nor with it the host's name, which clones share: only on a file system of this machine's own can
+    nobody else have written the lock. Nor is that alone, as this machine may serve its file system to others, whose names differ.
+    """
+    before, now = (str(process.get("machine") or "").partition(" ")[0] for process in (holder, here))
+    if not before or not now or before == now or holder.get("host") != here["host"]:
+        return False
+    try:
+        return file_system(path) in OF_ONE_HOST
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

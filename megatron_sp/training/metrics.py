@@ -10,19 +10,27 @@ hexadecimal (``loss_hex``), where no digit is lost.
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import logging
 import math
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from megatron_sp.config import LoggingConfig
 from megatron_sp.ops import availability
 from megatron_sp.utils import output
 from megatron_sp.utils.files import open_own
+
+_LEAST_FREE = 64 << 10  # bytes; below that, a file that others write counts as lost
 
 
 class MetricsLog:
@@ -37,17 +45,19 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, config: LoggingConfig, rank: int, resolved: dict[str, Any]) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._sinks: list[Callable[[dict[str, Any]], None]] = []
-        self._closers: list[Callable[[], None]] = []
+        self._sinks: list[tuple[str, Callable[[dict[str, Any]], None]]] = []
+        self._closers: list[tuple[str, Callable[[], None]]] = []
         self.lost: dict[str, str] = {}  # what could not be written at least once, and why
         self._is_first = True
         self._lost_streams: dict[str, str] = {}
         if rank != 0:
             return
-        self._sinks.append(self._append)
+        self._sinks.append(("metrics.jsonl", self._append))
         if config.tensorboard_dir:
+            self._watch_threads("tensorboard", "TensorBoard")
             self._guard("TensorBoard", lambda: self._add_tensorboard(config))
         if config.wandb_project:
+            self._watch_threads("wandb", "W&B")
             self._guard("W&B", lambda: self._add_wandb(config, run_dir, resolved))
 
     def write(self, kind: str, **values: Any) -> None:
@@ -56,12 +66,12 @@ class MetricsLog:
             self._lost_streams = lost
             self.write("lost_output", step=values.get("step", 0), **lost)
         record = {"kind": kind, "time": time.time(), **values}
-        for sink in self._sinks:
-            self._guard("metrics.jsonl" if sink == self._append else "a tracker", lambda sink=sink: sink(record))  # type: ignore[misc]
+        for what, sink in self._sinks:
+            self._guard(what, lambda sink=sink: sink(record))  # type: ignore[misc]
 
     def close(self) -> None:
-        for closer in self._closers:
-            self._guard("a tracker", closer)
+        while self._closers:  # what was opened last is closed first
+            self._guard(*self._closers.pop())
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps({k: _plain(v) for k, v in record.items()}) + "\n"
@@ -83,25 +93,59 @@ class MetricsLog:
                 if isinstance(value, (int, float)) and key not in ("step", "time") and math.isfinite(value):
                     writer.add_scalar(f"{record['kind']}/{key}", value, record.get("step", 0))
 
-        self._sinks.append(sink)
-        self._closers.append(writer.close)
+        self._sinks.append(("TensorBoard", sink))
+        self._closers.append(("TensorBoard", writer.close))
 
     def _add_wandb(self, config: LoggingConfig, run_dir: Path, resolved: dict[str, Any]) -> None:
+        self._closers.append(("logging", functools.partial(setattr, logging, "raiseExceptions", logging.raiseExceptions)))
+        logging.raiseExceptions = False  # its own log may be on a full disk, of which logging would tell in a traceback for each line
         run = availability.load("wandb").init(project=config.wandb_project, name=config.wandb_exp_name, dir=str(run_dir), config=resolved)
-        self._sinks.append(
-            lambda record: run.log(
-                {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}, step=record.get("step")
-            )
-        )
-        self._closers.append(run.finish)
+
+        def sink(record: dict[str, Any]) -> None:
+            values = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
+            run.log(values, step=record.get("step"))
+            if shutil.disk_usage(run_dir).free < _LEAST_FREE:  # a process of its own writes them, and tells nobody when it cannot
+                raise OSError(errno.ENOSPC, "hardly any space is left on the device", str(run_dir))
+
+        self._sinks.append(("W&B", sink))
+        self._closers.append(("W&B", run.finish))
+
+    def _watch_threads(self, package: str, what: str) -> None:
+        """Until ``close()``, an error that ends a thread of a tracker is said as any other of it, not as a traceback."""
+        before = threading.excepthook
+
+        def hook(ended: threading.ExceptHookArgs) -> None:
+            if ended.exc_value is not None and _goes_through(ended.exc_traceback, package):
+                self._lose(what, ended.exc_value)
+            else:
+                before(ended)
+
+        def restore() -> None:
+            if threading.excepthook is hook:
+                threading.excepthook = before
+
+        threading.excepthook = hook
+        self._closers.append((what, restore))
 
     def _guard(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # whatever a tracker does wrong, training goes on
-            if what not in self.lost:
-                self.lost[what] = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                print(f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True)
+            self._lose(what, error)
+
+    def _lose(self, what: str, error: BaseException) -> None:
+        if what not in self.lost:
+            self.lost[what] = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            print(f"warning: {what} cannot be written ({error}); training goes on without it", file=sys.stderr, flush=True)
+
+
+def _goes_through(trace: TracebackType | None, package: str) -> bool:
+    """Whether code of a package is among the frames of an error."""
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _plain(value: Any) -> Any:

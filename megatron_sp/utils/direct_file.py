@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_sp.utils.files import file_system
+
 _FILE_SYSTEMS = ("ext4", "xfs")
 _ALIGN = 4096  # of memory, offsets and lengths; a disk that wants more says EINVAL
 _BUFFER_BYTES = 8 << 20
@@ -32,7 +34,7 @@ class DirectFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.is_direct = _file_system(fd) in _FILE_SYSTEMS and self._leave_out_cache(True)
+        self.is_direct = file_system(fd) in _FILE_SYSTEMS and self._leave_out_cache(True)
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES) if self.is_direct else None  # aligned to a page
         self._filled = 0
 
@@ -104,16 +106,3 @@ def create(path: Path) -> Iterator[DirectFile]:
     """
     with open(path, "xb", buffering=0) as file:
         yield DirectFile(file.fileno())
-
-
-def _file_system(fd: int) -> str:
-    """Type of the file system on which a file lies, as /proc has it; nothing where that cannot be told."""
-    device = os.fstat(fd).st_dev
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for fields in map(str.split, mounts):
-        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-            return fields[fields.index("-", 6) + 1]
-    return ""

@@ -21,6 +21,19 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)  # fil
 _MODES = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "rb+"}
 
 
+def file_system(where: int | str | Path) -> str:
+    """Type of the file system on which a file lies (its descriptor or path), as /proc has it; nothing where that cannot be told."""
+    device = os.stat(where).st_dev
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for fields in map(str.split, mounts):
+        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+            return fields[fields.index("-", 6) + 1]
+    return ""
+
+
 def fsync_dir(path: str | Path) -> None:
     """Put a folder's entries (files created, renamed or removed in it) on the disk; a no-op where that is not supported."""
     try:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megatron_sp.utils import output
-from megatron_sp.utils.address_space import watch_import_of_torch
+from megatron_sp.utils.address_space import watch_imports
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_DISK, EXIT_INTERRUPTED, EXIT_OK, ReportedError
 from megatron_sp.utils.flag_field import MAX_COUNT
 
@@ -99,7 +99,7 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     A failure of standard output has a code of its own (``utils/output.py``); the others are as ``code_of`` has them.
     """
     code, as_usual = 1, True
-    watch_import_of_torch()
+    watch_imports()
     try:
         with output.checked():
             try:

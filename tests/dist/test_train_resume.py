@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from training import KILLED, assert_same_run, assert_same_tensors, records, saved_steps, state, status, tensors, trace, train, write_data
 
+from megatron_sp.checkpoint import lock
+from megatron_sp.utils import processes
+
 SAVE_EVERY_2 = ("--save-interval", 2, "--no-async-save")  # a kill in a step finds the one before it saved
 IN_BACKGROUND = ("--save-interval", 2)
 VARIANTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -113,6 +116,24 @@ def test_killed_in_a_step(tmp_path: Path, clean: Path, point: str, rank: int) ->
     assert_same_run(run, clean)
     assert status(run)["status"] == "done" and status(run)["message"] == ""
     assert not (run / "LOCK").exists()
+
+
+@pytest.mark.parametrize("kind, code", [("ext4", 0), ("nfs4", 8)])
+def test_the_machine_was_booted_meanwhile(tmp_path: Path, clean: Path, kind: str, code: int) -> None:
+    """On a disk of its own, the same command goes on at once; on one that several share, the holder may be their namesake."""
+    run = tmp_path / "run"
+    flags = ("--save", run, *SAVE_EVERY_2, "--auto-resume")
+    train(tmp_path, *flags, ranks=2, fault="kill:at=step.forward:step=4").expect(KILLED)
+    assert (run / "LOCK").exists()
+
+    def boot(rank: int) -> None:
+        lock._machine = processes.machine = lambda: "another-boot pid:[4026531836]"
+        lock.file_system = lambda path: kind  # type: ignore[assignment]
+
+    outcome = train(tmp_path, *flags, ranks=2, setup=boot).expect(code, "step-000002" if code == 0 else "is in use by pid ")
+    if code == 0:
+        assert "which is gone" in outcome.text and not (run / "LOCK").exists()
+        assert_same_run(run, clean)
 
 
 POINTS = ["begin", "copy", "hash", "write", "shard", "manifest", "rename", "prune"]

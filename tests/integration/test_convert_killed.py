@@ -38,20 +38,27 @@ def convert(source: Path, target: str, output: Path) -> int:
 CHANGES = {"open", "mkdir", "write", "pwrite", "truncate", "ftruncate", "flush", "close", "fsync", "replace", "rename", "unlink", "rmdir"}
 
 
-def in_child(source: Path, target: str, output: Path, number: int = 0, at: int = -1) -> tuple[int, int]:
+def in_child(source: Path, target: str, output: Path, number: int = 0, at: int = -1) -> tuple[int, int, int]:
     """Convert in a forked child that gets signal ``number`` just before its change ``at``.
 
     Returns:
-        exit code, negative for a signal that ended it, and how many changes it was about to make before it ended by itself.
+        exit code, negative for a signal that ended it; how many changes it was about to make before it ended by itself, and before the
+        first that wrote.
     """
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code, changes = 1, itertools.count()
+        code, changes, reading = 1, itertools.count(), [0]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a suite in its background has it ignored
 
         def before(frame: FrameType, event: str, function: object) -> None:
-            ours = event == "c_call" and getattr(function, "__name__", "") in CHANGES and "megatron_sp" in frame.f_code.co_filename
-            if ours and next(changes) == at:
+            name = getattr(function, "__name__", "") if event == "c_call" and "megatron_sp" in frame.f_code.co_filename else ""
+            if name not in CHANGES or isinstance(getattr(function, "__self__", None), str):  # a text has a replace() too
+                return
+            index = next(changes)
+            if name in ("write", "pwrite") and not reading[0]:
+                reading[0] = index
+            if index == at:
                 os.kill(os.getpid(), number)
 
         try:
@@ -61,12 +68,12 @@ def in_child(source: Path, target: str, output: Path, number: int = 0, at: int =
             code = convert(source, target, output)
             sys.setprofile(None)
         finally:
-            os.write(writes, str(next(changes)).encode())
+            os.write(writes, f"{next(changes)} {reading[0]}".encode())
             os._exit(code)
     os.close(writes)
     with os.fdopen(reads) as pipe:
-        made = int(pipe.read() or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), made
+        made, read = map(int, (pipe.read() or "0 0").split())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), made, read
 
 
 OTHERS = ("megatron_sp", "megatron", "megatron-dist", "megatron-deepspeed")
@@ -76,7 +83,7 @@ OTHERS = ("megatron_sp", "megatron", "megatron-dist", "megatron-deepspeed")
 def test_killed_on_the_way(tmp_path: Path, target: str) -> None:
     """Spread over the whole conversion; a few of the last changes come when all is in its place."""
     source = write_run(model(), tmp_path / "run")
-    code, changes = in_child(source, target, tmp_path / "whole")
+    code, changes, _ = in_child(source, target, tmp_path / "whole")
     assert code == 0 and changes > 4 * MOMENTS
     expected = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*"))
     for moment in range(MOMENTS):
@@ -94,12 +101,12 @@ def test_killed_on_the_way(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_at_all(tmp_path: Path, number: int) -> None:
     source = write_run(model(), tmp_path / "run")
-    changes = in_child(source, "hf", tmp_path / "whole")[1]
+    _, changes, reading = in_child(source, "hf", tmp_path / "whole")
     shutil.rmtree(tmp_path / "whole")
-    for moment in (1, 2, 3):
-        code, made = in_child(source, "hf", tmp_path / "out", number, at=changes * moment // 4)
-        reads = moment == 1  # it may be reading still, and then it ends as any program
-        assert (code == 130 or (reads and code == -number)) and os.listdir(tmp_path) == ["run"], (code, made, moment)
+    for at in (reading // 2, *(reading + (changes - reading) * quarter // 4 for quarter in range(4))):
+        code, made, _ = in_child(source, "hf", tmp_path / "out", number, at)
+        may_end_it = at < reading  # nothing is there yet, so it may end as any program
+        assert (code == 130 or (may_end_it and code == -number)) and os.listdir(tmp_path) == ["run"], (code, made, at)
 
 
 def test_what_an_earlier_kill_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

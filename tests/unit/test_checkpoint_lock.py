@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from waiting import PATIENCE_S, wait_until
 
 from megatron_sp.checkpoint import lock
-from megatron_sp.checkpoint.lock import RunLock
+from megatron_sp.checkpoint.lock import RunLock, holder_of
 from megatron_sp.utils.errors import LockError
 
 
@@ -84,7 +84,9 @@ def test_a_reused_pid_is_not_the_holder(tmp_path: Path, caplog: pytest.LogCaptur
     assert "took over the lock" in caplog.text
 
 
-@pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"machine": "another pid namespace"}, {"host": "elsewhere", "pid": 1 << 30}])
+@pytest.mark.parametrize(
+    "changes", [{"host": "elsewhere"}, {"machine": f"{lock._machine().partition(' ')[0]} pid:[1]"}, {"host": "elsewhere", "pid": 1 << 30}]
+)
 def test_on_another_machine_only_the_heartbeat_counts(changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     forge(tmp_path, age_s=60, **changes)
     with pytest.raises(LockError, match=r"last sign of life \d+ s ago.*taken over by itself after 120 s"):
@@ -92,6 +94,26 @@ def test_on_another_machine_only_the_heartbeat_counts(changes: dict[str, Any], t
     forge(tmp_path, age_s=200, **changes)
     RunLock(tmp_path).close()
     assert "took over the lock" in caplog.text
+
+
+@pytest.mark.parametrize("kind, host, is_gone", [
+    ("ext4", None, True), ("xfs", None, True), ("nfs4", None, False), ("", None, False),
+    ("ext4", "a client of ours", False),
+])  # fmt: skip
+def test_a_holder_of_before_the_machine_was_booted(
+    kind: str, host: str | None, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only where no other machine can have written the lock, and only under this machine's name, is the holder dead for sure."""
+    monkeypatch.setattr(lock, "file_system", lambda path: kind)
+    forge(tmp_path, age_s=1, machine="an-earlier-boot pid:[4026531836]", **({"host": host} if host else {}))
+    held = holder_of(tmp_path)
+    assert held is not None and held.is_alive is (False if is_gone else None)
+    if is_gone:
+        RunLock(tmp_path).close()
+        assert "took over the lock" in caplog.text
+    else:
+        with pytest.raises(LockError, match="taken over by itself after 120 s"):
+            RunLock(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1]", b'{"pid": "x"}', b"[" * 9000, b'{"pid": -1}'])

@@ -22,7 +22,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(data))
         return write(fd, data)
 
-    monkeypatch.setattr(direct_file, "_file_system", lambda fd: "ext4")
+    monkeypatch.setattr(direct_file, "file_system", lambda fd: "ext4")
     monkeypatch.setattr(direct_file.fcntl, "fcntl", lambda *args: 0)
     monkeypatch.setattr(direct_file.os, "write", recorded)
     return lengths
@@ -50,10 +50,10 @@ def test_contents(tmp_path: Path, seed: int) -> None:
 def test_where_the_page_cache_is_left_out(tmp_path: Path) -> None:
     with direct_file.create(tmp_path / "file") as file:
         flags = direct_file.fcntl.fcntl(file._fd, direct_file.fcntl.F_GETFL)
-        is_known = direct_file._file_system(file._fd) in ("ext4", "xfs")
+        is_known = direct_file.file_system(file._fd) in ("ext4", "xfs")
         assert bool(flags & os.O_DIRECT) == file.is_direct == is_known
     with open("/proc/self/status") as status:
-        assert direct_file._file_system(status.fileno()) == "proc"
+        assert direct_file.file_system(status.fileno()) == "proc"
 
 
 def test_only_whole_pages_go_around_it(tmp_path: Path, direct: list[int]) -> None:
@@ -109,7 +109,7 @@ def test_a_file_system_that_does_not_know_the_flag(tmp_path: Path, monkeypatch: 
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
 
-    monkeypatch.setattr(direct_file, "_file_system", lambda fd: "xfs")
+    monkeypatch.setattr(direct_file, "file_system", lambda fd: "xfs")
     monkeypatch.setattr(direct_file.fcntl, "fcntl", refuse)
     assert not put(tmp_path / "file", b"x" * 5000)
     assert (tmp_path / "file").read_bytes() == b"x" * 5000

@@ -106,6 +106,7 @@ def test_a_file_system_without_such_locks(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("then, waits", [("silence", 3), ("given back", 1), ("heartbeat", 1)])
 def test_a_host_that_was_started_anew_waits_for_its_own_job(then: str, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boot id is another, so the process table says nothing of the holder: its next heartbeat does, or that none comes."""
+    monkeypatch.setattr(lock, "file_system", lambda path: "nfs4")
     forge(tmp_path, 5, machine="an earlier boot", job="mine")
     pauses: list[float] = []
 
@@ -130,6 +131,7 @@ def test_a_host_that_was_started_anew_waits_for_its_own_job(then: str, waits: in
 
 @pytest.mark.parametrize("mine, theirs", [("mine", "another"), ("", ""), ("mine", None)])
 def test_another_jobs_lock_is_not_waited_for(mine: str, theirs: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "file_system", lambda path: "nfs4")
     forge(tmp_path, 5, machine="an earlier boot", job=theirs)
     monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
     with pytest.raises(LockError, match="is in use by"):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import errno
+import importlib.util
+import io
 import json
+import logging
 import math
+import os
+import shutil
+import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,3 +116,102 @@ def test_a_tracker_that_breaks_later(tmp_path: Path, monkeypatch: pytest.MonkeyP
     log.close()
     assert capsys.readouterr().err.count("no network") == 1
     assert [r["step"] for r in read_records(tmp_path)[0]] == [1, 2, 3]
+
+
+def defined_in(file: Path, module: str, source: str) -> types.ModuleType:
+    """A module of that name, as an error's frames show it."""
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+THREADED = """
+import threading
+
+class Worker(threading.Thread):
+    error = None
+
+    def run(self):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            self.error = error
+            raise
+
+class SummaryWriter:
+    def __init__(self, folder, max_queue):
+        self.worker = Worker()
+        self.worker.start()
+        self.worker.join()
+
+    def add_scalar(self, name, value, step):
+        raise self.worker.error
+
+    def close(self):
+        self.worker.join()
+"""
+
+
+def test_tensorboard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its writer's thread ends with the error, which every later call raises again."""
+    hook = threading.excepthook
+    package = defined_in(tmp_path / "writer.py", "tensorboard.summary.writer.event_file_writer", THREADED)
+    monkeypatch.setattr(availability, "load", lambda name: package)
+    log = MetricsLog(tmp_path, LoggingConfig(tensorboard_dir=str(tmp_path)), 0, {})
+    for step in (1, 2):
+        log.write("train", step=step, loss=1.0)
+    log.close()
+    said = capsys.readouterr().err
+    assert said == "warning: TensorBoard cannot be written ([Errno 28] No space left on device); training goes on without it\n"
+    assert log.lost == {"TensorBoard": "No space left on device"} and threading.excepthook is hook
+    assert [r["step"] for r in read_records(tmp_path)[0]] == [1, 2]
+
+
+def test_an_error_in_another_thread_is_not_taken_for_a_tracker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    monkeypatch.setattr(availability, "load", lambda name: types.SimpleNamespace(SummaryWriter=Writer))
+    log = MetricsLog(tmp_path, LoggingConfig(tensorboard_dir=str(tmp_path)), 0, {})
+    worker = threading.Thread(target=lambda: {}["absent"])
+    worker.start()
+    worker.join()
+    log.close()
+    assert [one.exc_type for one in ended] == [KeyError] and log.lost == {}
+
+
+class Offline:
+    """As W&B is: a process of its own writes the records, and its log is written through ``logging``."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self.logged, self.logger, handler = 0, logging.Logger("wandb"), logging.StreamHandler(io.StringIO())
+        handler.flush = flush  # type: ignore[method-assign]
+        self.logger.addHandler(handler)
+
+    def log(self, *_: object, **__: object) -> None:
+        self.logged += 1
+        self.logger.warning("published")
+
+    def finish(self) -> None:
+        self.logger.warning("finished")
+
+
+@pytest.mark.parametrize("free, lost", [(1 << 30, False), (4096, True)])
+def test_wandb_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int, lost: bool
+) -> None:
+    def flush() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run, usage = Offline(flush), collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(availability, "load", lambda name: types.SimpleNamespace(init=lambda **_: run))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 0, free))
+    log = MetricsLog(tmp_path, LoggingConfig(wandb_project="p"), 0, {})
+    for step in (1, 2):
+        log.write("train", step=step)
+    log.close()
+    said = capsys.readouterr().err
+    assert said.count("warning: W&B cannot be written") == len(said.splitlines()) == lost, said
+    assert run.logged == 2 and ("W&B" in log.lost) == lost and logging.raiseExceptions

@@ -57,11 +57,11 @@ def test_integers_of_the_command_line_are_bounded(capsys: pytest.CaptureFixture[
         assert says in capsys.readouterr().err
 
 
-def with_little_address_space(*words: str) -> subprocess.CompletedProcess[str]:
+def with_little_address_space(*words: str, mib: int = 300) -> subprocess.CompletedProcess[str]:
     """A program with so little of it that importing torch ends in an ImportError; with a little more, in an abort."""
     return subprocess.run(
         [sys.executable, *words], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-        env=os.environ | {"COLUMNS": "300"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20)),
+        env=os.environ | {"COLUMNS": "300"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20)),
     )  # fmt: skip
 
 
@@ -70,6 +70,19 @@ def test_too_little_address_space_for_torch_is_said_before_it_is_imported(words:
     done = with_little_address_space(f"tools/{words[0]}", *words[1:])
     assert done.returncode == 2, done.stderr
     assert "300 MiB of address space (ulimit -v)" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["preprocess_data", "train_tokenizer", "finetune_classifier"])
+def test_too_little_address_space_for_numpy_is_said_before_it_is_imported(tool: str) -> None:
+    done = with_little_address_space(f"tools/{tool}.py", "--help", mib=90)
+    assert done.returncode == 2, done.stderr
+    assert "90 MiB of address space (ulimit -v), and numpy alone" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_launcher_of_several_hosts_says_that_torch_cannot_be_imported() -> None:
+    done = with_little_address_space("scripts/torchrun_across_hosts.py", "--help")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "torch cannot be imported" in done.stderr or "OpenBLAS" in done.stderr, done.stderr
 
 
 def test_doctor_says_that_torch_has_too_little_address_space() -> None:
