@@ -28,6 +28,7 @@ from megatron_sp.config import Config, raise_all
 from megatron_sp.config_rules import inference_violations
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layout import Layout
+from megatron_sp.training.stored_config import stored_configuration
 from megatron_sp.training.stored_model import Stored, find_stored
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
 from megatron_sp.utils.program import leave
@@ -121,9 +122,7 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 def stored_config(options: argparse.Namespace) -> Config:
     """What the checkpoint says of its model and run; weights are not looked at. On any rank alone. Raises CheckpointError."""
     folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
-    config, _ = Config.from_dict(Checkpointer(None).read_state(folder).get("config"))
-    config.normalize()
-    return config
+    return stored_configuration(Checkpointer(None).read_state(folder), normalize=True)[0]
 
 
 def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:

@@ -21,6 +21,7 @@ from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.training.environment import versions
 from megatron_sp.training.sample_history import SampleHistory
+from megatron_sp.training.stored_config import stored_configuration
 from megatron_sp.utils.errors import CheckpointError
 
 # fields whose change makes the stored weights those of another model
@@ -180,7 +181,7 @@ def check_structure(stored: dict[str, Any], config: Config) -> list[str]:
     Raises:
         CheckpointError: the model has another shape; a table of the differences.
     """
-    old, _ = Config.from_dict(stored.get("config"))
+    old, _ = stored_configuration(stored)
     if old.model.vocab_size is None:
         old.model.vocab_size = config.model.vocab_size
     rows = []
@@ -217,7 +218,7 @@ def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
     Returns:
         Whether the tokenizer is; its paths are those of the training (``run_tokenizer.find_tokenizer``).
     """
-    old, _ = Config.from_dict(stored.get("config"))
+    old, _ = stored_configuration(stored)
     takes_tokenizer = config.data.tokenizer_type is None
     if takes_tokenizer:
         for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "eod_id"):

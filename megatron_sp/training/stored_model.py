@@ -16,6 +16,7 @@ from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.models.transformer import shard_specs
 from megatron_sp.parallel.layout import Layout
+from megatron_sp.training.stored_config import stored_configuration
 from megatron_sp.utils.errors import CheckpointError, DataError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
@@ -83,10 +84,9 @@ def find_stored(
         run = checkpointer.find(run, step)
     folder = Path(run)
     state = checkpointer.read_state(folder)
-    config, warnings = Config.from_dict(state.get("config"))
+    config, warnings = stored_configuration(state, normalize=True)
     for warning in warnings:
         warn(warning)
-    config.normalize()
     shapes = checkpointer.tensor_shapes(folder)
     if WORD_EMBEDDINGS not in shapes:
         raise CheckpointError(f"{folder} holds no {what}: it has no tensor {WORD_EMBEDDINGS}")
