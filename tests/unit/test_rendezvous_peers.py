@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -208,6 +209,13 @@ def test_a_stopped_process_is_woken_for_its_stacks() -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert take_stack(pid, 3) == ""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "tgkill"), reason="glibc has it since 2.30")
+def test_the_signal_for_a_stack_is_for_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's other threads do not take it, as they may any that is for all of it: they may have no Python stack."""
+    monkeypatch.setattr(stacks.os, "kill", lambda *_: pytest.fail("sent to the whole process"))
+    stacks._signal_main_thread(os.getpid(), 0)
 
 
 def test_a_stack_is_read_when_no_more_of_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
