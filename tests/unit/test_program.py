@@ -211,6 +211,20 @@ run_program(lambda: print("main"))
         assert done.returncode == 0 and sorted(done.stdout.split("\n")) == ["", "a thread", "main", "registered"], done
 
 
+def test_after_a_failure_too_what_was_logged_and_printed_is_there() -> None:
+    program = """
+import logging.handlers, sys
+from megatron_sp.utils.program import leave
+sys.modules["torch"] = sys  # looks loaded, so that the interpreter's own end is left out
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stderr)))
+logging.warning("logged")
+print("printed")
+leave(7, as_usual=False)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "printed\n", "logged\n")
+
+
 def _never(*_: Any) -> None:
     raise AssertionError("called")
 
