@@ -221,7 +221,8 @@ logging.warning("logged")
 print("printed")
 leave(7, as_usual=False)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, env=buffered)
     assert (done.returncode, done.stdout, done.stderr) == (7, "printed\n", "logged\n")
 
 
