@@ -8,7 +8,6 @@ processes bring: their start-up, a copy of the indices in each, and the shared m
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -20,8 +19,6 @@ from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.digests import sample_digest
 from megatron_sp.data.samplers import Order, deal, next_ids
 from megatron_sp.utils.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 
@@ -116,7 +113,7 @@ class BatchLoader:
         """Read the samples of one micro-batch."""
         samples = [self.dataset[int(i)] for i in ids]
         batch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
-        batch["sample_ids"] = torch.from_numpy(np.array(ids, np.int64))
+        batch["sample_ids"] = torch.from_numpy(ids)  # int64, and of this step alone
         if self.pin_memory:
             batch = {name: value.pin_memory() for name, value in batch.items()}
         if self._digests:
@@ -127,11 +124,4 @@ class BatchLoader:
 def _discard(futures: list[Future[Batch]]) -> None:
     """Forget a wrong guess: what has not begun is cancelled; an error in the rest concerns nobody."""
     for future in futures:
-        if not future.cancel():
-            future.add_done_callback(_swallow)
-
-
-def _swallow(future: Future[Batch]) -> None:
-    error = future.exception()
-    if error is not None:
-        logger.debug("an error in a batch that was read ahead and not needed: %s", error)
+        future.cancel()

@@ -13,7 +13,7 @@ import pytest
 from megatron_sp import cli
 from megatron_sp.data import digest_file, indexed_dataset
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.utils.errors import EXIT_DATA, DiskError
+from megatron_sp.utils.errors import EXIT_DATA, DataError, DiskError
 
 
 @pytest.fixture
@@ -88,3 +88,38 @@ def test_what_is_no_digest_file_is_said(prefix: Path, text: str, capsys: pytest.
 def test_where_nothing_can_be_written(prefix: Path) -> None:
     with pytest.raises(DiskError, match="cannot be written"):
         digest_file.write(str(prefix.parent / "none" / "x"), {".bin": "0" * 64, ".idx": "0" * 64})
+
+
+def test_all_of_a_set_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is synced when it is whole, and the folder after each rename."""
+    synced: list[tuple[int, int]] = []
+    folder, fsync, replace = tmp_path.stat().st_ino, os.fsync, os.replace
+
+    def remember(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def rename(before: str, after: str) -> None:
+        if renamed:
+            assert synced[-1][0] == folder, "the rename before is not on the disk"
+        status = os.stat(before)
+        assert (status.st_ino, status.st_size) in synced, f"{after} is not on the disk"
+        renamed.append(after)
+        replace(before, after)
+
+    renamed: list[str] = []
+    monkeypatch.setattr(os, "fsync", remember)
+    monkeypatch.setattr(os, "replace", rename)
+    with IndexedDatasetWriter(tmp_path / "x", vocab_size=1000) as writer:
+        writer.add_document(np.arange(20))
+    assert len(renamed) == 3 and synced[-1][0] == folder
+    renamed.clear()
+    digest_file.write(str(tmp_path / "x"), {".bin": "0" * 64, ".idx": "1" * 64})
+    assert len(renamed) == 1 and synced[-1][0] == folder
+
+
+def test_a_fifo_in_its_place_is_not_waited_for(prefix: Path) -> None:
+    (file := prefix.with_name("x.sha256")).unlink()
+    os.mkfifo(file)
+    with pytest.raises(DataError, match="is not as sha256sum writes it"):
+        digest_file.read(str(prefix))

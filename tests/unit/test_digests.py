@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -31,6 +32,13 @@ def test_one_other_token_or_label_is_another_digest() -> None:
     assert len({known, sample_digest(sample(tokens=7)), sample_digest(sample(labels=7))}) == 3
     assert sample_digest(sample(loss_mask=0)) == known, "what is masked follows from tokens and flags"
     assert 0 <= known < 2**48 and int(float(known)) == known
+
+
+def test_rows_of_a_wider_table_count_by_their_contents() -> None:
+    spread = {name: np.stack([value, value], 1)[:, 0] for name, value in sample().items()}
+    assert not spread["tokens"].flags.c_contiguous and sample_digest(spread) == sample_digest(sample())
+    narrow = {name: np.stack([value, value], 1).astype("<i4")[:, 0] for name, value in sample().items()}
+    assert not narrow["tokens"].flags.c_contiguous and sample_digest(narrow) == sample_digest(sample())
 
 
 def test_the_digest_is_this_one() -> None:
@@ -82,6 +90,34 @@ def test_a_history_comes_back_and_names_the_first_difference() -> None:
     assert found is not None and found.startswith("sample 6 (number 2 of step 2): its tokens were others then") and "--mock-data" in found
     found = kept.first_difference(mock(num=7), "single", 1, None)
     assert found is not None and found.startswith("sample 7 (number 3 of step 2): the data set has only 7 samples now")
+
+
+def test_ranks_share_the_reading_and_give_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 meets its difference, sample 9, earlier in its share than rank 0 its own, and sample 6 is the first all the same."""
+    kept, found, read = history(mock()), {}, {}
+
+    class Changed(MockGPTDataset):
+        def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+            seen.append(i)
+            return mock(2)[i] if i in (6, 9) else super().__getitem__(i)
+
+    for told in (None, [(6, "of rank 0"), (9, "of rank 1")]):
+        for rank in range(2):
+            seen: list[int] = []
+            found[rank] = None
+
+            def gather(value: object, group: object, rank: int = rank, told: object = told) -> object:
+                found[rank] = value
+                return told or [value]
+
+            group = types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
+            monkeypatch.setattr(sample_history, "gather_json", gather)
+            data = Changed(seq_length=8, num_samples=40, seed=1, tokenizer=ByteTokenizer())
+            answer = kept.first_difference(data, "single", 1, group)  # type: ignore[arg-type]
+            read[rank] = seen
+            assert told is None or answer == "of rank 0"
+    assert read == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7, 9]}, "and none behind the first difference of its own"
+    assert [value[0] for value in found.values()] == [6, 9]  # type: ignore[index]
 
 
 def test_only_the_last_steps_are_kept_and_no_more_than_state_json_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

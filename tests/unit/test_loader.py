@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from megatron_sp.data.dataset import Sample, make_sample
 from megatron_sp.data.loader import BatchLoader
@@ -26,7 +26,7 @@ class Counting:
         return self.n
 
     def __getitem__(self, i: int) -> Sample:
-        self.gate.wait(10)
+        self.gate.wait(PATIENCE_S)
         self.read.append(i)
         if i == self.bad:
             raise DataError(f"sample {i} is bad")
@@ -101,6 +101,40 @@ def test_an_error_in_a_wrong_guess_concerns_nobody() -> None:
         loader.step(0, 2)
         wait_until(lambda: 5 in data.read)
         assert loader.step(8, 2)[0]["sample_ids"].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("by", ["a wrong guess", "close"])
+def test_what_nobody_waits_for_is_not_read(by: str) -> None:
+    """The only thread is held in the first batch that it reads ahead; the others have not begun."""
+    data = Counting()
+    with BatchLoader(data, micro_batch_size=2, num_workers=1) as loader:
+        loader.step(0, 1)
+        wait_until(lambda: len(data.read) == 4)
+        data.gate.clear()
+        loader._read_ahead(20, 4)
+        assert loader._ahead is not None
+        _, ahead = loader._ahead
+        wait_until(ahead[0].running)
+        thread = threading.Thread(target=loader.close if by == "close" else lambda: loader.step(0, 1))
+        thread.start()
+        wait_until(lambda: all(future.cancelled() for future in ahead[1:]) or not thread.is_alive())
+        data.gate.set()
+        thread.join()
+        assert not {22, 24, 26} & set(data.read)
+        if by == "close":
+            assert loader._ahead is None
+
+
+def test_a_batch_has_memory_of_its_own() -> None:
+    """Whoever writes into it does not write into the data, or into a later batch."""
+    data = Counting()
+    kept = make_sample(np.arange(6), None)
+    data.__class__ = type("Kept", (Counting,), {"__getitem__": lambda self, i: kept})
+    loader = BatchLoader(data, micro_batch_size=1, order="cyclic")
+    for value in loader.step(0, 1)[0].values():
+        value.fill_(0)
+    again = loader.step(0, 1)[0]
+    assert again["tokens"].tolist() == [[0, 1, 2, 3, 4]] and again["sample_ids"].tolist() == loader.global_sample_ids(0, 1).tolist()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -196,6 +196,8 @@ def test_what_was_registered_for_the_end_is_done_by_the_process_that_registered_
     program = """
 import atexit, os, sys, threading
 from megatron_sp.utils.program import leave, run_program
+if sys.argv[1] == "torch":
+    sys.modules["torch"] = sys  # looks loaded, so the interpreter's own end is left out, which would do all of this
 atexit.register(os.write, 1, b"registered\\n")
 threading.Thread(target=lambda: (threading.main_thread().join(0.01), os.write(1, b"a thread\\n"))).start()
 if sys.argv[1] == "fork":
@@ -204,9 +206,24 @@ if sys.argv[1] == "fork":
     os.wait()
 run_program(lambda: print("main"))
 """
-    for word in ("plain", "fork"):
+    for word in ("plain", "fork", "torch"):
         done = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and sorted(done.stdout.split("\n")) == ["", "a thread", "main", "registered"], done
+
+
+def test_after_a_failure_too_what_was_logged_and_printed_is_there() -> None:
+    program = """
+import logging.handlers, sys
+from megatron_sp.utils.program import leave
+sys.modules["torch"] = sys  # looks loaded, so that the interpreter's own end is left out
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stderr)))
+logging.warning("logged")
+print("printed")
+leave(7, as_usual=False)
+"""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, env=buffered)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "printed\n", "logged\n")
 
 
 def _never(*_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.comm import peers as peers_module
-from megatron_sp.comm import rendezvous
+from megatron_sp.comm import rendezvous, stacks
 from megatron_sp.comm.peers import Peers, first_line, is_peer_failure
 from megatron_sp.comm.rendezvous import fresh_store
 from megatron_sp.comm.stacks import offer_stack, take_stack
@@ -200,12 +201,34 @@ def test_a_stopped_process_is_woken_for_its_stacks() -> None:
         wait_until(lambda: is_stopped(pid))
         peers = Peers(["a"], [pid], [HERE])
         assert peers.stopped_here() == [0] and peers.dead_here(0.0) == []
-        text = take_stack(pid, int(os.read(ours, 9)))
+        descriptor = int(os.read(ours, 9))
+        text = take_stack(pid, descriptor)
         assert "test_a_stopped_process_is_woken_for_its_stacks" in text and not is_stopped(pid)
+        assert take_stack(pid, descriptor) == text, "who asks later gets the same: the process has gone on since"
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert take_stack(pid, 3) == ""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "tgkill"), reason="glibc has it since 2.30")
+def test_the_signal_for_a_stack_is_for_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's other threads do not take it, as they may any that is for all of it: they may have no Python stack."""
+    monkeypatch.setattr(stacks.os, "kill", lambda *_: pytest.fail("sent to the whole process"))
+    stacks._signal_main_thread(os.getpid(), 0)
+
+
+def test_a_stack_is_read_when_no_more_of_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parts = tmp_path / "stack", ["", "a", "b", "", "c"]
+
+    def writes_meanwhile(_: float) -> None:
+        with open(path, "a") as file:
+            file.write(parts.pop(0))
+
+    path.touch()
+    monkeypatch.setattr(stacks.time, "sleep", writes_meanwhile)
+    with open(path, "rb") as file:
+        assert stacks._settled(file) == "ab" and parts == ["c"]
 
 
 def test_first_line() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 import socket
+import warnings
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
@@ -41,6 +44,26 @@ def test_the_connection_of_the_rendezvous_has_the_limit(program: ModuleType, joi
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert tcp(connection, socket.TCP_USER_TIMEOUT) == limit * 1000
         assert tcp(connection, socket.TCP_KEEPIDLE) == tcp(connection, socket.TCP_KEEPINTVL) == limit // 4
+
+
+def test_looking_at_connections_leaves_none_open(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that lead elsewhere nor, when the limit is set, the one that was looked for; one may close meanwhile."""
+    monkeypatch.setattr(program, "create_handler", lambda *_: None)
+    monkeypatch.setattr(program, "_Backend", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(program, "create_backend", lambda parameters: (None, SimpleNamespace(port=port)))
+        with socket.create_connection(("127.0.0.1", port)) as wanted, socket.create_connection(other.getsockname()) as elsewhere:
+            listed = os.listdir("/proc/self/fd")
+            gone = next(n for n in range(3, 10**6) if str(n) not in listed)
+            monkeypatch.setattr(program.os, "listdir", lambda _: [str(gone), *listed])
+            monkeypatch.setattr(program, "_is_socket", lambda name: int(name) in (gone, wanted.fileno(), elsewhere.fileno()))
+            with warnings.catch_warnings(record=True) as said:  # Python closes what is left open, and says so
+                warnings.simplefilter("always")
+                program.create_rendezvous(RendezvousParameters(program.BACKEND, "127.0.0.1", "job", 1, 1, join_timeout="60"))
+                gc.collect()
+            assert [str(w.message) for w in said] == []
+            assert tcp(wanted, socket.TCP_USER_TIMEOUT) == 60_000 and tcp(elsewhere, socket.TCP_USER_TIMEOUT) == 0
 
 
 @pytest.mark.parametrize("seconds, user_ms, idle_s", [(1, 1000, 1), (600, 600_000, 150), (999_999_999, 2_000_000_000, 32_767)])
