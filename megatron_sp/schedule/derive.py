@@ -86,17 +86,17 @@ def complete(
     return said
 
 
-def reason(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> str:
-    """What to say behind numbers that differ: which line ``check()`` finds wrong, where it finds one."""
+def mistake(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> ConfigError | None:
+    """What ``check()`` finds wrong, for ``verify()`` to give the same answer; None: nothing, or the model cannot be followed."""
     try:
         check(model, as_said(directives), mesh, seq_dim, batch)
     except NotFollowed:
-        return ""
+        return None
     except ConfigError as error:
-        return f"\ncheck() says why: {error}"
-    except Exception:  # a model that cannot be followed: the numbers stand for themselves
-        return ""
-    return ""
+        return error
+    except Exception:  # a model that cannot be followed: what was measured stands for itself
+        return None
+    return None
 
 
 def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str, *, guess: bool, verified: bool) -> None:

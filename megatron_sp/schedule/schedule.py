@@ -28,7 +28,7 @@ from megatron_sp.schedule.check import Report, check
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
 from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import as_said, complete, open_gathers, reason, with_derived
+from megatron_sp.schedule.derive import as_said, complete, mistake, open_gathers, with_derived
 from megatron_sp.schedule.directives import Directive, caller
 from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
@@ -36,7 +36,7 @@ from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
 from megatron_sp.schedule.survey import survey
 from megatron_sp.schedule.ulysses_options import require_known
-from megatron_sp.schedule.verify import LossOf, Verdict, verify
+from megatron_sp.schedule.verify import DoesNotRun, LossOf, Verdict, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 
@@ -202,7 +202,8 @@ class Schedule:
             loss: of the model's result (default: its own).
         Raises:
             NumericsError: they differ; names the worst tensors, the first module that differs, and what ``check()`` says of it.
-            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them.
+            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them; DoesNotRun: the split model fails, and
+                ``check()`` does not know why.
         """
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
@@ -211,9 +212,16 @@ class Schedule:
         if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # whatever is wrong is measured here
                 self._complete(batch, guess=True)
-        verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
+        try:
+            verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
+        except DoesNotRun as error:  # sizes that do not fit may be a line that is missing, which check() and apply() name
+            why = mistake(self.model, self.directives, self.mesh, self.seq_dim, batch)
+            if why is None:
+                raise
+            raise LayoutError(f"{why}\nmeasured: {error.failure}") from error.__cause__
         if not verdict.ok:
-            raise NumericsError(f"{verdict}{reason(self.model, self.directives, self.mesh, self.seq_dim, batch)}")
+            why = mistake(self.model, self.directives, self.mesh, self.seq_dim, batch)
+            raise NumericsError(str(verdict) if why is None else f"{verdict}\ncheck() says why: {why}")
         self._verified = as_said(self.directives)
         return verdict
 

@@ -29,6 +29,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  #
 LossOf = Callable[[Any], Tensor]
 
 
+class DoesNotRun(ConfigError):
+    """The split model fails where the whole one does not; ``failure`` tells where and how, without advice."""
+
+    def __init__(self, failure: str, advice: str) -> None:
+        super().__init__(f"{failure}. {advice}")
+        self.failure = failure
+
+
 @dataclass
 class Row:
     """One comparison."""
@@ -86,6 +94,7 @@ def verify(
         whole: what to compare with, where it is not the model itself: of its parameters those that both have count.
     Raises:
         ConfigError: what ``apply`` says of the lines.
+        DoesNotRun: the split model fails.
     """
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss = loss or default_loss
@@ -193,7 +202,7 @@ def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: M
 
 @contextmanager
 def _told(split: nn.Module) -> Iterator[None]:
-    """Around a pass of the split model. Raises ConfigError: it fails, and the whole one did not; names the module."""
+    """Around a pass of the split model. Raises DoesNotRun: it fails, and the whole one did not; names the module."""
     try:
         yield
     except (ReportedError, KeyboardInterrupt):
@@ -202,10 +211,11 @@ def _told(split: nn.Module) -> Iterator[None]:
         names = {id(module): f"{path or 'the model'} ({type(module).__name__})" for path, module in split.named_modules()}
         frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
         inside = [names[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in names]
-        raise ConfigError(
-            f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one: {type(error).__name__}:"
-            f" {error}. If this is about sizes, one that the module has written down is the whole model's: divide it,"
-            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)"
+        failure = f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one"
+        raise DoesNotRun(
+            f"{failure}: {type(error).__name__}: {error}",
+            "If this is about sizes, one that the module has written down is the whole model's: divide it,"
+            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)",
         ) from error
 
 
