@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_sp.schedule.check import Report, check
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
 from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import as_said, complete, mistake, open_gathers, with_derived
+from megatron_sp.schedule.derive import as_said, complete, explained, open_gathers, with_derived
 from megatron_sp.schedule.directives import Directive, caller
 from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
@@ -36,7 +37,7 @@ from megatron_sp.schedule.paths import expand
 from megatron_sp.schedule.picture import write_picture
 from megatron_sp.schedule.survey import survey
 from megatron_sp.schedule.ulysses_options import require_known
-from megatron_sp.schedule.verify import DoesNotRun, LossOf, Verdict, verify
+from megatron_sp.schedule.verify import LossOf, Verdict, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 
@@ -205,6 +206,13 @@ class Schedule:
             ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them; DoesNotRun: the split model fails, and
                 ``check()`` does not know why.
         """
+        verdict = self.measure(batch, dtype=dtype, loss=loss)
+        if not verdict.ok:
+            raise NumericsError(str(verdict))
+        return verdict
+
+    def measure(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
+        """``verify()``, but that numbers that differ are returned; ``verdict.ok`` tells."""
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
         with suppress(NotFollowed):
@@ -212,17 +220,10 @@ class Schedule:
         if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # whatever is wrong is measured here
                 self._complete(batch, guess=True)
-        try:
-            verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
-        except DoesNotRun as error:  # sizes that do not fit may be a line that is missing, which check() and apply() name
-            why = mistake(self.model, self.directives, self.mesh, self.seq_dim, batch)
-            if why is None:
-                raise
-            raise LayoutError(f"{why}\nmeasured: {error.failure}") from error.__cause__
-        if not verdict.ok:
-            why = mistake(self.model, self.directives, self.mesh, self.seq_dim, batch)
-            raise NumericsError(str(verdict) if why is None else f"{verdict}\ncheck() says why: {why}")
-        self._verified = as_said(self.directives)
+        asked = (self.model, self.directives, self.mesh, self.seq_dim, batch)
+        verdict = explained(partial(verify, *asked, dtype=dtype, loss=loss), *asked)
+        if verdict.ok:
+            self._verified = as_said(self.directives)
         return verdict
 
     def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:

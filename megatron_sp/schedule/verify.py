@@ -59,12 +59,14 @@ class Verdict:
         tolerance: of each.
         first: the first module whose result differs, or None.
         without_dropout: whether the model has some, which was off in both passes: shares of it draw other numbers.
+        why: what ``check()`` says of lines with which something differs, if anything.
     """
 
     rows: list[Row] = field(default_factory=list)
     tolerance: float = 1e-10
     first: str | None = None
     without_dropout: bool = False
+    why: str = ""
 
     @property
     def ok(self) -> bool:
@@ -75,7 +77,7 @@ class Verdict:
         if not bad:
             off = ", dropout off" if self.without_dropout else ""
             return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
-        lines = [f"  {row}" for row in bad[:12]]
+        lines = [f"  {row}" for row in bad[:12]] + ([f"check() says why: {self.why}"] if self.why else [])
         first = f"; the first module that differs is {self.first}" if self.first else ""
         return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
 
