@@ -1,6 +1,6 @@
 """Three are asked about a schedule: check(), verify() and apply(). Their answers, over presets, plans, lines, heads and ranks.
 
-python tests/schedule_agreement.py [--ranks 2] [--only llama]
+python tests/schedule_agreement.py [--ranks 2] [--only llama] [--left-out]
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,16 +38,17 @@ HAND = {"StableLm": "ForCausalLM", "VisualBert": "Model", "Electra": "Model", "P
 
 
 class Case(NamedTuple):
-    """How a schedule is made: by preset (auto), plan or hand; of a model with so many heads."""
+    """How a schedule is made: by preset (auto), plan or hand; of a model with so many heads; with all lines but one (``without``)."""
 
     how: str
     name: str
     heads: tuple[int, int] = (4, 2)
     seq: bool = False
     sets: bool = False
+    without: int | None = None
 
     def __str__(self) -> str:
-        more = "".join([", seq" * self.seq, ", set" * self.sets])
+        more = "".join([", seq" * self.seq, ", set" * self.sets, "" if self.without is None else f", without line {self.without}"])
         return f"{self.how} {self.name}, {self.heads[0]}/{self.heads[1]} heads{more}"
 
 
@@ -63,6 +65,13 @@ def sizes_of(case: Case) -> dict[str, Any]:
 
 
 def schedule_of(case: Case, mesh: Mesh) -> Schedule:
+    s = all_lines_of(case, mesh)
+    if case.without is not None:
+        del s.directives[case.without]
+    return s
+
+
+def all_lines_of(case: Case, mesh: Mesh) -> Schedule:
     if case.how == "auto":
         return auto(make(case.name, **sizes_of(case)), mesh, seq=case.seq)
     torch.manual_seed(0)
@@ -143,6 +152,20 @@ def everything() -> Iterator[Case]:
         yield from (Case("hand", name, heads, sets=sets) for name in HAND for sets in (False, True))
 
 
+def left_out(cases: Iterable[Case]) -> Iterator[Case]:
+    """Of each that can be made, each line in turn."""
+    for case in cases:
+        with suppress(Exception):
+            yield from (case._replace(without=place) for place in range(len(all_lines_of(case, Mesh.sizes(tp=2)).directives)))
+
+
+def one_of_each() -> Iterator[Case]:
+    """All families once, with heads that two ranks can share."""
+    yield from (Case("auto", name, seq=seq) for name in MODELS for seq in (False, True))
+    yield from (Case("plan", name) for name in PLANS)
+    yield from (Case("hand", name, (4, 4), sets=sets) for name in HAND for sets in (False, True))
+
+
 def compare(cases: list[Case], printed: bool = False) -> None:
     """On every rank, all of which are tp's. Raises AssertionError: with those that are answered in two ways."""
     mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=dist.get_world_size()))
@@ -176,9 +199,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the answers of check(), verify() and apply().")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--left-out", action="store_true", help="each line of each schedule in turn is missing")
     args = parser.parse_args()
+    cases = left_out(one_of_each()) if args.left_out else everything()
     with tempfile.TemporaryDirectory() as folder:
-        run_cases(Path(folder), args.ranks, [case for case in everything() if args.only in str(case)], printed=True)
+        run_cases(Path(folder), args.ranks, [case for case in cases if args.only in str(case)], printed=True)
 
 
 if __name__ == "__main__":

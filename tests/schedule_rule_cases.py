@@ -173,6 +173,7 @@ each(
 )
 each("clamp", "s h; s h; s h", lambda c, f, x, y, z: f(x, y, z), lambda c, f, x, y, z: f(x, max=z, min=y))
 each("clamp_min clamp_max", "s h; h", _TWO)
+each("bucketize", "s h; h", lambda c, f, x, y: f(x, y))  # sorted by nobody, so that they may come cut
 each("bucketize", "s h; k", lambda c, f, x, y: f(x, y.sort()[0]))
 each("bucketize", "s h; h", lambda c, f, x, y: f(x, y.sort()[0]), lambda c, f, x, y: f(x, torch.tensor([-1.0, 1.0], dtype=x.dtype)))
 each("prelu", "b h; h", _TWO)

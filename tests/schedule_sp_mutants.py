@@ -1,8 +1,8 @@
 """Every way in which a line about sequences can be wrong, for each family of presets and a model of our own; a table of who notices.
 
-    python tests/schedule_sp_mutants.py [--write]
+    python tests/schedule_sp_mutants.py [--write] [--tables "sp,tp and sp,tp"]
 
-Each mutant goes to ``check()``, and to ``verify()`` on 2 ranks (sp), or on 4 (tp and sp) where ``check()`` lets it pass.
+Each mutant goes to ``check()``, and to ``verify()`` on 2 ranks (sp), or on 4 (tp and sp) and on 2 (tp) where ``check()`` lets it pass.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ from megatron_sp.schedule.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
 Mutant = tuple[str, list[Directive]]
-#: (family, tp_seq as well as sp)
+#: (family, tp_seq)
 COVERED = [name for name in FAMILIES if covers(name, sp=2, tp=2, seq=True)]
-CASES = [*((name, False) for name in ("core", *COVERED)), *((name, True) for name in COVERED)]
-SIZES = {False: (1, 2), True: (2, 2)}
+OVER_TP = [name for name in FAMILIES if not covers(name, sp=2)]
+CASES = [*((name, False) for name in ("core", *COVERED)), *((name, True) for name in (*COVERED, *OVER_TP))]
+TABLES = {
+    "sp": "Sequences cut over sp",
+    "tp and sp": "Cut over sp, and between the layers over tp",
+    "tp": "Between the layers over tp, in families that are not cut over sp",
+}
 PREFACE = """\
 # Mutants of lines about sequences
 
 Written by `python tests/schedule_sp_mutants.py --write`. In the schedule of each preset, and in that of a model of our own (core), each
 line about sequences is left out, doubled, moved or changed. A cell is what `check()` says, without ranks: the code of the mistake
 (`refused`: in words), or `=` where it lets the mutant pass, and `verify()` on ranks finds it equal to the whole model: another way to say
-the same. Every message names a module.
-
-{all} mutants: {refused} refused by `check()`, {passed} equal. `verify()` was asked about {asked} of them, on 2 ranks, and on 4 about those
-that `check()` lets pass there. Of what `check()` refuses it finds {equal} equal, marked `*`.
+the same; `wrong` where it does not. Every message names a module. `verify()` was asked about all that are cut over sp alone, on 2 ranks,
+and of the others about those that `check()` lets pass, on 4 and on 2. What `check()` refuses and `verify()` finds equal is marked `*`.
 """
 PAGE = Path(__file__).parents[1] / "docs" / "mutants_schedule.md"
 
@@ -66,7 +69,20 @@ def right(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], t
     if overlap:
         s.directives = [_but(d, overlap_qkv=True) if d.do == "ulysses" else d for d in s.directives]
     cuts = next(d for d in auto(make(name), Mesh.sizes(tp=2), seq=True).directives if d.do == "sequence")
-    return s, batch_of(name), (cuts.on, cuts.on.replace("0", "1"), cuts.args["leave"])
+    return s, batch_of(name), _places(cuts)
+
+
+def _places(cuts: Directive) -> tuple[str, str, str]:
+    return cuts.on, cuts.on.replace("0", "1"), cuts.args["leave"]
+
+
+def table_of(name: str, seq: bool) -> str:
+    return "sp" if not seq else "tp" if name in OVER_TP else "tp and sp"
+
+
+def sizes(name: str, seq: bool) -> tuple[int, int]:
+    """Of tp and sp."""
+    return {"sp": (1, 2), "tp and sp": (2, 2), "tp": (2, 1)}[table_of(name, seq)]
 
 
 def mutants(s: Schedule, places: tuple[str, str, str]) -> Iterator[Mutant]:
@@ -79,10 +95,15 @@ def mutants(s: Schedule, places: tuple[str, str, str]) -> Iterator[Mutant]:
 
 
 def _short(line: Directive) -> str:
-    if line.do in ("ulysses", "sequence"):
+    if line.do == "ulysses":
         return line.do
     words = f"{line.do} {line.args['op']}" if line.do == "sync" else line.do
-    return f"{words} at {line.on.split('*.')[-1]}"
+    return f"{words} at {line.on}"
+
+
+def _row(what: str) -> str:
+    """Of the table: a mutant without the place of its line."""
+    return re.sub(r" at [^ ]+: ", ": ", what)
 
 
 def _but(line: Directive, **changes: Any) -> Directive:
@@ -128,7 +149,7 @@ def _of_ulysses(line: Directive, places: tuple[str, str, str]) -> Iterator[tuple
 
 
 def _of_sequence(line: Directive, places: tuple[str, str, str]) -> Iterator[tuple[str, list[Directive]]]:
-    first, second, _ = places
+    first, second, _ = _places(line)  # an encoder and a decoder have one each
     yield "left out", []
     yield "doubled", [line, line]
     yield "enters late", [replace(line, on=second)]
@@ -174,9 +195,11 @@ def is_right(name: str, seq: bool, what: str) -> bool:
     """Whether a mutant is another way to say the same, as verify() finds; everything else is a mistake."""
     name = name.partition("+")[0]
     per_token = name in ("bert", "roberta", "modernbert")
-    return what in {
+    if name == "clip":  # of two blocks of images, the second is where the region ends
+        return what == "sequence at vision_model.encoder.layers.0: gradients of one block are summed"
+    return _row(what) in {
         "ulysses: between blocks",
-        "sum_gradients at self_attn.{q,k}_norm: left out",  # a region sums them, and without tp there is nothing to sum
+        "sum_gradients: left out",  # a region sums them, and without tp there is nothing to sum
         *(["ulysses: inputs and labels"] if name != "vit" else []),
         *(["ulysses: loss next_token"] if not per_token else []),
         *(["ulysses: loss per_token"] if per_token or name == "vit" else []),  # vit is cut between blocks, where no loss is
@@ -186,14 +209,14 @@ def is_right(name: str, seq: bool, what: str) -> bool:
 
 def judged(name: str, seq: bool, take: slice = slice(None)) -> dict[str, str]:
     """What check() says of each mutant."""
-    tp, sp = SIZES[seq]
+    tp, sp = sizes(name, seq)
     s, batch, places = right(name, seq, Mesh.sizes(tp=tp, sp=sp))
     return {what: said(s, lines, batch) for what, lines in list(mutants(s, places))[take]}
 
 
 def _computed(name: str, seq: bool, only: list[str] | None, file: str) -> None:
     """Whether verify() finds each mutant equal to the whole model; on every rank."""
-    tp, sp = SIZES[seq]
+    tp, sp = sizes(name, seq)
     mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp))
     s, batch, places = right(name, seq, mesh)
     found: dict[str, bool] = {}
@@ -214,53 +237,61 @@ def _computed(name: str, seq: bool, only: list[str] | None, file: str) -> None:
 def computed(name: str, seq: bool, folder: Path, only: list[str] | None = None) -> dict[str, bool]:
     """What verify() says of mutants: whether they are equal to the whole model after all."""
     file = folder / "found.json"
-    tp, sp = SIZES[seq]
+    tp, sp = sizes(name, seq)
     right(name, seq, Mesh.sizes(tp=tp, sp=sp))  # everything is imported once, before the fork
     run_ranks(_computed, tp * sp, folder, name, seq, only, str(file))
     found: dict[str, bool] = json.loads(file.read_text())
     return found
 
 
-def page(results: dict[tuple[str, bool], dict[str, tuple[str, bool | None]]]) -> str:
-    """The table for the docs."""
+Answers = dict[str, tuple[str, bool | None]]
+
+
+def section(table: str, results: dict[str, Answers]) -> str:
+    """One table, of all its families."""
     answers = [answer for found in results.values() for answer in found.values()]
     refused = [equal for code, equal in answers if code]
-    counts = {
-        "all": len(answers), "refused": len(refused), "passed": len(answers) - len(refused), "equal": sum(bool(e) for e in refused),
-        "asked": sum(equal is not None for _, equal in answers),
-    }  # fmt: skip
-    lines = [PREFACE.format(**counts)]
-    for seq, title in ((False, "Sequences cut over sp"), (True, "Cut over sp, and between the layers over tp")):
-        names = [name for name, s in results if s == seq]
-        rows: dict[str, dict[str, list[str]]] = {}
-        for name in names:
-            for what, (code, equal) in results[name, seq].items():
-                row = re.sub(r" at [^ ]+: ", ": ", what)
-                cell = (code + "*" * bool(equal)) if code else "="
-                rows.setdefault(row, {}).setdefault(name, []).append(cell)
-        lines += [f"## {title}", "", f"| mutant | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-        for row, cells in rows.items():
-            lines.append(f"| {row} | {' | '.join(' '.join(sorted(set(cells.get(name, [])))) for name in names)} |")
-        lines.append("")
-    return "\n".join(lines)
+    counts = f"{len(answers)} mutants: {len(refused)} refused by `check()`, {len(answers) - len(refused)} not."
+    counts += f" `verify()` was asked about {sum(equal is not None for _, equal in answers)}; of what `check()` refuses it finds"
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, found in results.items():
+        for what, (code, equal) in found.items():
+            row = _row(what)
+            cell = (code + "*" * bool(equal)) if code else "=" if equal else "wrong"
+            rows.setdefault(row, {}).setdefault(name, []).append(cell)
+    lines = [f"## {TABLES[table]}", "", f"{counts} {sum(bool(e) for e in refused)} equal.", ""]
+    lines += [f"| mutant | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
+    for row, cells in rows.items():
+        lines.append(f"| {row} | {' | '.join(' '.join(sorted(set(cells.get(name, [])))) for name in results)} |")
+    return "\n".join([*lines, ""])
+
+
+def page(sections: dict[str, str]) -> str:
+    """For the docs; tables that are not given stay as they are there."""
+    there = {part.partition("\n")[0]: f"## {part}" for part in PAGE.read_text().split("\n## ")[1:]}
+    parts = [sections.get(table) or there[title].rstrip("\n") + "\n" for table, title in TABLES.items()]
+    return "\n".join([PREFACE, *parts])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Break lines about sequences on purpose and see who notices.")
-    parser.add_argument("--only", default="", help="families whose name contains this")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--only", default="", help="families whose name contains this; writes nothing")
+    parser.add_argument("--tables", default=",".join(TABLES), help="those to make, separated by commas")
+    parser.add_argument("--write", action="store_true", help=f"write them into {PAGE.name}")
     args = parser.parse_args()
-    results: dict[tuple[str, bool], dict[str, tuple[str, bool | None]]] = {}
+    chosen = args.tables.split(",")
+    results: dict[str, dict[str, Answers]] = {table: {} for table in chosen}
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, seq in (case for case in CASES if args.only in case[0]):
+        for name, seq in (case for case in CASES if args.only in case[0] and table_of(*case) in chosen):
             codes = judged(name, seq)
-            equal = computed(name, seq, Path(folder), [what for what, code in codes.items() if not code] if seq else None)
-            results[name, seq] = {what: (code, equal.get(what)) for what, code in codes.items()}
+            passed = [what for what, code in codes.items() if not code] if seq else None
+            equal = {} if passed == [] else computed(name, seq, Path(folder), passed)
+            results[table_of(name, seq)][name] = {what: (code, equal.get(what)) for what, code in codes.items()}
             survivors += [f"{name} {seq}: {what}" for what, code in codes.items() if not code and not equal[what]]
-            print(f"{name}, tp_seq {seq}: {sum(map(bool, codes.values()))} of {len(codes)} refused", flush=True)
-    if args.write:
-        PAGE.write_text(page(results))
+            print(f"{name}, tp_seq {seq}: {sum(map(bool, codes.values()))} of {len(codes)} refused; not: {equal}", flush=True)
+    if args.write and not args.only:
+        PAGE.write_text(page({table: section(table, found) for table, found in results.items()}))
     print("\n".join(survivors) or "nothing wrong passes both")
     return 1 if survivors else 0
 

@@ -9,7 +9,7 @@ are believed whatever the dry run makes of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_sp.schedule.directives import Directive
 from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
 from megatron_sp.schedule.randomness import draws, dropping
+from megatron_sp.schedule.verify import DoesNotRun, Verdict
 from megatron_sp.utils.errors import ConfigError
 
 _SHOWN = 6
@@ -86,15 +87,36 @@ def complete(
     return said
 
 
-def reason(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None) -> str:
-    """What to say behind numbers that differ: which line ``check()`` finds wrong, where it finds one."""
+def explained(
+    compare: Callable[[], Verdict], model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]
+) -> Verdict:
+    """What ``compare`` measures, with what ``check()`` says of it where that is bad, so that both give one answer.
+
+    Raises:
+        LayoutError: the split model does not run, and ``check()`` knows why.
+        DoesNotRun: nor does ``check()``.
+    """
+    try:
+        verdict = compare()
+    except DoesNotRun as error:  # sizes that do not fit may be a line that is missing, which check() and apply() name
+        why = _mistake(model, directives, mesh, seq_dim, batch)
+        if not why:
+            raise
+        raise LayoutError(f"{why}\nmeasured: {error.failure}") from error.__cause__
+    if not verdict.ok:
+        verdict.why = _mistake(model, directives, mesh, seq_dim, batch)
+    return verdict
+
+
+def _mistake(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> str:
+    """What ``check()`` finds wrong; "": nothing, or the model cannot be followed, so what was measured stands for itself."""
     try:
         check(model, as_said(directives), mesh, seq_dim, batch)
     except NotFollowed:
         return ""
     except ConfigError as error:
-        return f"\ncheck() says why: {error}"
-    except Exception:  # a model that cannot be followed: the numbers stand for themselves
+        return str(error)
+    except Exception:  # a model that cannot be followed
         return ""
     return ""
 

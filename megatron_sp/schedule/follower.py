@@ -264,7 +264,11 @@ class Follower(TorchFunctionMode):
         if step.whole is not None and len(step.whole) != len(results):
             if name == "split":
                 self._rule(step, operands)  # it may know what is meant
-            step.fail(f"makes {len(results)} tensors, and {len(step.whole)} in the whole model: a size that is written down there", "E11")
+            step.fail(
+                f"makes {len(results)} tensors, and {len(step.whole)} in the whole model: a size that is written down there; divide it,"
+                f" .set('<attribute>', divide='{step.axis}')",
+                "E11",
+            )
         self._require_factors(step, seen)
         made = self._in_order(step, operands, self._rule(step, operands))
         layouts = made if isinstance(made, list) else [made] * len(results)

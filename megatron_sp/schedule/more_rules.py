@@ -50,7 +50,7 @@ _ELEMENTWISE = _words("""
     logaddexp2 xlogy logit sinc lgamma digamma positive float_power absolute negative multiply subtract divide true_divide ldexp deg2rad
     rad2deg isclose isposinf isneginf signbit heaviside fmin fmax nextafter i0 erfinv log10 hardshrink softshrink tanhshrink
     _threshold dropout1d dropout2d dropout3d feature_alpha_dropout polar complex angle conj conj_physical resolve_conj greater
-    greater_equal less less_equal not_equal logical_xor bitwise_xor bitwise_left_shift bitwise_right_shift lshift rshift bucketize real imag
+    greater_equal less less_equal not_equal logical_xor bitwise_xor bitwise_left_shift bitwise_right_shift lshift rshift real imag
 """)
 
 
@@ -97,6 +97,19 @@ def diff(step: Step) -> Layout:
     if made.kind != "S" and cut(ends):
         conflict(step, [x, *ends], "they are cut in different ways")
     return made
+
+
+def bucketize(step: Step) -> Layout:
+    """Each number is held against all boundaries."""
+    x, boundaries = step.operand(0, "input"), step.operand(1, "boundaries")
+    if x is None or boundaries is None:
+        return ask(step)
+    for o in (x, boundaries):
+        if o.kind == "P":
+            refuse_partial(step, o)
+    if boundaries.kind == "S":
+        conflict(step, [x, boundaries], "each number is held against all boundaries, of which every rank has a share only")
+    return x.layout if x.kind == "S" else elementwise_whole(step, [x, boundaries])
 
 
 def one(rule: Callable[[Step, Operand], Layout]) -> Rule:
@@ -532,6 +545,6 @@ RULES |= {
     **_of("smooth_l1_loss binary_cross_entropy huber_loss", loss),
     "glu": glu, "repeat": repeat, "tile": repeat, "view_as_real": moved(as_real), "view_as_complex": moved(as_complex),
     "unfold": moved(unfold), "pad": one(pad), "cosine_similarity": similarity, "index_select": index_select, "copy": copied,
-    "prelu": prelu, "diff": diff,
+    "prelu": prelu, "diff": diff, "bucketize": bucketize,
     "getitem": taken, "setitem": assigned, "moveaxis": RULES["movedim"], "ctc_loss": ctc, "broadcast_tensors": spread,
 }  # fmt: skip

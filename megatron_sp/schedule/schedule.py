@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_sp.schedule.check import Report, check
 from megatron_sp.schedule.compare import Difference, diff
 from megatron_sp.schedule.cost import Cost, cost
 from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import as_said, complete, open_gathers, reason, with_derived
+from megatron_sp.schedule.derive import as_said, complete, explained, open_gathers, with_derived
 from megatron_sp.schedule.directives import Directive, caller
 from megatron_sp.schedule.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.mesh import Mesh
@@ -202,8 +203,16 @@ class Schedule:
             loss: of the model's result (default: its own).
         Raises:
             NumericsError: they differ; names the worst tensors, the first module that differs, and what ``check()`` says of it.
-            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them.
+            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them; DoesNotRun: the split model fails, and
+                ``check()`` does not know why.
         """
+        verdict = self.measure(batch, dtype=dtype, loss=loss)
+        if not verdict.ok:
+            raise NumericsError(str(verdict))
+        return verdict
+
+    def measure(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
+        """``verify()``, but that numbers that differ are returned; ``verdict.ok`` tells."""
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
         with suppress(NotFollowed):
@@ -211,10 +220,10 @@ class Schedule:
         if any(open_gathers(self.directives, self.mesh)):
             with suppress(ConfigError):  # whatever is wrong is measured here
                 self._complete(batch, guess=True)
-        verdict = verify(self.model, self.directives, self.mesh, self.seq_dim, batch, dtype=dtype, loss=loss)
-        if not verdict.ok:
-            raise NumericsError(f"{verdict}{reason(self.model, self.directives, self.mesh, self.seq_dim, batch)}")
-        self._verified = as_said(self.directives)
+        asked = (self.model, self.directives, self.mesh, self.seq_dim, batch)
+        verdict = explained(partial(verify, *asked, dtype=dtype, loss=loss), *asked)
+        if verdict.ok:
+            self._verified = as_said(self.directives)
         return verdict
 
     def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:

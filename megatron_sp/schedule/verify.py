@@ -29,6 +29,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  #
 LossOf = Callable[[Any], Tensor]
 
 
+class DoesNotRun(ConfigError):
+    """The split model fails where the whole one does not; ``failure`` tells where and how, without advice."""
+
+    def __init__(self, failure: str, advice: str) -> None:
+        super().__init__(f"{failure}. {advice}")
+        self.failure = failure
+
+
 @dataclass
 class Row:
     """One comparison."""
@@ -51,12 +59,14 @@ class Verdict:
         tolerance: of each.
         first: the first module whose result differs, or None.
         without_dropout: whether the model has some, which was off in both passes: shares of it draw other numbers.
+        why: what ``check()`` says of lines with which something differs, if anything.
     """
 
     rows: list[Row] = field(default_factory=list)
     tolerance: float = 1e-10
     first: str | None = None
     without_dropout: bool = False
+    why: str = ""
 
     @property
     def ok(self) -> bool:
@@ -67,7 +77,7 @@ class Verdict:
         if not bad:
             off = ", dropout off" if self.without_dropout else ""
             return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
-        lines = [f"  {row}" for row in bad[:12]]
+        lines = [f"  {row}" for row in bad[:12]] + ([f"check() says why: {self.why}"] if self.why else [])
         first = f"; the first module that differs is {self.first}" if self.first else ""
         return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
 
@@ -86,6 +96,7 @@ def verify(
         whole: what to compare with, where it is not the model itself: of its parameters those that both have count.
     Raises:
         ConfigError: what ``apply`` says of the lines.
+        DoesNotRun: the split model fails.
     """
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss = loss or default_loss
@@ -193,7 +204,7 @@ def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: M
 
 @contextmanager
 def _told(split: nn.Module) -> Iterator[None]:
-    """Around a pass of the split model. Raises ConfigError: it fails, and the whole one did not; names the module."""
+    """Around a pass of the split model. Raises DoesNotRun: it fails, and the whole one did not; names the module."""
     try:
         yield
     except (ReportedError, KeyboardInterrupt):
@@ -202,10 +213,11 @@ def _told(split: nn.Module) -> Iterator[None]:
         names = {id(module): f"{path or 'the model'} ({type(module).__name__})" for path, module in split.named_modules()}
         frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
         inside = [names[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in names]
-        raise ConfigError(
-            f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one: {type(error).__name__}:"
-            f" {error}. If this is about sizes, one that the module has written down is the whole model's: divide it,"
-            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)"
+        failure = f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one"
+        raise DoesNotRun(
+            f"{failure}: {type(error).__name__}: {error}",
+            "If this is about sizes, one that the module has written down is the whole model's: divide it,"
+            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)",
         ) from error
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from schedule_agreement import Case, everything, run_cases
+from schedule_agreement import Case, everything, left_out, one_of_each, run_cases
 
 SAMPLE = [
     Case("hand", "StableLm", (4, 2), sets=True),  # heads that a line divides are counted before it does
     Case("hand", "VisualBert", (6, 6), sets=True),
     Case("auto", "gpt2", (3, 3)),
+    Case("plan", "Gemma2", without=1),  # sizes that do not fit because of a line that is missing
 ]
 
 
@@ -23,3 +24,8 @@ def test_a_sample_has_one_answer(tmp_path: Path) -> None:
 def test_all_have_one_answer(tmp_path: Path, ranks: int) -> None:
     cases = list(everything())
     run_cases(tmp_path, ranks, cases if ranks == 2 else cases[:: ranks + 1])
+
+
+@pytest.mark.long
+def test_one_answer_whichever_line_is_missing(tmp_path: Path) -> None:
+    run_cases(tmp_path, 2, list(left_out(one_of_each())))

@@ -77,10 +77,11 @@ class Injected(BaseException):
 
 
 class At:
-    """Raises at the n-th line of the package that is executed inside, and counts them."""
+    """Raises at the n-th line of the package that is executed inside, and counts them; ``places``: when each was executed."""
 
     def __init__(self, n: int) -> None:
         self.n, self.seen = n, 0
+        self.places: dict[tuple[str, int], list[int]] = {}
 
     def __enter__(self) -> At:
         self.before = sys.gettrace()
@@ -96,20 +97,22 @@ class At:
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         self.seen += event == "line"
+        if self.n == 0 and event == "line":
+            self.places.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(self.seen)
         if self.seen == self.n and event == "line":
             raise Injected
         return self._line
 
 
-def broken(s: Schedule, n: int) -> int:
-    """Break at the n-th line (0: nowhere), and look at the model, and at modules that lines bring; how many lines there were."""
+def broken(s: Schedule, n: int) -> At:
+    """Break at the n-th line (0: nowhere), and look at the model, and at modules that lines bring."""
     roots = [s.model, *(m for d in s.directives if isinstance(m := d.args.get("new"), nn.Module))]
     before = [fingerprint(m) for m in roots]
     with At(n) as at, suppress(Injected):
         apply(s.model, s.directives, s.mesh, s.seq_dim)
     assert n == 0 or at.seen >= n
     assert n == 0 or [fingerprint(m) for m in roots] == before, f"line {n} of the change"
-    return at.seen
+    return at
 
 
 def all_kinds(kind: str) -> Schedule:
@@ -120,7 +123,7 @@ def all_kinds(kind: str) -> Schedule:
 @pytest.mark.parametrize("kind, every", [("sequence", 601), ("zero 3", 701)])
 def test_broken_in_the_middle(kind: str, every: int) -> None:
     """At lines all over the change, each a place where something may be raised."""
-    places = broken(all_kinds(kind), 0)
+    places = broken(all_kinds(kind), 0).seen
     s = all_kinds(kind)
     assert places > 2000
     for n in range(1, places, every):
@@ -130,9 +133,12 @@ def test_broken_in_the_middle(kind: str, every: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "sequence", "zero 0", "zero 1", "zero 2", "zero 3"])
-def test_broken_everywhere(kind: str) -> None:
-    s = all_kinds(kind)
-    for n in range(1, broken(all_kinds(kind), 0)):
+def test_broken_at_every_line(kind: str) -> None:
+    """Where each line of the package is executed for the first time, for the second and the last, and halfway."""
+    s, found = all_kinds(kind), broken(all_kinds(kind), 0).places.values()
+    times = {n for at in found for n in (at[0], at[min(1, len(at) - 1)], at[len(at) // 2], at[-1])}
+    assert len(found) > 300
+    for n in sorted(times):
         broken(s, n)
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import reason
+from megatron_sp.schedule.derive import explained
 from megatron_sp.schedule.layouts import NotFollowed
 from megatron_sp.schedule.slapo.build import Init, settle_weights, without_empty_sums
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
@@ -70,11 +71,12 @@ class Verify:
         now = self._settled(self.sch.mod)
         _take_over(now, self.whole)
         owner, lines = self.sch.schedule, without_empty_sums(self.sch)
+        asked = (lines, owner.mesh, owner.seq_dim, self._batch())
         with torch.random.fork_rng():
-            self.verdict = verify(now, lines, owner.mesh, owner.seq_dim, self._batch(), dtype=self.dtype, loss=self._loss, whole=self.whole)
+            compare = partial(verify, now, *asked, dtype=self.dtype, loss=self._loss, whole=self.whole)
+            self.verdict = explained(compare, owner.model, *asked)
         if not self.verdict.ok:
-            why = reason(owner.model, lines, owner.mesh, owner.seq_dim, self._batch()) + self._way_out(self.verdict)
-            raise NumericsError(f"{self.verdict}{why}")
+            raise NumericsError(f"{self.verdict}{self._way_out(self.verdict)}")
         with suppress(NotFollowed):  # equal by chance of these inputs: what build() refuses is refused here
             decide(owner.model, lines, owner.mesh, owner.seq_dim)
 

@@ -89,7 +89,8 @@ def _compare(args: argparse.Namespace, prepare: Prepare, launch: Launch) -> int:
             mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, timeout=_TIMEOUT))
         s, batch = prepare(args, mesh, meta=False)
         batch = batch if batch is not None else source.example(s.model, args.batch, args.seq, args.seed)
-        verdict = comparison.verify(s.model.train(), s.directives, mesh, s.seq_dim, batch)
+        s.model.train()
+        verdict = s.measure(batch)
     finally:
         destroy_process_group()
     if launch.rank == 0 and args.json:
