@@ -284,7 +284,8 @@ def cat(step: Step) -> Layout:
     if not cut(operands):
         return elementwise_whole(step, operands)
     dim = step.arg(1, "dim", 0) % step.result.ndim
-    first = cut(operands)[0]
+    shares = cut(operands)
+    first = next((o for o in shares if not o.layout.as_needed), shares[0])  # what is cut as needed is cut as the others
     for o in operands:
         if o.kind == "P":
             refuse_partial(step, o)

@@ -129,9 +129,11 @@ def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> No
     """Whole tensors that meet ``other``, which each rank treats differently, must have a gradient that is summed later.
 
     Raises:
-        LayoutError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5).
+        LayoutError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5); a partial sum (E3).
     """
     for o in operands:
+        if o.kind == "P":
+            refuse_partial(step, o)
         if o.neutral or o.kind in "SR":
             continue
         if o.kind == "?" and o.layout.choice is not None:
