@@ -64,7 +64,7 @@ def test_what_a_rule_says_is_so_of_many(rule: str) -> None:
 
 @pytest.mark.parametrize(("rule", "seed"), [("cat", 1), ("conv1d", 1)])
 def test_draws_that_were_wrong_once(rule: str, seed: int) -> None:
-    """A share that is cut as needed beside one that is cut in blocks; partial sums of a weight over a rank's own rows."""
+    """A share that is cut as needed beside one that is cut already; partial sums of a weight over a rank's own rows."""
     assert not (wrong := tried(rule, seed, 10)[1]), "\n".join(wrong)
 
 
