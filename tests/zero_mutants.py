@@ -52,13 +52,14 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("weights: all_reduce without one's own range", WEIGHTS, "        whole[layout.shard.start : layout.shard.stop].copy_(local)\n", ""),
     ("weights: frozen parameters are not fetched", WEIGHTS, "            self._handles[index].append(self._gather(unit, unit.frozen, unit.local_frozen, frozen, lasting))\n", "            pass\n"),
     ("weights: buffers of the smallest unit", WEIGHTS, "max(unit.numel for unit in units)", "min(unit.numel for unit in units)"),
-    ("weights: nothing is fetched ahead", WEIGHTS, "self._start(upcoming[0], upcoming, (index,))", "pass"),
-    ("weights: the unit at work may be evicted", WEIGHTS, "self._start(upcoming[0], upcoming, (index,))", "self._start(upcoming[0], upcoming, ())"),
+    ("weights: nothing is fetched ahead", WEIGHTS, "if free is not None:", "if False:"),
+    ("weights: the unit at work may be evicted", WEIGHTS, "admit(upcoming[0], upcoming, (index,))", "admit(upcoming[0], upcoming, ())"),
     # which unit where
-    ("residency: the nearest use goes", RESIDENCY, "best = max(free, key=next_use)", "best = min(free, key=next_use)"),
+    ("residency: the nearest use goes", RESIDENCY, "best = max(free, key=", "best = min(free, key="),
     ("residency: busy units go too", RESIDENCY, "if self.holds[b] not in busy or self.holds[b] is None", "if True"),
     ("residency: the evicted unit is still listed", RESIDENCY, "            del self.place[held]\n", "            pass\n"),
-    ("residency: one needed before goes", RESIDENCY, "if unit in upcoming and next_use(best) < upcoming.index(unit):", "if False:"),
+    ("residency: one needed before goes", RESIDENCY, "if unit in upcoming and self._next_use(best, upcoming) < upcoming.index(unit):", "if False:"),
+    ("residency: the nearest use goes for a unit in need", RESIDENCY, "self._give(unit, max(buffers, key=", "self._give(unit, min(buffers, key="),
     # the update
     ("update: the boundary of weight decay is the unit's", OPTIMIZER, "part = within(elements, unit.shard)", "part = elements"),
     ("update: the norm of one's own ranges", OPTIMIZER, "return all_reduce(mine, self.holders).sqrt()", "return all_reduce(mine, self.tp).sqrt()"),

@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package b
 from megatron_sp.utils.program import run_program
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     from megatron_sp.data.preprocess_cli import main  # imports numpy, which wants memory
 
-    return main()
+    return main(argv)
 
 
 if __name__ == "__main__":
