@@ -389,8 +389,8 @@ def norm(step: Step) -> Layout:
 def linear(step: Step) -> Layout:
     x, weight = step.operand(0, "input"), step.operand(1, "weight")
     assert x is not None and weight is not None
-    rows = "abcdefgh"[: x.tensor.ndim - 1]
-    return biased(step, contract(step, [(x, rows + "k"), (weight, "nk")], rows + "n"), step.operand(2, "bias"))
+    rows, outputs = "abcdefgh"[: x.tensor.ndim - 1], "n"[: weight.tensor.ndim - 1]
+    return biased(step, contract(step, [(x, rows + "k"), (weight, outputs + "k")], rows + outputs), step.operand(2, "bias"))
 
 
 def addmm(step: Step) -> Layout:

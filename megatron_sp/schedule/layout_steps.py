@@ -229,6 +229,7 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
     shares = [(o, letters) for o, letters in operands if o.kind == "S"]
     if not shares:
         return join(step, every)
+    shares = [(o, letters) for o, letters in shares if not o.layout.as_needed] or shares  # those are cut, and doubled, as the others
     first, letters = shares[0]
     letter = letters[first.layout.dim]
     for o, names in operands:
@@ -236,6 +237,8 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
             conflict(step, [first, o], "they are cut in different ways")
         if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
             conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
+        if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.layout.dim]):
+            conflict(step, [first, o], "they are multiplied along a dim of which a rank has a share in one, and all in the other")
     require_parts(step, every, first)
     copies = min(o.layout.copies for o, _ in shares)
     if letter not in out:

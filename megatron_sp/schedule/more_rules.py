@@ -434,7 +434,8 @@ def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Layout:
     channels, of_weight = runs(x), runs(weight)
     if [n * rows for n in channels] != [n * x.tensor.shape[1] for n in of_weight] or x.layout.copies != weight.layout.copies:
         conflict(step, [x, weight], "channels and the weight's outputs are cut in different ways")
-    return replace(made, blocks=tuple(n * outputs // x.tensor.shape[1] for n in made.blocks))
+    blocks = tuple(n * outputs // x.tensor.shape[1] for n in made.blocks)
+    return replace(made, blocks=blocks, as_needed=made.as_needed and weight.layout.as_needed)
 
 
 def _whole_groups(step: Step, x: Operand, groups: int) -> Layout:

@@ -62,9 +62,9 @@ def test_what_a_rule_says_is_so_of_many(rule: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("rule", "seed"), [("cat", 1), ("conv1d", 1)])
+@pytest.mark.parametrize(("rule", "seed"), [("cat", 1), ("conv1d", 1), ("conv_transpose1d", 1), ("linear", 2)])
 def test_draws_that_were_wrong_once(rule: str, seed: int) -> None:
-    """A share that is cut as needed beside one that is cut already; partial sums of a weight over a rank's own rows."""
+    """Shares cut as needed beside others that are cut; partial sums of a weight over a rank's own rows; a weight of one row."""
     assert not (wrong := tried(rule, seed, 10)[1]), "\n".join(wrong)
 
 
