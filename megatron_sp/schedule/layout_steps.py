@@ -240,10 +240,10 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
         if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.layout.dim]):
             conflict(step, [first, o], "they are multiplied along a dim of which a rank has a share in one, and all in the other")
     require_parts(step, every, first)
-    copies = min(o.layout.copies for o, _ in shares)
+    copies = [o.layout.copies for o, _ in shares]
     if letter not in out:
-        return summed_over(step, replace(first, layout=replace(first.layout, copies=copies)))
-    return replace(first.layout.at(out.index(letter)), copies=copies)
+        return summed_over(step, replace(first, layout=replace(first.layout, copies=max(copies))))
+    return replace(first.layout.at(out.index(letter)), copies=min(copies))
 
 
 def summed_over(step: Step, share: Operand) -> Layout:
