@@ -251,6 +251,7 @@ each(
 each(
     "einsum", "k k", lambda c, f, x: f("kk->k", x), lambda c, f, x: f("kk", x), lambda c, f, x: f("ij->ji", x), lambda c, f, x: f("ij->", x)
 )
+each("einsum", "b s k; k n", lambda c, f, x, y: f(x, [0, 1, 2], y, [2, 3], [0, 1, 3]), lambda c, f, x, y: f(x, [..., 2], y, [2, 3]))
 each("einsum", "b s; b 1", lambda c, f, x, y: f("bs,bs->bs", x, y), first=True)
 each(
     "scaled_dot_product_attention",
@@ -283,6 +284,8 @@ each(
     lambda c, f, i, w: f(i, w) if f is F.embedding else f(w, i),
     lambda c, f, i, w: f(i, weight=w) if f is F.embedding else f(weight=w, indices=i),
     lambda c, f, i, w: f(i, w, 0) if f is F.embedding else f(w, i, 0),
+    lambda c, f, i, w: f(i, w, None, 0.5) if f is F.embedding else f(w, i, -1, False),
+    lambda c, f, i, w: f(i, w, scale_grad_by_freq=True) if f is F.embedding else f(w, i, scale_grad_by_freq=True),
 )
 each("cosine_similarity", "b s h; b s h", lambda c, f, x, y: f(x, y), lambda c, f, x, y: f(x, y, -1), lambda c, f, x, y: f(x, y, dim=0))
 each("cosine_similarity", "s h; h", lambda c, f, x, y: f(x, y, -1), lambda c, f, x, y: f(x, y, 0), lambda c, f, x, y: f(x, y, dim=1))

@@ -470,8 +470,14 @@ def attention(step: Step) -> Layout:
 
 def embedding(step: Step) -> Layout:
     ids, weight = step.operands()[:2]
-    if ids.tensor.is_floating_point():  # torch's own takes the table first
+    own = ids.tensor.is_floating_point()
+    if own:  # torch's own takes the table first, and no norm
         ids, weight = weight, ids
+    norm = step.kwargs.get("max_norm") if own else step.arg(3, "max_norm")
+    if ids.kind == "S" and (norm is not None or step.arg(3 if own else 5, "scale_grad_by_freq")):
+        conflict(step, [ids], "max_norm and scale_grad_by_freq need all words that are looked up, and each rank has a part of them")
+    if weight.kind == "S" and norm is not None:
+        conflict(step, [weight], "max_norm needs whole rows of the table")
     for o in (ids, weight):
         if o.kind == "P":
             refuse_partial(step, o)

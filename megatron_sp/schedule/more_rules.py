@@ -49,7 +49,7 @@ _ELEMENTWISE = _words("""
     erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh arctanh sgn frac trunc fix fmod hypot atan2 arctan2 logaddexp
     logaddexp2 xlogy logit sinc lgamma digamma positive float_power absolute negative multiply subtract divide true_divide ldexp deg2rad
     rad2deg isclose isposinf isneginf signbit heaviside fmin fmax nextafter i0 erfinv log10 hardshrink softshrink tanhshrink
-    _threshold dropout1d dropout2d dropout3d feature_alpha_dropout polar complex angle conj conj_physical resolve_conj greater
+    _threshold polar complex angle conj conj_physical resolve_conj greater
     greater_equal less less_equal not_equal logical_xor bitwise_xor bitwise_left_shift bitwise_right_shift lshift rshift real imag
 """)
 
@@ -513,6 +513,16 @@ def parted(step: Step, x: Operand) -> Layout | list[Layout]:
     return split(replace(step, name="split", kwargs={"dim": dim}), x)
 
 
+def channel_dropout(step: Step) -> Layout:
+    """Dropout of whole channels, of the first dim or the first two: ranks with other positions would each draw channels of their own."""
+    x = step.operands()[0]
+    unbatched = {"dropout1d": 2, "dropout3d": 4}.get(step.name) == x.tensor.ndim
+    active = float(step.arg(1, "p", 0.5)) > 0 and bool(step.arg(2, "training", True))
+    if active and x.kind == "S" and x.layout.dim >= 2 - unbatched:
+        conflict(step, [x], "a channel is dropped as a whole, and each rank has a part of all channels")
+    return elementwise(step)
+
+
 def spread(step: Step) -> Layout:
     operands = step.operands()
     return broadcast(step, operands, step.result[0].ndim)
@@ -540,6 +550,7 @@ RULES |= {
     **_of("batch_norm instance_norm group_norm", by_channel),
     **_of("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate", one(pool)),
     **_of("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d", one(pool)),
+    **_of("dropout1d dropout2d dropout3d feature_alpha_dropout", channel_dropout),
     **_of("vstack hstack dstack row_stack", stacked),
     **_of("vsplit hsplit dsplit", moved(parted)),
     **_of("unsafe_chunk unsafe_split", moved(split)),

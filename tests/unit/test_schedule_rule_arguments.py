@@ -53,6 +53,9 @@ def wide(x: Tensor) -> Tensor:
         lambda h, x: h + h.permute(0, 2, 1)[0, :, torch.tensor([1, 0, 2, 3, 4])].T,  # the number picks first
         lambda h, x: torch.max(x[..., :1], h),
         lambda h, x: F.avg_pool1d(h[0].T, 3, 1, 1).T[None] + h,
+        lambda h, x: F.dropout1d(h.transpose(1, 2)).transpose(1, 2) + F.dropout1d(h[0].T).T,  # whole channels are cut
+        lambda h, x: F.dropout1d(h, 0.0) + F.dropout2d(h[..., None], training=False).squeeze(-1),
+        lambda h, x: h * torch.embedding(x[0], (h > 0).long(), -1, False).sum(-1),
     ],
 )
 def test_spellings_of_what_each_rank_may_do(of_shares: OfShares) -> None:
@@ -74,6 +77,11 @@ def test_what_may_be_done_to_partial_sums() -> None:
             "scatter_add: .*shares of all ranks.*E10",
         ),
         (lambda h, x: F.avg_pool1d(h[0], 3, 1, 1)[None].expand(B, -1, -1), "pool1d: a window reaches.*E10"),
+        (lambda h, x: F.dropout1d(h), "dropout1d: a channel is dropped as a whole.*E10"),
+        (lambda h, x: F.dropout3d(h[..., None]).squeeze(-1), "dropout3d: a channel is dropped as a whole.*E10"),
+        (lambda h, x: h * F.embedding((h > 0).long(), x[0], scale_grad_by_freq=True).sum(-1), "embedding: max_norm and.*E10"),
+        (lambda h, x: h * F.embedding((h > 0).long(), x[0].clone(), None, 1.0).sum(-1), "embedding: max_norm and.*E10"),
+        (lambda h, x: h * torch.embedding(x[0], (h > 0).long(), -1, True).sum(-1), "embedding: max_norm and.*E10"),
     ],
 )
 def test_spellings_of_what_no_rank_may_do_by_itself(of_shares: OfShares, words: str) -> None:
