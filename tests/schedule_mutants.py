@@ -50,7 +50,7 @@ def _changes(line: Directive, elsewhere: str, conv: bool) -> Iterator[tuple[str,
         if "blocks" in line.args:
             yield "one block", [replace(line, args={k: v for k, v in line.args.items() if k != "blocks"})]
             yield "one block, said", but(blocks=1)
-            yield "other blocks", but(blocks=2)
+            yield "other blocks", but(blocks=3 if line.args["blocks"] == 2 else 2)
     elif line.do == "set":
         yield "nothing", but(divide="dp")
     elif line.do == "sequence":

@@ -203,7 +203,7 @@ def is_right(name: str, seq: bool, what: str) -> bool:
         *(["ulysses: inputs and labels"] if name != "vit" else []),
         *(["ulysses: loss next_token"] if not per_token else []),
         *(["ulysses: loss per_token"] if per_token or name == "vit" else []),  # vit is cut between blocks, where no loss is
-        *(["sequence: gradients of one block are summed"] if per_token else []),  # the other is where the region ends
+        *(["sequence: gradients of one block are summed"] if name in ("bert", "roberta") else []),  # the other is where the region ends
     }
 
 

@@ -20,6 +20,7 @@ def test_a_sample_has_one_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)  # a quarter of an hour where nothing else runs
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_have_one_answer(tmp_path: Path, ranks: int) -> None:
     cases = list(everything())
@@ -27,5 +28,6 @@ def test_all_have_one_answer(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 def test_one_answer_whichever_line_is_missing(tmp_path: Path) -> None:
     run_cases(tmp_path, 2, list(left_out(one_of_each())))

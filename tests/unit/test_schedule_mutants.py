@@ -35,10 +35,12 @@ ELSEWHERE = {
     "gpt2": "transformer.h.*.ln_1",
     "bert": "bert.encoder.layer.*.attention.output.LayerNorm",
 }
-RIGHT = {  # a table that is whole, a gather in front of a norm whose gradients the region sums, a region that ends with the only block
+RIGHT = {  # a table that is whole, a gather in front of a norm whose gradients the region sums, a region that ends with the only block, a
+    # width that follows from the heads that another line says
     "leaves early: blocks.0: sequence(leave='norm')",
     "left out: model.embed_tokens: vocab_parallel()",
     "left out: lm_head: vocab_parallel()",
+    "left out: transformer.h.*.attn: set(attribute='split_size', divide='tp')",
     "moved: model.layers.*.self_attn: sync(mode='fwd_pre', op='all_gather', arg='hidden_states')",
     "moved: transformer.h.*.attn: sync(mode='fwd_pre', op='all_gather', arg='hidden_states')",
     "moved: blocks.*.attention: sync(mode='fwd_pre', op='all_gather')",
@@ -92,6 +94,15 @@ def test_no_mutant_passes(name: str, seq: bool) -> None:
 # presets
 
 
+FED_BY_FIRST_NORM = {  # what reads the norm to which lines are moved, where it is not the attention of each block
+    "clip": "text_model.encoder.layers.*.self_attn:",
+    "modernbert": "model.layers.*.mlp:",  # the first block has no norm in front of attention
+    "whisper": "model.encoder.layers.*.self_attn:",
+}
+UNTIED = ("clip", "gpt_neox", "llama", "mistral", "qwen3")
+PACKED = ("falcon", "gpt_neox")  # projections with q, k and v head by head
+
+
 def preset(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], list[tuple[str, list[Directive]]]]:
     """(its schedule, a batch, all mutants); what is moved goes to the first norm of each block."""
     from preset_models import batch_of, make
@@ -107,10 +118,13 @@ def preset(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], 
 def is_right(name: str, what: str) -> bool:
     """What a preset could say as well: a table that is whole, a gather in front of the norm, a sum that is said twice and made once."""
     line = what.partition(": ")[2]
-    norm_first, untied = name not in ("bert", "roberta"), name in ("gpt_neox", "llama", "mistral", "qwen3")
+    norm_first = name not in ("bert", "roberta")
+    gathers = "op='all_gather'" in line and (
+        line.startswith(FED_BY_FIRST_NORM[name]) if name in FED_BY_FIRST_NORM else "arg='hidden_states'" in line
+    )
     return (
-        (what.startswith("left out") and "vocab_parallel" in line and untied)
-        or (what.startswith("moved") and "op='all_gather', arg='hidden_states'" in line and norm_first)
+        (what.startswith("left out") and "vocab_parallel" in line and name in UNTIED)
+        or (what.startswith("moved") and gathers and norm_first)
         or (what.startswith("one block, said") and "blocks=1" in line)
         or (what.startswith("doubled") and line.endswith("sum_gradients()"))
         or (what.startswith("summed again") and "relative_attention_bias" in line)
@@ -182,7 +196,7 @@ def compare_presets(name: str, seq: bool) -> None:
             equal = False
         # a packed projection whose heads are whole runs may be cut in one, and has to be told apart from others (E8); a region sums the
         # gradients of norms inside of attention, of which a line has to speak nevertheless (E16)
-        asked = (name == "gpt_neox" and what.startswith("one block:")) or (seq and "sum_gradients" in what)
+        asked = (name in PACKED and what.startswith("one block:")) or (seq and "sum_gradients" in what)
         if equal != is_right(name, what) and not asked:
             wrong.append(f"{'equal' if equal else 'different'}: {what}")
     assert not wrong, "\n".join(wrong)
