@@ -267,8 +267,7 @@ class AttentionCore:
             q, k, v = self._grouped(self._rotated(fused) if rotates_inside else fused, share), None, None
         elif is_uniform(share, self.r):
             each = queries // groups
-            fused = self._rotated(fused, heads=each + 2, rotated=each + 1) if rotates_inside else fused
-            q, k, v = split_qkv(fused, each, self.d)
+            q, k, v = split_qkv(fused, each, self.d, rotary=self.ctx.rotary if rotates_inside else None)
         else:  # queries, keys, values, one after another
             fused = self._rotated(fused, heads=queries + 2 * groups, rotated=queries + groups) if rotates_inside else fused
             q, k, v = fused.split([queries * self.d, groups * self.d, groups * self.d], dim=-1)

@@ -36,6 +36,7 @@ from megatron_sp.ops.packed_attention import (
     segments_of_lengths,
     varlen,
 )
+from megatron_sp.ops.rotary import rotate_
 
 KernelName = Literal["flash", "sdpa", "reference"]
 
@@ -145,29 +146,42 @@ def attention(
     return out.reshape(s, b, groups * queries_per_group * head_dim)
 
 
-def split_qkv(qkv: Tensor, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the fused tensor: q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once."""
-    return _SplitQKV.apply(qkv, queries_per_group, head_dim)
+def split_qkv(
+    qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the fused tensor: q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once.
+
+    Args:
+        rotary: cos and sin, by which queries and keys are turned first, in place. Backward turns the packed gradient, which nobody else
+            has, and so takes no copy of it as ``apply_rotary`` must.
+    """
+    return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary)
 
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.shape = qkv.shape
+    def forward(
+        ctx: Any, qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shape, ctx.rotary = qkv.shape, rotary
         s, b, width = qkv.shape
         per_group = (queries_per_group + 2) * head_dim
         folded = qkv.view(s, b * (width // per_group), queries_per_group + 2, head_dim)
+        if rotary is not None:
+            rotate_(folded[:, :, : queries_per_group + 1], *rotary)
         return folded[:, :, :queries_per_group], folded[:, :, -2:-1], folded[:, :, -1:]
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         s, m, r, d = grad_q.shape
-        whole = grad_q._base
-        if whole is not None and whole.shape == (s, m, r + 2, d) and whole is grad_k._base and whole is grad_v._base:
-            return whole.view(ctx.shape), None, None
-        packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
-        packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
-        return packed.view(ctx.shape), None, None
+        packed = grad_q._base
+        if packed is None or packed.shape != (s, m, r + 2, d) or packed is not grad_k._base or packed is not grad_v._base:
+            packed = empty((s, m, r + 2, d), dtype=grad_q.dtype, device=grad_q.device)
+            packed[:, :, :r], packed[:, :, -2:-1], packed[:, :, -1:] = grad_q, grad_k, grad_v
+        if ctx.rotary is not None:
+            cos, sin = ctx.rotary
+            rotate_(packed[:, :, : r + 1], cos, -sin)
+        return packed.view(ctx.shape), None, None, None
 
 
 def core_attention(

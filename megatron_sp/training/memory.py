@@ -311,9 +311,16 @@ class Form(Sizes):
             log_sums = self.num_queries * self.all_tokens * max(4, self.e)
             kernel += self.outs[first] + (self._reference_keeps if self.uses_reference else log_sums)
         base = [*self.attention_keeps, *self._at_attention(layer)]
+        # a recomputation hands over the three gradients apart, which the fused projection wants in one
+        fused = self.chunks[0].messages[0].part == "qkv" and self.kernels.recompute_granularity == "selective"
+        apart = Line("gradients of q, k and v, apart", self.wires[first] if fused and not self.uses_reference else 0)
         inside = self._block(
             layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
             Line("gradient of q, k, v", self.wires[first]), Line("attention kernel's temporaries", kernel),
+        )  # fmt: skip
+        turning = self._block(
+            layer, "rotary embedding", *base, Line("gradient of the attention's output", d_out + ahead),
+            Line("gradient of q, k, v", self.wires[first]), apart, Line("gradient of q, k, v, turned back", self.rotary_makes),
         )  # fmt: skip
         sending = self._block(
             layer, "exchange of the gradient of q, k, v", *base, Line("gradient of the attention's output", d_out + ahead),
@@ -336,9 +343,9 @@ class Form(Sizes):
         out = Line("gradient of the norm's output, scattered", self.stream if self.parts > 1 else 0)
         norm = self._block(layer, "norm in front of QKV", *product, out, *self._norm_backward())
         if not self.uses_reference or not (self.recomputed or self.kernels.recompute_granularity):
-            return [inside, sending, qkv, norm]
+            return [inside, turning, sending, qkv, norm]
         makes = Line("attention kernel's temporaries", self._reference_makes + self._reference_keeps - self.kernel_keeps)
-        return [inside, sending, qkv, norm, self._block(layer, "attention, made again", *base, makes)]
+        return [inside, turning, sending, qkv, norm, self._block(layer, "attention, made again", *base, makes)]
 
 
 def _gradients(held: Held) -> tuple[Line, ...]:

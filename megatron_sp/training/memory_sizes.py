@@ -121,6 +121,23 @@ class Sizes:
         normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
         self.made_heads = self.all_tokens * (sum(repeated) + normed) * d * self.e  # heads that are not views of what arrived
         self._attention_blocks(max(len(share.queries) for share in shares))
+        self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
+
+    def _rotary_makes(self, chunk: Chunk, channels: int) -> int:
+        """What turning the gradients of a chunk's heads back takes: products of half of what turns, and copies where they are not packed.
+
+        Args:
+            channels: of one head at all positions.
+        """
+        if self.model.position_embedding_type != "rope":
+            return 0
+        keys = len(chunk.shares[0].keys)
+        widths = {message.part: len(message.rows[0]) for message in chunk.messages if message.part != "v"}
+        packed = "qkv" in widths and keys and is_uniform(chunk.shares[0], self.queries_per_group) and not self.model.qk_layernorm
+        turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
+        # four products in fp32 by promotion, or the first half of the heads as they were
+        products = 4 * max(4, self.wide) if self.is_16_bit else self.e
+        return channels * ((0 if packed else sum(widths.values()) * self.e) + turned * products // 2)
 
     def _attention_blocks(self, widest: int) -> None:
         """What calls of our CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
@@ -135,7 +152,8 @@ class Sizes:
             self.attention_blocks = self.attention_grad_blocks = 0
         elif window is None or window >= self.length:
             self.attention_blocks = min(calls(self.length, self.length), most)
-            self.attention_grad_blocks = 3 * self.attention_blocks
+            summed = 2 * self.attention_blocks // self.queries_per_group  # gradients of a key and a value that served several queries
+            self.attention_grad_blocks = 3 * self.attention_blocks + (summed if self.queries_per_group > 1 else 0)
         else:  # the first tile sees as many keys as it has queries; the others have fewer queries than keys
             tile = window_tile(window)
             reach = window - 1 + tile

@@ -39,6 +39,7 @@ OFFLOAD = {"offload_activations": True}
 PIECES = {"mlp_chunks": 4}
 PARALLEL = {"use_parallel_residual": True}
 WINDOW = LLAMA | {"num_query_groups": 2, "window_size": 64}
+ROTARY = {"position_embedding_type": "rope", "ffn_hidden_size": 40}  # attention is the worst moment, and what turns its gradients back
 UNTIED = {"untie_embeddings_and_output_weights": True}
 POST = BERT | {"norm_placement": "post"}
 CASES = [
@@ -88,6 +89,11 @@ CASES = [
                   for model in (PARALLEL, WINDOW)], marks=pytest.mark.long),
     pytest.param([Layout(dp=2, zero=zero(stage), model=PARALLEL | DEEP) for stage in (1, 3)], marks=pytest.mark.long),
     pytest.param([Layout(sp=4), Layout(tp=2, tp_seq=True, sp=2)], marks=pytest.mark.long),
+    [Layout(model=ROTARY, kernels=FULL | PIECES), Layout(model=ROTARY | {"num_query_groups": 2}), Layout(model=ROTARY, bf16=True)],
+    pytest.param([Layout(model=ROTARY, kernels=kernels, bf16=bf16) for kernels in (SELECTIVE, FULL) for bf16 in (False, True)],
+                 marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, mode=mode, model=ROTARY) for mode in ("none", "chunked", "split-qkv")], marks=pytest.mark.long),
+    pytest.param([Layout(sp=2, bf16=True, model=ROTARY)], marks=pytest.mark.long),
     *([Layout(dp=2, zero=zero(stage), micro_batches=count, model=DEEP) for count in (1, 3)] for stage in (1, 3)),
     pytest.param([Layout(dp=2, zero=zero(2), micro_batches=count, model=DEEP) for count in (1, 3)], marks=pytest.mark.long),
     pytest.param([Layout(dp=2, zero=zero(stage, overlap_grad_reduce=False), micro_batches=2, model=DEEP) for stage in (1, 2)],

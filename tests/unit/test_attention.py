@@ -17,6 +17,7 @@ from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, attention, choose_kernel, core_attention, head_row_keys, split_qkv
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask
+from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 
 __all__ = ["in_blocks"]
 pytestmark = pytest.mark.usefixtures("in_blocks")
@@ -235,6 +236,24 @@ def test_split_is_views_and_packs_gradients_once() -> None:
     torch.autograd.backward(parts, grads)
     want = torch.cat(grads, dim=2).view(s, b, -1)
     assert torch.equal(qkv.grad, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["packed by the kernel", "three gradients"])
+@pytest.mark.parametrize("b_in_tables", [False, True])
+def test_split_turns_what_it_splits(b_in_tables: bool, ours: bool) -> None:
+    """As ``apply_rotary`` in front of it does; the gradient that a kernel has packed is turned where it lies."""
+    s, b, g, r, d = 5, 3, 2, 3, 6
+    positions = torch.arange(s) if not b_in_tables else torch.arange(s * b).view(s, b)
+    tables = rotary_tables(positions, d, 100.0, torch.float64)
+    first, second = randn(s, b, g * (r + 2) * d).requires_grad_(), randn(s, b, g * (r + 2) * d).requires_grad_()
+    want = split_qkv(apply_rotary(first * 1, *tables, d, heads=r + 2, rotated=r + 1), r, d)
+    got = split_qkv(second * 1, r, d, tables)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    packed = randn(s, b * g, r + 2, d, seed=1)
+    grads = [packed[:, :, :r], packed[:, :, r : r + 1], packed[:, :, r + 1 :]]
+    torch.autograd.backward(want, [t.clone() for t in grads])
+    torch.autograd.backward(got, grads if ours else [t.clone() for t in grads])
+    assert torch.equal(second.grad, first.grad)  # type: ignore[arg-type]
 
 
 def test_only_some_parts_are_used() -> None:

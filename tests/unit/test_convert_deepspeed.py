@@ -102,13 +102,10 @@ def test_reading(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("order", ["flat", "interleaved"])
-@pytest.mark.parametrize("pp", [1, 3])
+@pytest.mark.parametrize(("zero", "pp"), [(0, 1), (0, 3), (1, 1), (1, 3), (2, 1), (2, 3), (3, 1)])  # DeepSpeed has no stages with ZeRO 3
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_reading_every_layout(tmp_path: Path, zero: int, dp: int, tp: int, pp: int, order: str) -> None:
-    if zero == 3 and pp > 1:
-        pytest.skip("DeepSpeed has no stages with ZeRO 3")
     name = ("llama-heads", "gpt2", "gpt2-untied")[(zero + dp + tp) % 3]
     how = Save(zero=zero, dp=dp, tp=tp, pp=pp, order=order)
     path, expected = saved(tmp_path, name, how)
