@@ -172,7 +172,7 @@ def gradients(s: Schedule, name: str, *, theirs: bool) -> dict[str, torch.Tensor
     if theirs:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the older name warns
     torch.manual_seed(5)
-    result = model(**{k: v.double() if v.is_floating_point() else v for k, v in batch_of(name).items()})
+    result = model(**{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch_of(name).items()})
     value = result.loss if result.get("loss") is not None else result[0].square().sum()
     alike = value.detach().clone().repeat(dist.get_world_size(), 1)
     dist.broadcast(alike[0], 0)
