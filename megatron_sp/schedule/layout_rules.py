@@ -256,9 +256,14 @@ def narrow(step: Step, x: Operand) -> Layout:
 
 
 def getitem(step: Step) -> Layout:
-    x = step.look(step.args[0])
+    x, named = step.look(step.args[0]), [step.look(i) for i in tensors_in(step.args[1])]
+    for i in named:
+        if i.kind == "P":
+            refuse_partial(step, i)
+    if x.kind in "PU":
+        return ask(step) if cut(named) else x.layout
     if x.kind != "S":
-        return x.layout if x.kind in "PU" else join(step, step.operands())
+        return join(step, step.operands())
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
     if any(isinstance(i, (Tensor, list)) for i in index):
         return ask(step)
@@ -473,11 +478,12 @@ def embedding(step: Step) -> Layout:
     own = ids.tensor.is_floating_point()
     if own:  # torch's own takes the table first, and no norm
         ids, weight = weight, ids
-    norm = step.kwargs.get("max_norm") if own else step.arg(3, "max_norm")
-    if ids.kind == "S" and (norm is not None or step.arg(3 if own else 5, "scale_grad_by_freq")):
-        conflict(step, [ids], "max_norm and scale_grad_by_freq need all words that are looked up, and each rank has a part of them")
-    if weight.kind == "S" and norm is not None:
-        conflict(step, [weight], "max_norm needs whole rows of the table")
+    if step.name == "embedding":  # not one that is split by words already
+        norm = step.kwargs.get("max_norm") if own else step.arg(3, "max_norm")
+        if ids.kind == "S" and (norm is not None or step.arg(3 if own else 5, "scale_grad_by_freq")):
+            conflict(step, [ids], "max_norm and scale_grad_by_freq need all words that are looked up, and each rank has a part of them")
+        if weight.kind == "S" and norm is not None:
+            conflict(step, [weight], "max_norm needs whole rows of the table")
     for o in (ids, weight):
         if o.kind == "P":
             refuse_partial(step, o)

@@ -282,7 +282,7 @@ def _width(index: Any) -> int:
 def taken(step: Step) -> Layout:
     x = step.look(step.args[0])
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
-    if x.kind == "S" and any(isinstance(i, (Tensor, list)) for i in index):
+    if x.kind == "S" and _has_index(index):
         return picked(step, x, index)
     return getitem(step)
 
@@ -314,7 +314,8 @@ def assigned(step: Step) -> Layout:
                 return operand.layout.at(x.layout.dim)
         return x.layout
     if operand is None or operand.kind != "S":
-        everywhere = part is not None and part.shape == x.tensor.shape
+        # of an index nobody knows here whether it names every row
+        everywhere = part is not None and part.shape == x.tensor.shape and not _has_index(step.args[1])
         others = [x] if operand is None else [x, operand]
         # one value here and another there: shares of it are no longer alike
         return elementwise_whole(step, others) if everywhere or x.kind != "U" else join(step, others)
@@ -331,6 +332,10 @@ def assigned(step: Step) -> Layout:
         if same_dim and x.kind == "U" and part.shape[place.dim] == operand.tensor.shape[operand.layout.dim]:
             return made
     return ask(step)
+
+
+def _has_index(index: Any) -> bool:
+    return any(isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,)))
 
 
 def _require_fit(step: Step, part: Tensor, value: Operand) -> None:

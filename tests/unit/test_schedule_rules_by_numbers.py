@@ -62,9 +62,12 @@ def test_what_a_rule_says_is_so_of_many(rule: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("rule", "seed"), [("cat", 1), ("conv1d", 1), ("conv_transpose1d", 1), ("linear", 2)])
+@pytest.mark.parametrize(
+    ("rule", "seed"), [("cat", 1), ("conv1d", 1), ("conv_transpose1d", 1), ("linear", 2), ("getitem", 103), ("setitem", 309)]
+)
 def test_draws_that_were_wrong_once(rule: str, seed: int) -> None:
-    """Shares cut as needed beside others that are cut; partial sums of a weight over a rank's own rows; a weight of one row."""
+    """Shares cut as needed beside others that are cut; partial sums of a weight over a rank's own rows; a weight of one row; an index that
+    is a partial sum, or names a row twice."""
     assert not (wrong := tried(rule, seed, 10)[1]), "\n".join(wrong)
 
 
