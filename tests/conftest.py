@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored in every child, which some of them are about
 torch.set_num_threads(1)
 torch.testing.assert_close(torch.ones(1), torch.ones(1))
 _leaf = torch.ones(1, requires_grad=True)
