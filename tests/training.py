@@ -235,14 +235,17 @@ def run_once(
 # What a run left behind
 
 
-def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The records of one kind in metrics.jsonl; NaN and infinity in the file are errors. A line that is being written is not there yet."""
+def records(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records of these kinds in metrics.jsonl, of training steps if none is named.
+
+    NaN and infinity in the file are errors. A line that is being written is not there yet.
+    """
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
 
     lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]
-    return [r for r in (json.loads(line, parse_constant=refuse) for line in lines) if r["kind"] == kind]
+    return [r for r in (json.loads(line, parse_constant=refuse) for line in lines) if r["kind"] in (kinds or ("train",))]
 
 
 def trace(run: Path) -> dict[int, tuple[str, str, str]]:
