@@ -86,34 +86,19 @@ train=("pretrain_$family.py"
     --save "$run" --save-interval "$every" --auto-resume
     ${precision[@]+"${precision[@]}"} ${layout[@]+"${layout[@]}"})
 
-# The step that the run has reached, from its log; 0 before the first one.
-reached() {
-    local step # with the comma behind it: the last line may be half written
-    step="$(grep -a '"train"' "$run/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": *\([0-9]*\),.*/\1/p' | tail -n 1)" || true
-    echo "${step:-0}"
-}
-
 if [ ! -f "$killed" ] && [ ! -f "$run/run_status.json" ]; then
     say "4. Training on $nproc processes, each sequence cut over $sp of them; half-way it will be killed without warning"
     victim=$((steps / 2 + every / 2))
-    bash scripts/launch.sh "$nproc" "${train[@]}" 2>"$out/${mark}first_attempt.err" & # torchrun reports the kill at length
-    job=$!
-    trap 'kill -TERM $job 2>/dev/null || true' EXIT
-    while kill -0 "$job" 2>/dev/null && [ "$(reached)" -lt "$victim" ]; do sleep 0.2; done
-    if kill -0 "$job" 2>/dev/null; then
-        pids="$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1]))["pids"])' "$run/run_status.json")"
-        # shellcheck disable=SC2086  # a list of numbers
-        kill -9 $pids || true
-        touch "$killed"
-    fi
-    wait "$job" 2>/dev/null || true
-    trap - EXIT
-    if [ ! -f "$killed" ]; then
+    # in the middle of that step's update, on every rank; torchrun reports the kill at length
+    MEGATRON_SP_FAULT="kill:at=optim.step:step=$victim" bash scripts/launch.sh "$nproc" "${train[@]}" --enable-fault-injection \
+        2>"$out/${mark}first_attempt.err" || true
+    if ! grep -qs SIGKILL "$out/${mark}first_attempt.err"; then
         cat "$out/${mark}first_attempt.err" >&2
         echo "training ended before it could be killed" >&2
         exit 1
     fi
-    say "5. Killed (SIGKILL) at step $(reached). The same command again:"
+    touch "$killed"
+    say "5. Killed (SIGKILL) in step $victim. The same command again:"
 else
     say "4. Training, from where it was"
 fi

@@ -153,7 +153,7 @@ class Saves:
             self.saved_step = report.step
             beside = f", {more['background_s']:.1f} s beside training" if more else ""
             run.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
-            if self._closing or run.status.has_failed():  # what it says by then, an error of another rank perhaps, is to stay
+            if self._closing:  # what it says by then is to stay
                 run.status.fields["saved_step"] = report.step
             else:
                 run.status.write("running", step=run.state.progress.step, saved_step=report.step)

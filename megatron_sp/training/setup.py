@@ -51,6 +51,7 @@ class RunStatus:
         self.path: Path | None = None
         self.fields: dict[str, Any] = {}
         self.lost: dict[str, str] = {}  # what else cannot be written, and why
+        self._began = False  # this attempt: what the file says from then on is of it
         self.explain_memory: Callable[[], list[str]] | None = None  # lines about what the memory of a rank is for, once that is known
 
     def open(self, run_dir: Path) -> None:
@@ -63,10 +64,16 @@ class RunStatus:
         return self.path is not None and read_status(self.path.parent).get("status") == "failed"
 
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
-        """Replace the file; trouble with the disk is not worth stopping for."""
+        """Replace the file; trouble with the disk is not worth stopping for.
+
+        That another rank has failed stays in it, and is not written over by a rank 0 that goes on for a moment.
+        """
         self.fields.update(fields)
         if self.path is None or (self._rank != 0 and status != "failed"):
             return
+        if status == "running" and self._began and self.has_failed():
+            return
+        self._began = True
         record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
         if lost := {**output.lost(), **self.lost}:
             record["lost_output"] = lost

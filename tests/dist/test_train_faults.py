@@ -363,10 +363,20 @@ def test_a_rank_that_dies_while_starting(tmp_path: Path) -> None:
     train(tmp_path, "--save", run, "--auto-resume", ranks=2).expect(0)
 
 
-def test_a_bug_on_one_rank_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_bug_on_one_rank_keeps_its_traceback_and_its_status(tmp_path: Path, late: bool) -> None:
+    """Late: rank 0 says that the run has begun when the other rank has failed already."""
     run = tmp_path / "run"
 
     def setup(rank: int) -> None:
+        if late and rank == 0:
+            announce = loop.Run._announce
+
+            def wait(self: loop.Run) -> None:
+                wait_until(lambda: status(run)["status"] == "failed")
+                announce(self)
+
+            loop.Run._announce = wait  # type: ignore[method-assign]
         if rank == 1:
             original = loop.Run._build_step
 
