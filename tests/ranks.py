@@ -27,6 +27,7 @@ def _worker(rank: int, fn: Callable[..., None], world_size: int, run_dir: Path, 
             world_size=world_size,
             timeout=timedelta(seconds=PATIENCE_S),  # a missing collective fails instead of hanging
         )
+        dist.barrier()  # one that is connected to all and ends at once would break the connections that others are still making
         fn(*args)
     except BaseException:
         (run_dir / f"{time.time_ns()}.rank{rank}").write_text(traceback.format_exc())
