@@ -35,7 +35,7 @@ from megatron_sp.utils.errors import (
     PeerError,
     ReportedError,
 )
-from megatron_sp.utils.files import atomic_write_json
+from megatron_sp.utils.files import atomic_write_json, held_folder
 from megatron_sp.utils.program import first_words, is_out_of_memory, leave
 from megatron_sp.utils.run_log import read_status, saved_step
 
@@ -71,14 +71,14 @@ class RunStatus:
         self.fields.update(fields)
         if self.path is None or (self._rank != 0 and status != "failed"):
             return
-        if status == "running" and self._began and self.has_failed():
-            return
-        self._began = True
         record = {"status": status, "exit_code": exit_code, "message": message, "time": time.time(), **self.fields}
         if lost := {**output.lost(), **self.lost}:
             record["lost_output"] = lost
         try:
-            atomic_write_json(self.path, record)
+            with held_folder(self.path.parent):
+                if status != "running" or not self._began or not self.has_failed():
+                    atomic_write_json(self.path, record)
+                    self._began = True
         except OSError as error:
             print(f"warning: {self.path} cannot be written: {error}", file=sys.stderr)
 

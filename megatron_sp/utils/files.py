@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import stat
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -152,6 +155,32 @@ def atomic_replace(path: Path, data: bytes, *, keep_mode: bool = False) -> None:
             temporary.unlink()
         raise
     fsync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def held_folder(folder: str | Path, patience_s: float = 10.0) -> Iterator[None]:
+    """Keep other processes out of a folder that ask for it likewise, for a look and a write that belong together.
+
+    Nobody waits for ever: after ``patience_s``, or where the file system has no locks for folders, it goes on without.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # whoever writes there will hear of it
+        yield
+        return
+    try:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)
 
 
 def atomic_write_json(path: str | Path, value: Any) -> None:
