@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 import traceback
@@ -27,8 +28,9 @@ def _worker(rank: int, fn: Callable[..., None], world_size: int, run_dir: Path, 
             world_size=world_size,
             timeout=timedelta(seconds=PATIENCE_S),  # a missing collective fails instead of hanging
         )
-        dist.barrier()  # one that is connected to all and ends at once would break the connections that others are still making
         fn(*args)
+        with contextlib.suppress(RuntimeError):  # some tests end ranks
+            dist.barrier()  # a rank that ends breaks the connections that others are still making
     except BaseException:
         (run_dir / f"{time.time_ns()}.rank{rank}").write_text(traceback.format_exc())
         raise
