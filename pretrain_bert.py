@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from megatron_sp.training.arguments import parse_config
+from megatron_sp.commands.pretrain import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(description="Pretrain a BERT model.", family="bert")  # before torch is imported: mistakes are answered at once
@@ -15,15 +15,15 @@ from megatron_sp.data.build import Datasets, build_bert_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.language_model import OnUnit
-from megatron_sp.models.transformer import ForwardContext, UnitEvents
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
 from megatron_sp.training.loop import Task, pretrain
 from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.step import Loss, MicroBatch
+from megatron_sp.training.step import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megatron_sp.config import Config
+    from megatron_sp.config.schema import Config
     from megatron_sp.parallel.layout import Layout
 
 

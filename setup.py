@@ -53,7 +53,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
-    package_data={"megatron_sp.training.run_page": ["page.css", "page.js"]},
+    package_data={"megatron_sp.report": ["page.css", "page.js"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.10",  # earlier ones run code from a crafted weights_only file (CVE-2026-24747)
@@ -67,7 +67,7 @@ setup(
         "pyyaml>=6.0",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-sp = megatron_sp.cli:program"]},
+    entry_points={"console_scripts": ["megatron-sp = megatron_sp.commands.cli:program"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",

@@ -40,15 +40,15 @@ class Ours:
         from datetime import timedelta
 
         from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
-        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+        from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.models.transformer import attach_sink
         from megatron_sp.ops.attention import choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer
         from megatron_sp.optim.weights import UnitWork, WholeWeights
+        from megatron_sp.parallel.layers import attach_sink
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
@@ -70,9 +70,9 @@ class Ours:
         attach_sink(self.model, self.gradients)
 
     def step(self, batch: Batch, index: int) -> float:
-        from megatron_sp.models.transformer import ForwardContext
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.ops.dropout import DropoutKeys
+        from megatron_sp.parallel.forward_context import ForwardContext
 
         keys = None
         if self.dropout > 0:

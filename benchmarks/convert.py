@@ -49,7 +49,7 @@ def make_source(folder: Path, num_bytes: int) -> tuple[int, int]:
     """
     import torch
 
-    from megatron_sp.config import ModelConfig
+    from megatron_sp.config.schema import ModelConfig
     from megatron_sp.convert.copies import TensorInfo
     from megatron_sp.convert.formats.hugging_face import HuggingFace
     from megatron_sp.convert.model import Model, parameter_shapes
@@ -111,7 +111,7 @@ def convert(source: Path, target: str, output: Path) -> tuple[float, int]:
 
 
 _ROOT = Path(__file__).resolve().parent.parent
-_CHILD = f"import sys; from megatron_sp.cli import main; code = main(sys.argv[1:]); {_PEAK}; sys.exit(code)"
+_CHILD = f"import sys; from megatron_sp.commands.cli import main; code = main(sys.argv[1:]); {_PEAK}; sys.exit(code)"
 
 
 def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:

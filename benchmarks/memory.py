@@ -1,4 +1,4 @@
-"""Peak memory of a training step per rank, measured, against the closed form of ``megatron_sp/training/memory.py``.
+"""Peak memory of a training step per rank, measured, against the closed form of ``megatron_sp/estimate/memory.py``.
 
     python benchmarks/memory.py [--layers 4] [--hidden 256] [--seq-length 1024] [--vocab 4096] [--json docs/benchmarks/memory.json]
 
@@ -134,8 +134,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None) -> Any:
     """The closed form for a layout; ``what`` may be another plan of the same arguments."""
-    from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-    from megatron_sp.training.memory import memory_plan
+    from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+    from megatron_sp.estimate.memory import memory_plan
 
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
@@ -236,15 +236,15 @@ class Training:
         import torch
 
         from megatron_sp.comm.groups import ParallelGroups
-        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+        from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
         from megatron_sp.models.bert import BertModel
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.models.transformer import attach_sink, shard_specs
         from megatron_sp.ops.attention import choose_kernel
         from megatron_sp.optim.flat import FlatUnit, Zero
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
+        from megatron_sp.parallel.layers import attach_sink, shard_specs
         from megatron_sp.parallel.layout import Layout as Parallel
         from megatron_sp.training.sharding import pools_of_model
         from megatron_sp.training.step import Loss, TrainStep

@@ -123,10 +123,10 @@ PUBLISHED = [
 
 def predict_published(row: Published) -> Any:
     """The planner's time of that step (tokens, StepTime)."""
-    from megatron_sp.training.arguments import config_from_args
-    from megatron_sp.training.hardware import GPUS, LINKS
-    from megatron_sp.training.planner.machine import Machine
-    from megatron_sp.training.planner.timing import step_time
+    from megatron_sp.config.flags.arguments import config_from_args
+    from megatron_sp.estimate.hardware import GPUS, LINKS
+    from megatron_sp.planner.machine import Machine
+    from megatron_sp.planner.timing import step_time
 
     more = " --mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0"
     config = config_from_args((row.flags + more).split(), world_size=row.gpus)
@@ -178,12 +178,12 @@ GAINS = {"1B, 64K": (1.040, 1.32), "7B, 16K": (1.066, 1.53)}
 
 
 def arithmetic() -> dict[str, Any]:
-    from megatron_sp.training.arguments import config_from_args
-    from megatron_sp.training.hardware import GPUS, LINKS
-    from megatron_sp.training.memory import Form
-    from megatron_sp.training.planner.machine import Machine
-    from megatron_sp.training.planner.timing import step_time
-    from megatron_sp.training.planner.work import Work
+    from megatron_sp.config.flags.arguments import config_from_args
+    from megatron_sp.estimate.hardware import GPUS, LINKS
+    from megatron_sp.estimate.memory import Form
+    from megatron_sp.planner.machine import Machine
+    from megatron_sp.planner.timing import step_time
+    from megatron_sp.planner.work import Work
 
     def config_of(shape: str, mode: str) -> Any:
         more = f" --mock-data --bf16 --lr 1e-4 --train-iters 1 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 16 {mode}"
@@ -328,19 +328,20 @@ def _worker(rank: int, pair: Pair, rounds: int, folder: str) -> None:
 
 def predict_way(way: Way, shape: dict[str, Any], machine: Any) -> Any:
     """StepTime of one side."""
-    from megatron_sp.config import Config
-    from megatron_sp.training.planner.timing import step_time
+    from megatron_sp.config.rules import normalize
+    from megatron_sp.config.schema import Config
+    from megatron_sp.planner.timing import step_time
 
     def timed(model: Any, parallel: Any, kernels: Any, batch: Any, precision: Any, **_: Any) -> Any:
         parts = {"model": model, "parallel": parallel, "kernels": kernels, "batch": batch, "precision": precision}
-        return step_time(Config(**parts).normalize(), machine)
+        return step_time(normalize(Config(**parts)), machine)
 
     return memory.predict(way.layout, shape, way.batch, what=timed)
 
 
 def pairs(rounds: int, which: list[Pair]) -> dict[str, Any]:
-    from megatron_sp.config import Config, ModelConfig
-    from megatron_sp.training.planner.calibrate import measure_machine
+    from megatron_sp.config.schema import Config, ModelConfig
+    from megatron_sp.planner.calibrate import measure_machine
 
     rows, kept = [], []
     for pair in which:

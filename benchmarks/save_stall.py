@@ -96,7 +96,7 @@ class Saver:
         import torch
 
         from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
-        from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig
+        from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
@@ -125,9 +125,9 @@ class Saver:
         """Make ready for ``turn``: gradients, a batch, the memory for copies; take two steps."""
         import torch
 
-        from megatron_sp.models.transformer import attach_sink
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.weights import UnitWork, WholeWeights
+        from megatron_sp.parallel.layers import attach_sink
 
         self.gradients = FlatGradients(self.units, self.groups.dp_sp)
         self.events = UnitWork(WholeWeights(self.units), self.gradients)
@@ -142,8 +142,8 @@ class Saver:
     def _step(self) -> None:
         import torch
 
-        from megatron_sp.models.transformer import ForwardContext
         from megatron_sp.ops.attention import AttentionMask, choose_kernel
+        from megatron_sp.parallel.forward_context import ForwardContext
 
         kernel = choose_kernel("auto", "cpu", torch.float32, 0.0).name
         self.gradients.start_step()

@@ -180,13 +180,14 @@ def ours(shape: dict[str, int], *, seq: bool) -> Callable[[Any, Any], Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron_sp.config import KernelConfig, ModelConfig
+    from megatron_sp.config.schema import KernelConfig, ModelConfig
     from megatron_sp.convert.copies import Correspondence, Gathered
     from megatron_sp.convert.families.llama import Llama
     from megatron_sp.convert.model import parameter_shapes
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.models.transformer import ForwardContext, shard_specs
     from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.parallel.forward_context import ForwardContext
+    from megatron_sp.parallel.layers import shard_specs
     from megatron_sp.parallel.layout import Layout
     from megatron_sp.parallel.tensor_parallel import TensorParallel
 

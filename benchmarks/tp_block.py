@@ -110,9 +110,10 @@ class Ours:
         import torch
         import torch.distributed as dist
 
-        from megatron_sp.config import ModelConfig
-        from megatron_sp.models.transformer import ForwardContext, TransformerBlock
+        from megatron_sp.config.schema import ModelConfig
+        from megatron_sp.models.transformer import TransformerBlock
         from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layout import Layout
         from megatron_sp.parallel.tensor_parallel import TensorParallel
 

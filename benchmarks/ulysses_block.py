@@ -161,7 +161,7 @@ def choice_of_auto(shape: dict[str, int]) -> str:
     import torch
 
     from megatron_sp.comm.groups import ParallelGroups
-    from megatron_sp.config import BatchConfig, Config, ParallelConfig
+    from megatron_sp.config.schema import BatchConfig, Config, ParallelConfig
     from megatron_sp.training.probe import choose_overlap, words_for
 
     config = Config(model=model_config(shape), parallel=ParallelConfig(sequence_parallel_size=RANKS), batch=BatchConfig(shape["batch"]))
@@ -173,7 +173,7 @@ def choice_of_auto(shape: dict[str, int]) -> str:
 
 
 def model_config(shape: dict[str, int]) -> Any:
-    from megatron_sp.config import ModelConfig
+    from megatron_sp.config.schema import ModelConfig
 
     return ModelConfig(
         num_layers=1, hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"], seq_length=shape["seq_length"],
@@ -216,8 +216,10 @@ class OurBlock:
     ) -> None:
         import torch
 
-        from megatron_sp.models.transformer import ForwardContext, Norm, SelfAttention
+        from megatron_sp.models.transformer import SelfAttention
         from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.parallel.forward_context import ForwardContext
+        from megatron_sp.parallel.layers import Norm
         from megatron_sp.parallel.layout import Layout
         from megatron_sp.parallel.ulysses import SequenceParallel
 

@@ -312,7 +312,7 @@ class Contender:
     def __init__(self, model: dict[str, int]) -> None:
         import torch.distributed as dist
 
-        from megatron_sp.config import ModelConfig
+        from megatron_sp.config.schema import ModelConfig
 
         self.shape = model
         self.config = ModelConfig(**model, attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True)  # type: ignore[arg-type]
@@ -356,7 +356,7 @@ class Ours(Contender):
         import torch
 
         from megatron_sp.comm.groups import ALONE, ParallelGroups
-        from megatron_sp.config import Config, OptimizerConfig, ParallelConfig
+        from megatron_sp.config.schema import Config, OptimizerConfig, ParallelConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.parallel.layout import Layout
@@ -408,10 +408,10 @@ class Peer(Contender):
         super().__init__(model)
         import torch
 
-        from megatron_sp.config import KernelConfig
+        from megatron_sp.config.schema import KernelConfig
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.models.transformer import ForwardContext
         from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.parallel.forward_context import ForwardContext
 
         plain = GPTModel(self.config, KernelConfig(), seed=1, dtype=torch.float32)
         self.num_parameters = sum(p.numel() for p in plain.parameters())

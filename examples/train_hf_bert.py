@@ -12,21 +12,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_sp.training.foreign_flags import parse_foreign
+from megatron_sp.commands.schedule.train_flags import parse_foreign
 
 if __name__ == "__main__":
     CONFIG, FOLDER = parse_foreign(description="Pretrain an unmodified BERT of transformers.", family="bert")
 
 import transformers
 
-from megatron_sp.training.foreign_task import ATTENTION, foreign_task
-from megatron_sp.training.foreign_weights import from_folder
+from megatron_sp.tasks.external_task import ATTENTION, foreign_task
+from megatron_sp.tasks.external_weights import from_folder
 from megatron_sp.training.loop import Task, pretrain
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_sp.config import Config
+    from megatron_sp.config.schema import Config
     from megatron_sp.schedule import Schedule
 
 

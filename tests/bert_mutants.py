@@ -7,6 +7,7 @@ TESTS = [
 ]  # fmt: skip
 
 BERT, GATHER, HEAD, LANGUAGE = "models/bert.py", "parallel/gather.py", "parallel/lm_head.py", "models/language_model.py"
+CONTEXT = "parallel/forward_context.py"
 MODEL, ULYSSES, STEP = "models/transformer.py", "parallel/ulysses.py", "training/step.py"
 
 # (name, file, old, new)
@@ -44,6 +45,6 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("post-norm: no norm behind the MLP", MODEL, "return self.post_mlp_layernorm(", "return ("),
     ("post-norm: a norm behind the last block", LANGUAGE, 'config.norm_placement == "pre" else None', 'True else None'),
     # the step
-    ("context: causal", STEP, "AttentionMask(causal, batch[", "AttentionMask(True, batch["),
-    ("context: padding is seen", STEP, 'if "length" in batch:', "if False:"),
+    ("context: causal", CONTEXT, "AttentionMask(causal, batch[", "AttentionMask(True, batch["),
+    ("context: padding is seen", CONTEXT, 'if "length" in batch:', "if False:"),
 ]  # fmt: skip

@@ -15,8 +15,8 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.file_records import FileRecord, hash_file
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, read_manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.config import Config
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.config.schema import Config
+from megatron_sp.parallel.layers import shard_specs
 
 LAYERS = 1
 STATE = {"consumed_samples": 40, "consumed_tokens": 320, "num_updates": 4, "skipped_steps": 0, "bad_steps": 0, "has_optimizer": True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.checkpoint.stream import NativeReader
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.convert.model import KINDS, Model, parameter_shapes

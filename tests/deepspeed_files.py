@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 
 Tensors = dict[str, Tensor]
 LAYER = [

@@ -23,17 +23,18 @@ from torch import Tensor
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Direction, Recorder
-from megatron_sp.config import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import ForwardContext, attach_sink, shard_specs
 from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import attach_sink, shard_specs
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.sharding import pools_of_model
 

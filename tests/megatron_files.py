@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, serialization
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 
 Tree = dict[str, Any]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.writer import IndexedDatasetWriter
 
 VOCAB = 997

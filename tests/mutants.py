@@ -46,6 +46,7 @@ ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "par
 HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/gradients.py"
 PIECES = "parallel/chunked_mlp.py"
 TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/language_model.py"
+LAYERS = "parallel/layers.py"
 
 MUTANTS = [
     # waits
@@ -103,11 +104,11 @@ MUTANTS = [
            "self._handles[index] = all_reduce_async(all_reduce(unit.grads, self.group), self.group)"),
     Mutant("gradients: replicas are not summed over tp", GRADIENTS, "        all_reduce(packed, self.tp)\n", "        pass\n"),
     Mutant("gradients: replicas are summed twice over tp", GRADIENTS, "        all_reduce(packed, self.tp)\n", "        all_reduce(all_reduce(packed, self.tp), self.tp)\n"),
-    Mutant("norm weights are not summed under tp_seq", MODEL, 'summed=layout.tp.seq or sees == "heads")', 'summed=sees == "heads")'),
-    Mutant("QK norms are not summed over heads", MODEL, 'summed=layout.tp.seq or sees == "heads")', "summed=layout.tp.seq)"),
-    Mutant("row biases are not summed under tp_seq", MODEL, "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq)", "ShardSpec.whole((out_features,), tp.rank, tp.size)"),
-    Mutant("row biases are summed without tp_seq", MODEL, "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq)", "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=True)"),
-    Mutant("position table is not summed under tp_seq", GPT, "layout.tp.rank, layout.tp.size, summed=layout.tp.seq)", "layout.tp.rank, layout.tp.size)"),
+    Mutant("norm weights are not summed under tp_seq", LAYERS, 'summed=layout.tp.seq or sees == "heads")', 'summed=sees == "heads")'),
+    Mutant("QK norms are not summed over heads", LAYERS, 'summed=layout.tp.seq or sees == "heads")', "summed=layout.tp.seq)"),
+    Mutant("row biases are not summed under tp_seq", LAYERS, "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq)", "ShardSpec.whole((out_features,), tp.rank, tp.size)"),
+    Mutant("row biases are summed without tp_seq", LAYERS, "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq)", "ShardSpec.whole((out_features,), tp.rank, tp.size, summed=True)"),
+    Mutant("position table is not summed under tp_seq", LAYERS, "layout.tp.rank, layout.tp.size, summed=layout.tp.seq)", "layout.tp.rank, layout.tp.size)"),
     Mutant("replicated keys are not summed", MODEL, "sums = (Sum(heads * d, 2 * d, group, g),)", "sums = ()"),
     Mutant("replicated keys are counted by every rank", MODEL, "(heads + 2 if at == 0 else heads) * d", "(heads + 2) * d"),
     # permutations

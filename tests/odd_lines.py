@@ -134,17 +134,17 @@ _LAST = (
 def main_of(program: str) -> Callable[[list[str]], Any]:
     """What takes the words of a program and returns or raises its exit code."""
     if program.startswith("pretrain_"):
-        from megatron_sp.training.arguments import parse_config
+        from megatron_sp.commands.pretrain import parse_config
 
         return lambda words: parse_config(words, prog=program, family=program[9:-3])
     if program == "train":
-        from megatron_sp.training.arguments import parse_config
+        from megatron_sp.commands.pretrain import parse_config
         from megatron_sp.training.loop import pretrain
         from pretrain_gpt import GPT
 
         return lambda words: pretrain(parse_config(words, prog=program, family="gpt"), GPT)
     if program == "megatron-sp":
-        from megatron_sp import cli
+        from megatron_sp.commands import cli
 
         return cli.main
     spec = importlib.util.spec_from_file_location(f"odd_{program[:-3]}", ROOT / "tools" / program)
@@ -160,12 +160,12 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
 def flags_of(program: str) -> tuple[str, ...]:
     """Flags that it knows, and for a training some that it does not."""
     if program.startswith("pretrain_") or program in ("finetune_classifier.py", "train"):
-        from megatron_sp.training.arguments import all_spellings
+        from megatron_sp.config.flags.arguments import all_spellings
 
         return tuple(f"--{name}" for name in all_spellings() if name not in ("help", "verify-parallelism"))
-    folders = {"megatron-sp": ("training/ckpt", "convert", "training/schedule_tool", "training/planner")}.get(program, ())
+    folders = {"megatron-sp": ("commands/ckpt", "convert", "commands/schedule", "planner")}.get(program, ())
     files = [path for folder in folders for path in (ROOT / "megatron_sp" / folder).glob("*.py")]
-    files += [ROOT / "tools" / program, ROOT / "megatron_sp/training/inference_flags.py"] if program != "megatron-sp" else []
+    files += [ROOT / "tools" / program, ROOT / "megatron_sp/config/flags/inference_flags.py"] if program != "megatron-sp" else []
     found = {flag for path in files for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text(encoding="utf-8"))}
     return tuple(sorted(found | {"--json", "--output", "--version"}))
 
@@ -324,12 +324,12 @@ def load_everything() -> None:
     """What programs import when they need it, once, so that no child does it again."""
     import torch
 
+    import megatron_sp.commands.ckpt.deep
     import megatron_sp.convert.command
-    import megatron_sp.training.ckpt.deep
-    import megatron_sp.training.inference
-    import megatron_sp.training.loop
-    import megatron_sp.training.planner.command
-    import megatron_sp.training.run_page  # noqa: F401
+    import megatron_sp.inference.team
+    import megatron_sp.planner.command
+    import megatron_sp.report
+    import megatron_sp.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
     for program in _SOUND:

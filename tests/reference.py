@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.models.transformer import SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_EMBEDDING, SITE_MLP_OUTPUT
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import DropoutKeys, keep_mask

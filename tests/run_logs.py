@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
 
 
 class LogWriter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.core.directives import Directive
 
 Mutant = tuple[str, list[Directive]]
 

@@ -18,7 +18,7 @@ from schedule_rule_oracle import Case, Input
 from torch import Tensor
 from torch.overrides import get_overridable_functions, resolve_name
 
-from megatron_sp.schedule.call_values import plain
+from megatron_sp.schedule.check.call_values import plain
 
 Call = Callable[..., Any]
 

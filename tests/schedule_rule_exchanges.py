@@ -10,10 +10,10 @@ from schedule_rule_oracle import Case, Input, Placement, Sizes, Trial
 from torch import Tensor
 
 from megatron_sp.parallel import regions
-from megatron_sp.schedule.forwards import split_column, split_embedding, split_row
-from megatron_sp.schedule.sequences import Cut, repeated_heads, take_share
-from megatron_sp.schedule.syncs import own_exchange
-from megatron_sp.schedule.ulysses import share_of_gradient, share_of_labels, weighed
+from megatron_sp.schedule.apply.forwards import split_column, split_embedding, split_row
+from megatron_sp.schedule.apply.ulysses import share_of_gradient, share_of_labels, weighed
+from megatron_sp.schedule.core.sequences import Cut, repeated_heads, take_share
+from megatron_sp.schedule.core.syncs import own_exchange
 
 
 def _cut(c: Sizes, length: int) -> Cut:

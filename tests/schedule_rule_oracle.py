@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ALONE, Group
-from megatron_sp.schedule.call_values import Seen
-from megatron_sp.schedule.follower import Axis, Follower
-from megatron_sp.schedule.layout_steps import tensors_in
-from megatron_sp.schedule.layouts import Choice, Layout, LayoutError
-from megatron_sp.schedule.mesh import imagined
+from megatron_sp.schedule.check.call_values import Seen
+from megatron_sp.schedule.check.follower import Axis, Follower
+from megatron_sp.schedule.core.layout_steps import tensors_in
+from megatron_sp.schedule.core.layouts import Choice, Layout, LayoutError
+from megatron_sp.schedule.core.mesh import imagined
 
 TOLERANCE = {
     torch.float64: 1e-8,

@@ -16,8 +16,8 @@ import torch
 from schedule_rule_cases import CASES
 from schedule_rule_oracle import Case, Wrong, drawn
 
-from megatron_sp.schedule.layout_rules import UNIFORM_FACTORIES
-from megatron_sp.schedule.more_rules import RULES
+from megatron_sp.schedule.check.layout_rules import UNIFORM_FACTORIES
+from megatron_sp.schedule.check.more_rules import RULES
 
 for _more in ("more", "index"):
     import_module(f"schedule_rule_{_more}_cases")  # whose cases join the others

@@ -29,11 +29,11 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.check import check
-from megatron_sp.schedule.derive import with_derived
-from megatron_sp.schedule.directives import Directive
+from megatron_sp.schedule.check.check import check
+from megatron_sp.schedule.check.derive import with_derived
+from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.presets import auto
-from megatron_sp.schedule.verify import verify
+from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
 Mutant = tuple[str, list[Directive]]

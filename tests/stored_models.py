@@ -8,10 +8,10 @@ import torch
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
-from megatron_sp.config import Config, ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.parallel.layers import shard_specs
 
 
 def byte_config(seq_length: int = 24) -> Config:

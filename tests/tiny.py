@@ -10,15 +10,16 @@ import reference
 import torch
 from torch import Tensor
 
-from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext, attach_sink
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.flat import FlatUnit
 from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import attach_sink
 
 S, B, LAYERS = 8, 3, 3
 BASE = ModelConfig(

@@ -32,11 +32,12 @@ from waiting import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp import config_rules as _  # noqa: F401 - as above
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.config import rules as _  # noqa: F401 - as above
+from megatron_sp.config.flags.arguments import targets
 from megatron_sp.data.writer import IndexedDatasetWriter
-from megatron_sp.training.arguments import parse_config, targets
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.faults import FAULT_VARIABLE
 from pretrain_bert import bert_task

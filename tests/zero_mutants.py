@@ -5,6 +5,7 @@ from __future__ import annotations
 TESTS = ["tests/unit/test_residency.py", "tests/unit/test_flat.py", "tests/dist/test_zero.py", "tests/dist/test_memory_form.py"]
 
 FLAT, GRADIENTS, WEIGHTS, RESIDENCY = "optim/flat.py", "optim/gradients.py", "optim/weights.py", "optim/residency.py"
+CONTEXT = "parallel/forward_context.py"
 OPTIMIZER, GPT, MODEL, EMBEDDING = "optim/optimizer.py", "models/language_model.py", "models/transformer.py", "parallel/embedding.py"
 
 # (name, file, old, new)
@@ -68,7 +69,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("model: a block does not say that it is used", GPT, "            events.before_use(layer + 1)\n", "            pass\n"),
     ("model: the embedding does not say that it is used", GPT, "            events.before_use(0)\n        mine", "            pass\n        mine"),
     ("model: the head does not say that it is used", GPT, "            events.before_use(len(layers) + 1)\n", "            pass\n"),
-    ("model: backward does not say what comes next", MODEL, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
+    ("model: backward does not say what comes next", CONTEXT, "            ctx.events.before_use(ctx.below)\n", "            pass\n"),
     ("model: a unit is complete too early", GPT, "x = unit_boundary(x, events, layer + 1, layer)", "x = unit_boundary(x, events, layer + 2, layer)"),
     ("pools: the head takes a block's buffer", RESIDENCY, "enumerate(alike) if is_block)", "enumerate(alike) if is_block or unit == len(alike) - 1)"),
     ("pools: a tied table and the head share a buffer", RESIDENCY, "if tied or keep_all else", "if keep_all else"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.utils.program import run_program
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp import __version__
-from megatron_sp.training.inference_flags import add_model_flags
+from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output_json
 from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
-    from megatron_sp.config import Config
-    from megatron_sp.training.evaluation.gpt import Reading
+    from megatron_sp.config.schema import Config
+    from megatron_sp.inference.evaluation.gpt import Reading
 
 TASKS = ("data_path", "text", "last_word", "choices")
 INSTEAD = {name: "and this tool wants a GPT or a BERT" for name in ("GPT", "BERT")} | {
@@ -64,7 +64,7 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
     Raises:
         ConfigError: they do not fit the model or each other.
     """
-    from megatron_sp.training.evaluation.gpt import Reading
+    from megatron_sp.inference.evaluation.gpt import Reading
 
     limit = config.model.max_positions
     length = options.seq_length or config.model.seq_length or limit
@@ -88,11 +88,11 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
 
 def measure(options: argparse.Namespace, launch: Launch) -> None:
     """Everything behind the command line. Collective."""
+    from megatron_sp.inference import team as inference
+    from megatron_sp.inference.evaluation.bert import BertEvaluation
+    from megatron_sp.inference.evaluation.gpt import GPTEvaluation
     from megatron_sp.models.bert import BertModel
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.training import inference
-    from megatron_sp.training.evaluation.bert import BertEvaluation
-    from megatron_sp.training.evaluation.gpt import GPTEvaluation
 
     config = inference.stored_config(options)
     reading = reading_of(options, config)
@@ -145,7 +145,7 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    from megatron_sp.training.inference import run_tool
+    from megatron_sp.inference.team import run_tool
 
     return run_tool(lambda launch: measure(options, launch))
 

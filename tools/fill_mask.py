@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.inference_flags import add_checkpoint_flags
+from megatron_sp.config.flags.inference_flags import add_checkpoint_flags
 from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
+    from megatron_sp.inference.stored_model import Stored
     from megatron_sp.models.bert import BertModel
-    from megatron_sp.training.stored_model import Stored
 
 MASK = "[MASK]"
 INSTEAD = {
@@ -67,8 +67,8 @@ def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
     """Print the text and, for each of its masks, the likeliest tokens."""
     import torch
 
-    from megatron_sp.models.transformer import ForwardContext
     from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.parallel.forward_context import ForwardContext
 
     ids = encode(stored, text)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
@@ -117,9 +117,9 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
         raise ConfigError(f"--top ({options.top}) must be at least 1")
     import torch
 
+    from megatron_sp.inference.stored_model import find_stored
+    from megatron_sp.inference.team import choose_device
     from megatron_sp.models.bert import BertModel
-    from megatron_sp.training.inference import choose_device
-    from megatron_sp.training.stored_model import find_stored
 
     if launch.world_size > 1:
         raise ConfigError(f"tools/fill_mask.py is one process, and {launch.world_size} were started: start it with python")
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    from megatron_sp.training.inference import run_tool
+    from megatron_sp.inference.team import run_tool
 
     return run_tool(lambda launch: run(options, launch))
 

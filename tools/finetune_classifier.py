@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.arguments import parse_config
+from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
 from megatron_sp.utils.program import run_program
 
@@ -88,7 +88,7 @@ def _names(words: list[str], *flags: str) -> bool:
 def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """The checkpoint's tokenizer, if the command line names none."""
     from megatron_sp.checkpoint.checkpointer import Checkpointer
-    from megatron_sp.config import DataConfig
+    from megatron_sp.config.schema import DataConfig
     from megatron_sp.data.tokenizers import kept
 
     if _names(rest, "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         say(str(error))
         raise SystemExit(error.exit_code) from None
     config = parse_config(flags, description="Fine-tune a classifier.", family="bert")
-    from megatron_sp.training.classification import Classification
+    from megatron_sp.tasks.classification import Classification
     from megatron_sp.training.loop import pretrain
 
     task = Classification(table, train, valid)

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.inference_flags import add_model_flags
+from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DataError
 from megatron_sp.utils.program import integer, run_program
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
     from megatron_sp.data.tokenizers import Tokenizer
-    from megatron_sp.models.generation import NewToken, Sampling
+    from megatron_sp.inference.generation import NewToken, Sampling
+    from megatron_sp.inference.team import Team
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.training.inference import Team
 
 INSTEAD = {
     "BERT": "which sees both sides of a word and cannot continue a text: tools/fill_mask.py has it guess words that you hide",
@@ -94,8 +94,8 @@ def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, 
     Raises:
         CheckpointError, ConfigError, DataError: what is wrong with either.
     """
+    from megatron_sp.inference import team as inference
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.training import inference
 
     loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
     return cast("GPTModel", loaded.model), loaded.stored.tokenizer, loaded.description
@@ -110,7 +110,7 @@ class Printer:
 
     def begin(self, text: str, ids: list[int]) -> None:
         """A continuation of the prompt ``text`` with tokens ``ids`` begins."""
-        from megatron_sp.models.generation import TextStream
+        from megatron_sp.inference.generation import TextStream
 
         self.num_sequences += 1
         if self.headings:
@@ -130,7 +130,7 @@ def continue_prompts(
     model: GPTModel, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
 ) -> None:  # fmt: skip
     """Generate everything for these prompts, on every rank; rank 0 prints it, then the speed."""
-    from megatron_sp.models.generation import generate
+    from megatron_sp.inference.generation import generate
 
     ids = [tokenizer.encode(text) for text in texts]
     stop = [tokenizer.encode(text) for text in options.stop]
@@ -155,8 +155,8 @@ def continue_prompts(
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Everything behind the command line."""
-    from megatron_sp.models.generation import Sampling
-    from megatron_sp.training import inference
+    from megatron_sp.inference import team as inference
+    from megatron_sp.inference.generation import Sampling
 
     sampling = Sampling(0.0 if options.greedy else options.temperature, options.top_k, options.top_p, options.seed)
     if options.max_new_tokens < 1 or options.num_samples < 1:
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    from megatron_sp.training.inference import run_tool
+    from megatron_sp.inference.team import run_tool
 
     return run_tool(lambda launch: run(options, launch))
 

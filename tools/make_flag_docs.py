@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the dataclasses of megatron_sp/config.py and the tables of foreign flags: ``make docs``."""
+"""Write docs/flags.md from the dataclasses of megatron_sp/config/schema.py and the tables of foreign flags: ``make docs``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config import GROUPS
-from megatron_sp.training import ignored_flags as dialect
-from megatron_sp.training.deepspeed_keys import ADAPTED, BLOCKS
-from megatron_sp.utils.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
+from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.program import run_program
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
 _HEAD = """# Flags
 
-Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config.py`; a test compares.
+Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config/schema.py`; a test compares.
 
 - Underscores may stand for hyphens; names are never completed. A mistyped name ends the program with exit code 2 and the nearest names.
 - Later wins: defaults, then those of `--preset NAME` ([zoo.md](zoo.md)), then `--config FILE`, then the command line from left to right; a

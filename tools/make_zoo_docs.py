@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.preset_table import markdown
+from megatron_sp.commands.preset_table import markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
 BEGIN, END = "<!-- presets: made by tools/make_zoo_docs.py -->", "<!-- presets: end -->"

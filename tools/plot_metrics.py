@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
+from megatron_sp.report.sparkline import sparkline
 from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
 from megatron_sp.utils.output_file import write_output
 from megatron_sp.utils.program import run_program
-from megatron_sp.utils.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
-from megatron_sp.utils.sparkline import sparkline
 
 FORMATS = (".png", ".svg", ".pdf")
 X_LABELS = {"step": "step", "tokens": "tokens", "time": "training time (minutes)"}

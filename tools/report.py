@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.console import format_bytes
-from megatron_sp.training.run_page.page import write_page
+from megatron_sp.report.page import write_page
 from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.format import format_bytes
 from megatron_sp.utils.program import run_program
 
 

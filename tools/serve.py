@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.training.inference_flags import add_model_flags
+from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, PeerError
 from megatron_sp.utils.program import integer, run_program
 
@@ -63,7 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError: a limit that is none, or packages that are missing."""
-    from megatron_sp.training.serving.server import require_packages
+    from megatron_sp.inference.serving.server import require_packages
 
     least = {"max_batch_size": 1, "max_queue": 0, "max_body_bytes": 1, "max_tokens": 1, "port": 0}
     for name, low in least.items():
@@ -80,13 +80,13 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
     """Everything behind the command line: rank 0 serves, the others work with it."""
+    from megatron_sp.inference import team as inference
+    from megatron_sp.inference.serving.app import Front
+    from megatron_sp.inference.serving.engine import Engine
+    from megatron_sp.inference.serving.request import Limits
+    from megatron_sp.inference.serving.server import is_loopback, open_socket, serve, warning_about
+    from megatron_sp.inference.serving.slots import Slots
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.training import inference
-    from megatron_sp.training.serving.app import Front
-    from megatron_sp.training.serving.engine import Engine
-    from megatron_sp.training.serving.request import Limits
-    from megatron_sp.training.serving.server import is_loopback, open_socket, serve, warning_about
-    from megatron_sp.training.serving.slots import Slots
 
     check(options)
     inference.check_layout(options, launch.world_size, copies=False)
@@ -130,7 +130,7 @@ def name_of(run: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = parse(argv)
-    from megatron_sp.training.inference import run_tool
+    from megatron_sp.inference.team import run_tool
 
     return run_tool(lambda launch: run(options, launch))
 

@@ -14,9 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_sp.report.run_history import accuracies, are_equal, repetitions
 from megatron_sp.utils.errors import DataError, ReportedError
 from megatron_sp.utils.program import run_program
-from megatron_sp.utils.run_history import accuracies, are_equal, repetitions
 from megatron_sp.utils.run_log import read_records
 
 

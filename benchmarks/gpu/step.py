@@ -6,7 +6,7 @@ Ours trains as it always does in bf16: bf16 parameters and activations, fp32 gra
 does the usual thing: fp32 parameters under bf16 autocast, fused AdamW. Where transformers is not installed only ours and the
 matrix products run. Contenders take turns in one process, each with its peak of allocated memory; times are between two
 synchronised points.
-MFU is model FLOP/s (both conventions, see megatron_sp/training/flops.py) over the data sheet's dense bf16 peak, if the GPU is
+MFU is model FLOP/s (both conventions, see megatron_sp/estimate/flops.py) over the data sheet's dense bf16 peak, if the GPU is
 known; the share of the matmul rate measured in the same run stands beside it.
 """
 
@@ -50,14 +50,15 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     import torch
 
     from megatron_sp.comm.groups import Launch, ParallelGroups, init_process_group
-    from megatron_sp.config import KernelConfig, OptimizerConfig
+    from megatron_sp.config.schema import KernelConfig, OptimizerConfig
     from megatron_sp.models.gpt import GPTModel
-    from megatron_sp.models.transformer import ForwardContext, attach_sink
     from megatron_sp.ops.attention import AttentionMask, choose_kernel
     from megatron_sp.optim.flat import FlatUnit
     from megatron_sp.optim.gradients import FlatGradients
     from megatron_sp.optim.optimizer import FlatOptimizer
     from megatron_sp.optim.weights import UnitWork, WholeWeights
+    from megatron_sp.parallel.forward_context import ForwardContext
+    from megatron_sp.parallel.layers import attach_sink
 
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)
@@ -116,7 +117,7 @@ def build_peer(shape: dict[str, int], device: Any, *, compiled: bool) -> Step:
 
 
 def model_config(shape: dict[str, int]) -> Any:
-    from megatron_sp.config import ModelConfig
+    from megatron_sp.config.schema import ModelConfig
 
     return ModelConfig(
         num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from megatron_sp.comm.groups import destroy_process_group
-    from megatron_sp.training.flops import peak_tflops, step_flops_per_token
+    from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
 
     if not torch.cuda.is_available() and not options.smoke:
         print("torch sees no GPU here (`megatron-sp doctor` says why); --smoke runs a tiny shape on the CPU", file=sys.stderr)

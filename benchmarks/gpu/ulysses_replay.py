@@ -142,12 +142,12 @@ class Replay:
         import torch
 
         from megatron_sp.comm.groups import ALONE
-        from megatron_sp.config import KernelConfig, ModelConfig
+        from megatron_sp.config.schema import KernelConfig, ModelConfig
         from megatron_sp.models.gpt import GPTModel
-        from megatron_sp.models.transformer import attach_sink
         from megatron_sp.ops.attention import choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
+        from megatron_sp.parallel.layers import attach_sink
         from megatron_sp.parallel.layout import Layout
         from megatron_sp.parallel.ulysses import SequenceParallel
 
@@ -176,8 +176,8 @@ class Replay:
 
     def once(self) -> float | Any:
         """Forward and backward of a micro-batch, adding to the gradients of those before; the loss."""
-        from megatron_sp.models.transformer import ForwardContext
         from megatron_sp.ops.attention import AttentionMask
+        from megatron_sp.parallel.forward_context import ForwardContext
 
         self.engine.num_exchanges = self.engine.num_bytes = 0
         with exchanges_by(self.engine):
@@ -192,17 +192,17 @@ def _cheap_weights(device: Any) -> Iterator[None]:
     """Draw initial weights on the device: billions of them on the CPU would take minutes, and their values do not matter."""
     import torch
 
-    from megatron_sp.models import language_model, transformer
+    from megatron_sp.parallel import layers
 
     def draw(shape: tuple[int, ...], std: float, seed: int, name: str) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std)
 
-    before = language_model.draw_normal, transformer.draw_normal
-    language_model.draw_normal = transformer.draw_normal = draw  # type: ignore[assignment]
+    before = layers.draw_normal
+    layers.draw_normal = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        language_model.draw_normal, transformer.draw_normal = before
+        layers.draw_normal = before
 
 
 def _deepspeed_attention_class() -> Any:

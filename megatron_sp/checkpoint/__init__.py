@@ -1,1 +1,1 @@
-"""Save, verify, load."""
+"""Saving, verifying, loading and resharding checkpoints."""

@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, Manifest, read_manifest
-from megatron_sp.checkpoint.strict_json import read_small_file
 from megatron_sp.checkpoint.verify import is_complete
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import atomic_write_text, fsync_dir, write_synced
+from megatron_sp.utils.strict_json import read_small_file
 
 logger = logging.getLogger(__name__)
 

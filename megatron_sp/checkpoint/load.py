@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_sp.checkpoint.manifest import STATE_NAME, Manifest
 from megatron_sp.checkpoint.pieces import GlobalTensor, Rect, tiling_problem
 from megatron_sp.checkpoint.safetensors_file import DTYPES, StoredPiece, read_header, read_into, read_rows
-from megatron_sp.checkpoint.strict_json import open_regular
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import open_regular
 
 _BLOCK_BYTES = 64 << 20  # read at a time when contents cannot go straight to their place
 

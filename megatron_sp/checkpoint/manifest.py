@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
-from megatron_sp.checkpoint.strict_json import is_count, is_counts, parse_object, read_small_file
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import is_count, is_counts, parse_object, read_small_file
 
 if TYPE_CHECKING:
     import torch

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from megatron_sp.checkpoint.file_records import ITEM_BYTES, FileRecord
 from megatron_sp.checkpoint.pieces import Piece, Rect
-from megatron_sp.checkpoint.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
 from megatron_sp.ops.memory import empty
 from megatron_sp.utils import direct_file
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import MAX_VALUES, is_counts, open_regular, parse_object
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_sp.checkpoint.file_records import hash_file, io_threads
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron_sp.checkpoint.strict_json import open_regular
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import open_regular
 
 _MAX_SHOWN = 5
 

@@ -1,1 +1,1 @@
-"""Who talks to whom: the only folder that names torch.distributed."""
+"""Who talks to whom; the only folder that names torch.distributed."""

@@ -1,1 +1,1 @@
-"""Checkpoints of other programs, read and written."""
+"""Other programs' checkpoints, read and written."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron_sp import __version__
+from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
-from megatron_sp.convert.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.given import Given

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import nearest
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.field_kinds import field_kinds
 
 
 class Given(dict[str, Any]):

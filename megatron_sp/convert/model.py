@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sp.config import Config, KernelConfig, ModelConfig
-from megatron_sp.config_rules import model_violations
+from megatron_sp.config.rules import model_violations
+from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
 from megatron_sp.convert.copies import TensorInfo, TensorStore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import CheckpointError
 
 LossScale = dict[str, float | int | bool]

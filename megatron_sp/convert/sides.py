@@ -20,9 +20,10 @@ from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import ForwardContext, shard_specs
 from megatron_sp.ops import availability
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import CheckpointError
 
 Cast = Callable[[Tensor], Tensor]

@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron_sp.checkpoint.strict_json import open_regular
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers.files import CONFIG, name_files
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir
+from megatron_sp.utils.strict_json import open_regular
 
 NAMES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

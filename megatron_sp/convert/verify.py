@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.convert.copies import widest
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.model import Model

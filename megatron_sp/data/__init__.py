@@ -1,1 +1,1 @@
-"""From files to batches; ranks come in as plain integers."""
+"""From files to batches."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, hash_of

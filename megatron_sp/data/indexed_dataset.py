@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_sp.data.idx_format import check_arrays, pread_exact, read_array, read_header, resolve_prefix
-from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import DataError
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "VerifyReport"]
+__all__ = ["IndexedDataset", "VerifyReport"]
 
 _SCAN_BYTES = 1 << 24
 _PROBES = 16

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.idx_format import token_dtype
 from megatron_sp.data.sentences import split_sentences
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer

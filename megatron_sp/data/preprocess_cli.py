@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_sp.config import WORDPIECE, DataConfig
+from megatron_sp.config.schema import WORDPIECE, DataConfig
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer

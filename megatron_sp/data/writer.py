@@ -15,18 +15,16 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 
 from megatron_sp.data import digest_file
 from megatron_sp.data.idx_format import DTYPE_CODES, HEADER, MAGIC, VERSION, pread_exact, token_dtype
+from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.utils.errors import DataError, DiskError
 from megatron_sp.utils.files import fsync_dir
 from megatron_sp.utils.output_file import file_place
-
-if TYPE_CHECKING:
-    from megatron_sp.data.indexed_dataset import IndexedDataset
 
 _COPY_BYTES = 1 << 24
 _MAX_LENGTH = 2**31 - 1
@@ -103,8 +101,6 @@ class IndexedDatasetWriter:
         Raises:
             DataError: it is damaged, or of another dtype.
         """
-        from megatron_sp.data.indexed_dataset import IndexedDataset  # that module imports this one
-
         source = other if isinstance(other, IndexedDataset) else IndexedDataset(other)
         if source.dtype != self.dtype:
             names = f"{source.prefix} has {source.dtype.name} tokens, {self.prefix} has {self.dtype.name}"

@@ -1,1 +1,1 @@
-"""Models as lists of units."""
+"""GPT, BERT and their heads, as lists of units."""

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import ModelConfig
-from megatron_sp.models.init import draw_normal
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import ForwardContext, Norm, UnitEvents
 from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
+from megatron_sp.parallel.init import draw_normal
+from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.parallel.linear import column_linear, rows_of
 from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss

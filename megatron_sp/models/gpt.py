@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.models.language_model import LanguageModel, VocabParallelEmbedding
-from megatron_sp.models.transformer import ForwardContext, UnitEvents
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import last_position, whole_sequence
+from megatron_sp.parallel.layers import VocabParallelEmbedding
 from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
 
 

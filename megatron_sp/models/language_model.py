@@ -10,68 +10,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import KernelConfig, ModelConfig
-from megatron_sp.models.init import draw_normal
+from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.positions import rotary_of
-from megatron_sp.models.transformer import SITE_EMBEDDING, ForwardContext, Norm, TransformerBlock, Unit, UnitEvents, unit_boundary
+from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
 from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, unit_boundary
+from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.layout import Layout, SequenceCut
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.recompute import recompute
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
-from megatron_sp.utils.numbers import round_up
 
 OnUnit = Callable[["LanguageModel", Unit], None]
-
-
-class Table(nn.Module):
-    """A table of vectors, whole on every rank."""
-
-    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
-        super().__init__()
-        self.sink: GradSink | None = None
-        self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
-        self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {"weight": self.spec}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, tp=NOT_SPLIT, sink=self.sink)
-
-
-class VocabParallelEmbedding(nn.Module):
-    """A table whose rows are split over tp; rows from ``rows`` on are padding: zero, never trained, never written to disk.
-
-    The rows are padded to a multiple of ``divisible_by`` * tp.
-    """
-
-    def __init__(
-        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout
-    ) -> None:
-        super().__init__()
-        self.sink: GradSink | None = None
-        self.rows, self.tp = rows, layout.tp
-        mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
-        first = min(rows, layout.tp.rank * mine)
-        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
-        weight = torch.zeros(mine, width, dtype=dtype)
-        taken = self.spec.take(draw_normal((rows, width), std, seed, f"{name}.weight"))
-        weight[: len(taken)] = taken
-        self.weight = nn.Parameter(weight)
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {"weight": self.spec}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
-        return embedding(ids, self.weight, tp=self.tp, sink=self.sink)
 
 
 class Embedding(nn.Module):

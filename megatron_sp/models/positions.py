@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.rotary import RotaryStretch, rotary_tables
 
 

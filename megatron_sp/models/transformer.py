@@ -11,173 +11,29 @@ gradients into ``self.sink`` when one has been attached (``attach_sink``); every
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.shard_spec import ShardSpec, Sum
-from megatron_sp.config import ModelConfig
-from megatron_sp.models.init import draw_normal, output_std
+from megatron_sp.comm.shard_spec import Sum
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, head_row_keys, split_qkv
-from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
-from megatron_sp.ops.grad_sink import GradSink
-from megatron_sp.ops.norm import NormInFront, NormSpec, norm
+from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, head_row_keys, split_qkv
+from megatron_sp.ops.dropout import hash_dropout
+from megatron_sp.ops.norm import NormInFront
 from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
+from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
+from megatron_sp.parallel.init import output_std
+from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
 from megatron_sp.parallel.layout import Layout
-from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
 
 # dropout sites within a layer; the embedding is layer -1
 SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2, 3
-
-
-class Unit(NamedTuple):
-    """A part of the model whose parameters are reduced, sharded and gathered together.
-
-    Attributes:
-        alike: one of many of about the same size, which are used one after another and can share buffers.
-    """
-
-    name: str
-    module: nn.Module
-    alike: bool = False
-
-
-class Cache(Protocol):
-    """Keys and values of past positions, for generation (``models/kv_cache.py``)."""
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v [s_new, m, 1, d] of a layer; returns all keys and values so far [s, m, 1, d]."""
-
-    def advance(self, num_positions: int) -> None:
-        """A forward pass over so many positions is through."""
-
-    def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """int64 [num_new] or [b, num_new]: where the next positions are in their sequences."""
-
-
-@dataclass
-class ForwardContext:
-    """What a forward pass needs beside the activations.
-
-    Attributes:
-        mask: who attends to whom.
-        kernel: attention kernel.
-        length: real positions of the sequence; 0: not known yet.
-        positions: int64 [b, s], of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
-        rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
-        dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
-        cache: past keys and values, for generation.
-        recompute_core: compute the attention core again in backward instead of storing it.
-        mlp_chunks: pieces of the positions over which the MLP is computed.
-    """
-
-    mask: AttentionMask
-    kernel: KernelName = "sdpa"
-    length: int = 0
-    positions: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
-    dropout: DropoutKeys | None = None
-    local_dropout: DropoutKeys | None = None
-    cache: Cache | None = None
-    recompute_core: bool = False
-    mlp_chunks: int = 1
-
-
-class ResidualDropout(NamedTuple):
-    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, int32 [s, b]."""
-
-    rate: float
-    row_keys: Tensor
-
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm; whole on every rank.
-
-    Args:
-        sees: "positions" if tp_seq gives each tp rank a share of what is normed, "heads" if tp itself does.
-    """
-
-    def __init__(
-        self, config: ModelConfig, width: int, dtype: torch.dtype, layout: Layout, sees: Literal["positions", "heads"] = "positions"
-    ) -> None:
-        super().__init__()
-        self.spec_of_shard = ShardSpec.whole((width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads")
-        self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
-        self.sink: GradSink | None = None
-        start = torch.zeros if self.spec.zero_centered else torch.ones
-        self.weight = nn.Parameter(start(width, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.bias, self.spec, sink=self.sink)
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {name: self.spec_of_shard for name, _ in self.named_parameters()}
-
-    def in_front(self) -> NormInFront:
-        """This norm as the front of a linear layer, which then stores the norm's input instead of its output."""
-        return NormInFront(self.spec, self.weight, self.bias)
-
-
-class ParallelLinear(nn.Module):
-    """A weight [out, in] (and bias) of which this rank holds the part that ``weight_spec`` names, drawn as a slice of the whole."""
-
-    def __init__(
-        self, name: str, weight_spec: ShardSpec, bias_spec: ShardSpec | None, *, std: float, seed: int, dtype: torch.dtype, layout: Layout
-    ) -> None:
-        super().__init__()
-        self.sink: GradSink | None = None
-        self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
-        whole = draw_normal(weight_spec.shape, std, seed, f"{name}.weight")
-        self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
-        self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
-        return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
-
-
-class ColumnParallelLinear(ParallelLinear):
-    """Rank r computes the outputs of its rows; ``runs`` are those rows of the whole weight, ``sums`` the ones other ranks hold too."""
-
-    def __init__(
-        self, name: str, in_features: int, out_features: int, runs: tuple[tuple[int, int], ...], *, bias: bool, std: float, seed: int,
-        dtype: torch.dtype, layout: Layout, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
-    ) -> None:  # fmt: skip
-        weight = replace(ShardSpec.split((out_features, in_features), 0, runs), sums=sums)
-        weight = weight if counted is None else replace(weight, counted=counted)
-        bias_spec = replace(weight, shape=(out_features,)) if bias else None
-        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
-
-    def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
-        """(the layer on the normed x; x again, for the residual branch)."""
-        return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, sink=self.sink)
-
-
-class RowParallelLinear(ParallelLinear):
-    """Rank r sums over its share of the inputs; optionally with an activation in front and the residual added behind."""
-
-    def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype, layout: Layout,
-        activation: Activation | None = None,
-    ) -> None:  # fmt: skip
-        tp = layout.tp
-        mine = in_features // tp.size
-        weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * mine, mine),))
-        bias_spec = ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq) if bias else None
-        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
-        self.activation = activation
-
-    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        return row_linear(x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, sink=self.sink)
 
 
 class SelfAttention(nn.Module):
@@ -408,59 +264,3 @@ class TransformerBlock(nn.Module):
         if ctx.local_dropout is None or self.hidden_dropout == 0.0:
             return None
         return ResidualDropout(self.hidden_dropout, ctx.local_dropout.row_keys(self.layer, site))
-
-
-def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Where each parameter of a model lies in the whole one, by the parameter's name."""
-    found: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
-    for prefix, module in model.named_modules():
-        of_module = getattr(module, "shard_specs", None)
-        if of_module is not None and module is not model:
-            found |= {f"{prefix}.{name}": spec for name, spec in of_module().items()}
-    return found
-
-
-def attach_sink(model: nn.Module, sink: GradSink | None) -> None:
-    """Make every layer of ours write its weight gradients into ``sink`` (None: through autograd again)."""
-    for module in model.modules():
-        if hasattr(module, "sink"):
-            module.sink = sink  # type: ignore[assignment]
-
-
-class UnitEvents(Protocol):
-    """Who wants to know where a pass is (``optim/weights.py`` implements it)."""
-
-    def before_use(self, unit: int) -> None:
-        """The parameters of a unit are about to be read, in a forward or a backward pass."""
-
-    def backward_done(self, unit: int) -> None:
-        """All weight gradients of a unit are complete."""
-
-
-def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
-    """Identity on the input of a unit; in backward it tells that all of the unit's weight gradients are complete.
-
-    They are: every op computes its weight gradient in the same backward that produces its input gradient, and the
-    unit's input gradient comes last.
-
-    Args:
-        x: what the unit works on.
-        events: told; None: nobody is.
-        unit: whose input it is.
-        below: the unit whose backward comes next; None: it does not read parameters, or reads them in a forward pass first.
-    """
-    return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
-
-
-class _UnitBoundary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, events: UnitEvents, unit: int, below: int | None) -> Tensor:
-        ctx.events, ctx.unit, ctx.below = events, unit, below
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        ctx.events.backward_done(ctx.unit)
-        if ctx.below is not None:
-            ctx.events.before_use(ctx.below)
-        return grad, None, None, None

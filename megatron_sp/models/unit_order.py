@@ -5,7 +5,7 @@ Units: 0 is the embedding, 1 to ``num_layers`` are the blocks, ``num_layers + 1`
 
 from __future__ import annotations
 
-from megatron_sp.config import KernelConfig
+from megatron_sp.config.schema import KernelConfig
 
 
 def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, int, bool]]:

@@ -1,1 +1,1 @@
-"""Local maths: each op with a plain PyTorch form; knows nothing of ranks."""
+"""Local maths of one device, each operation with a plain PyTorch form."""

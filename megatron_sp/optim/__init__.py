@@ -1,1 +1,1 @@
-"""Flat buffers, optimizers, schedules, gradient norms."""
+"""Flat buffers, ZeRO, optimizers, gradient norm, learning rate."""

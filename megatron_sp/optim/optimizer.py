@@ -18,7 +18,7 @@ from torch.optim.sgd import sgd
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ALONE, Group
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, squared_norm, within
 from megatron_sp.optim.offload import HostCopies
 

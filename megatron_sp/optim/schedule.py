@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_sp.config import BatchConfig, OptimizerConfig
+from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Parallel layers: comm and ops put together."""
+"""Parallel layers (`layers.py`), tensor and Ulysses sequence parallelism: comm and ops put together."""

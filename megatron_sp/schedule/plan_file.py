@@ -23,10 +23,10 @@ import yaml
 from torch import nn
 
 from megatron_sp.ops import availability
-from megatron_sp.schedule.directives import Directive, is_plain
-from megatron_sp.schedule.mesh import AXES
-from megatron_sp.schedule.paths import PathError, expand
-from megatron_sp.schedule.syncs import MODES, OPS
+from megatron_sp.schedule.core.directives import Directive, is_plain
+from megatron_sp.schedule.core.mesh import AXES
+from megatron_sp.schedule.core.paths import PathError, expand
+from megatron_sp.schedule.core.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import write_output
 from megatron_sp.utils.text_file import read_text

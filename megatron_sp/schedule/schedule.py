@@ -22,22 +22,22 @@ import torch
 from torch import nn
 
 from megatron_sp.schedule import plan_file
-from megatron_sp.schedule import show as text
-from megatron_sp.schedule.applied import Applied
-from megatron_sp.schedule.apply import apply
-from megatron_sp.schedule.check import Report, check
-from megatron_sp.schedule.compare import Difference, diff
-from megatron_sp.schedule.cost import Cost, cost
-from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import as_said, complete, explained, open_gathers, with_derived
-from megatron_sp.schedule.directives import Directive, caller
-from megatron_sp.schedule.layouts import LayoutError, NotFollowed
-from megatron_sp.schedule.mesh import Mesh
-from megatron_sp.schedule.paths import expand
-from megatron_sp.schedule.picture import write_picture
-from megatron_sp.schedule.survey import survey
-from megatron_sp.schedule.ulysses_options import require_known
-from megatron_sp.schedule.verify import LossOf, Verdict, verify
+from megatron_sp.schedule.apply.applied import Applied
+from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.apply.ulysses_options import require_known
+from megatron_sp.schedule.check.check import Report, check
+from megatron_sp.schedule.check.decision import decide
+from megatron_sp.schedule.check.derive import as_said, complete, explained, open_gathers, with_derived
+from megatron_sp.schedule.core.directives import Directive, caller
+from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.report import show as text
+from megatron_sp.schedule.report.compare import Difference, diff
+from megatron_sp.schedule.report.cost import Cost, cost
+from megatron_sp.schedule.report.picture import write_picture
+from megatron_sp.schedule.report.survey import survey
+from megatron_sp.schedule.verify.verify import LossOf, Verdict, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 

@@ -1,1 +1,1 @@
-"""From flags to a finished run."""
+"""A run: setup, loop, step, state, logs, watchdog, self-checks."""

@@ -50,29 +50,3 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def format_duration(seconds: float) -> str:
-    """``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole // 60 % 60
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
-
-
-def format_bytes(count: float) -> str:
-    """``1.5 GiB`` and the like."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def format_count(count: float) -> str:
-    """``5.1 M``, ``124.4 M``, ``1.3 B``: parameters, tokens."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f}"

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_sp.config import Config
-from megatron_sp.training.console import format_bytes
-from megatron_sp.training.remedies import Device, advice, breakdown, head_share, plan_of, shortage
-from megatron_sp.training.traffic import traffic_plan
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.remedies import Device, advice, breakdown, head_share, plan_of, shortage
+from megatron_sp.estimate.traffic import traffic_plan
 from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.format import format_bytes
 
 STEPS = 10  # after which predictions are compared
 

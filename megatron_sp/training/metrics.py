@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_sp.config import LoggingConfig
+from megatron_sp.config.schema import LoggingConfig
 from megatron_sp.ops import availability
 from megatron_sp.utils import output
 from megatron_sp.utils.files import open_own

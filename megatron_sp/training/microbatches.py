@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sp.config import BatchConfig
+from megatron_sp.config.schema import BatchConfig
 from megatron_sp.utils.numbers import divide
 
 

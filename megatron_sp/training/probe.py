@@ -14,11 +14,13 @@ import torch
 
 from megatron_sp.comm.collectives import all_reduce, barrier
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
 from megatron_sp.models.positions import rotary_of
-from megatron_sp.models.transformer import AttentionMask, ForwardContext, Norm, SelfAttention
-from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.models.transformer import SelfAttention
+from megatron_sp.ops.attention import AttentionMask, choose_kernel
+from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
+from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.layout import Layout
 
 Candidate = tuple[OverlapMode, int]

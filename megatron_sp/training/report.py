@@ -16,19 +16,20 @@ from torch import Tensor
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
 from megatron_sp.data.digests import step_digest
+from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
+from megatron_sp.estimate.remedies import head_share
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.training.console import Console, format_bytes, format_duration
-from megatron_sp.training.flops import peak_tflops, step_flops_per_token
+from megatron_sp.training.console import Console
 from megatron_sp.training.foresight import STEPS, Foresight
 from megatron_sp.training.metrics import MetricsLog
-from megatron_sp.training.remedies import head_share
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
 from megatron_sp.training.step import StepResult
 from megatron_sp.utils.files import atomic_write_text
+from megatron_sp.utils.format import format_bytes, format_duration
 
 
 class StepReporter:

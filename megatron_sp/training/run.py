@@ -17,7 +17,8 @@ from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import Peers
-from megatron_sp.config import Config
+from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
@@ -26,7 +27,7 @@ from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.optim.schedule import Schedule
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layout import Layout
-from megatron_sp.training.console import Console, format_count
+from megatron_sp.training.console import Console
 from megatron_sp.training.environment import environment
 from megatron_sp.training.foresight import Foresight
 from megatron_sp.training.metrics import MetricsLog
@@ -46,6 +47,7 @@ from megatron_sp.training.step import Loss, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.format import format_count
 from megatron_sp.utils.run_log import evaluated
 
 
@@ -120,7 +122,7 @@ class Run:
         is_adopted = False
         if stored is not None and config.checkpoint.use_checkpoint_args:
             is_adopted = adopt_checkpoint_args(stored, config)
-            config.normalize().validate(self.launch.world_size)
+            validate(normalize(config), self.launch.world_size)
         self._build_tokenizer(source, stored, is_adopted)
         self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
         # what a former part of the run consumed stays consumed, whatever the batch size was then

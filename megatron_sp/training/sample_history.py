@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
 from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.digests import from_bytes, sample_digest, to_bytes
 from megatron_sp.data.samplers import Order, next_ids
 from megatron_sp.utils.errors import CheckpointError, DataError
+from megatron_sp.utils.strict_json import is_count
 
 KEPT_STEPS = 100
 MAX_SAMPLES = 1 << 17

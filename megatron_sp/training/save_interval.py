@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.comm.objects import gather_json
-from megatron_sp.config import CheckpointConfig
+from megatron_sp.config.schema import CheckpointConfig
 
 FIRST_STEPS = 10  # before the first save, when nothing is known
 LONGEST_S = 3600.0

@@ -23,8 +23,8 @@ from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.peers import first_line, is_peer_failure
-from megatron_sp.config import Config
-from megatron_sp.config_concessions import NCCL_ON_CPU
+from megatron_sp.config.concessions import NCCL_ON_CPU
+from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
 from megatron_sp.utils.errors import (
     EXIT_CONFIG,

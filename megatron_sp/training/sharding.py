@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from megatron_sp.comm.groups import ALONE, ParallelGroups
-from megatron_sp.config import Config, ParallelConfig
-from megatron_sp.models.transformer import Unit, attach_sink, shard_specs
+from megatron_sp.config.schema import Config, ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.parallel.forward_context import Unit
+from megatron_sp.parallel.layers import attach_sink, shard_specs
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.fingerprint import Fingerprint
 

@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.checkpoint.stored_config import stored_configuration
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import Config, diff
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.config.schema import Config, diff
 from megatron_sp.optim.flat import FlatLayout, FlatUnit, Slot, within
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.training.environment import versions
 from megatron_sp.training.sample_history import SampleHistory
-from megatron_sp.training.stored_config import stored_configuration
 from megatron_sp.utils.errors import CheckpointError
 
 # fields whose change makes the stored weights those of another model

@@ -23,15 +23,12 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import Handle, all_reduce_async
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
-from megatron_sp.models.transformer import ForwardContext, UnitEvents
-from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
-from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.ops.attention import KernelName
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
 from megatron_sp.utils.faults import FaultPlan
-
-MicroBatch = dict[str, Tensor]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -89,25 +86,6 @@ class StepResult:
     num_loss_tokens: float
     sample_ids: list[int] = field(default_factory=list)
     sample_digests: list[int] = field(default_factory=list)
-
-
-def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
-    """The forward context of a micro-batch; ``drops`` says whether dropout is on.
-
-    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
-    sequence, where what follows is padding.
-    """
-    keys = None
-    if drops:
-        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
-        keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
-    documents = document_ends(batch["documents"]) if "documents" in batch else None
-    mask = AttentionMask(causal=causal, documents=documents)
-    if "length" in batch:
-        on_host, device = batch["length"].device.type == "cpu", batch["tokens"].device
-        lengths = tuple(batch["length"].tolist()) if on_host else None
-        mask = AttentionMask(causal, batch["length"].to(device, non_blocking=True), lengths=lengths)
-    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
 
 
 class TrainStep:

@@ -25,19 +25,20 @@ from megatron_sp.comm.collectives import all_reduce, broadcast
 from megatron_sp.comm.groups import ALONE, Launch, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.models.init import name_generator
-from megatron_sp.models.transformer import shard_specs
 from megatron_sp.ops.attention import choose_kernel
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork
+from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
+from megatron_sp.parallel.init import name_generator
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
 from megatron_sp.training.sharding import build_sharded, named_parameters
-from megatron_sp.training.step import MicroBatch, micro_batch_context, on_device
+from megatron_sp.training.step import on_device
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -1,1 +1,1 @@
-"""Helpers without communication."""
+"""Errors and exit codes, files, numbers for people, facts about the host."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training import NO_DROPOUT, assert_same_tensors, tensors, train
 
-from megatron_sp import cli
+from megatron_sp.commands import cli
 
 Capture = pytest.CaptureFixture[str]
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import gpt_index, index_cache
 from megatron_sp.data.build import build_datasets
-from megatron_sp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer
+from megatron_sp.data.writer import IndexedDatasetWriter
 from tests.ranks import run_ranks
 
 S = 16

@@ -13,7 +13,7 @@ from errors import FP64, assert_law
 from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.parallel.recompute import recompute

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_sp.convert.dist_file import DistFolder
+from megatron_sp.convert.archive.dist_file import DistFolder
 
 SHAPES = {"rows": (7, 3), "columns": (4, 5), "both": (6, 2), "few": (1, 4)}
 

@@ -13,7 +13,7 @@ import stored_models
 import torch
 from training import train
 
-from megatron_sp.config import Config, ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.models.bert import BertModel
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from training import assert_same_run, bert, records, tensors, trace, train
 
-from megatron_sp.training.arguments import config_from_args
+from megatron_sp.config.flags.arguments import config_from_args
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -14,12 +14,12 @@ from ranks import run_ranks
 from training import train
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import KernelConfig
-from megatron_sp.models.generation import Sampling, complete
+from megatron_sp.config.schema import KernelConfig
+from megatron_sp.inference.generation import Sampling, complete
+from megatron_sp.inference.kv_cache import BatchCache, KVCache
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.kv_cache import BatchCache, KVCache
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.estimate import memory_zero
+from megatron_sp.estimate.memory import Form, memory_plan
+from megatron_sp.estimate.memory_plan import MemoryPlan
+from megatron_sp.estimate.memory_sizes import lm_head_chunk_tokens
 from megatron_sp.ops import packed_attention
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
-from megatron_sp.training import memory_zero
-from megatron_sp.training.memory import Form, memory_plan
-from megatron_sp.training.memory_plan import MemoryPlan
-from megatron_sp.training.memory_sizes import lm_head_chunk_tokens
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from training import assert_same_run, assert_same_tensors, records, state, tensors, train
 
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp import cli
-from megatron_sp.config import Config, ModelConfig
-from megatron_sp.training.planner.calibrate import rates
-from megatron_sp.training.planner.layouts import Layout
-from megatron_sp.training.planner.search import search
+from megatron_sp.commands import cli
+from megatron_sp.config.schema import Config, ModelConfig
+from megatron_sp.planner.calibrate import rates
+from megatron_sp.planner.layouts import Layout
+from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -56,8 +56,8 @@ def test_the_planned_memory_is_the_one_that_is_measured() -> None:
     """Through the search, two layouts of two processes, within 7 % (``benchmarks/plan_check.py`` has twelve)."""
     shape = plan_check.SHAPE | {"seq_length": 128, "num_layers": 2, "vocab_size": 512}
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in shape.items())
-    from megatron_sp.training.planner.command import read_model
-    from megatron_sp.training.planner.machine import Machine
+    from megatron_sp.planner.command import read_model
+    from megatron_sp.planner.machine import Machine
 
     base, given, _ = read_model(f"{flags} --global-batch-size 4 --micro-batch-size 2".split(), 2, True)
     times = {"products": 1.0, "attention forward": 1.0, "attention backward": 1.0, "norm": 1.0, "activation": 1.0, "update": 1.0}

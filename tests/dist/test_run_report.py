@@ -6,11 +6,11 @@ from pathlib import Path
 
 from training import train
 
-from megatron_sp.training.run_page.page import page
-from megatron_sp.training.run_page.reading import read_run
-from megatron_sp.training.run_page.summary import figures, state_of
-from megatron_sp.training.run_page.time_use import time_line, totals
-from megatron_sp.utils.run_history import are_equal
+from megatron_sp.report.page import page
+from megatron_sp.report.reading import read_run
+from megatron_sp.report.run_history import are_equal
+from megatron_sp.report.summary import figures, state_of
+from megatron_sp.report.time_use import time_line, totals
 
 PARTS = ("overview", "curves", "time", "prediction", "exchanges", "environment", "configuration")
 

@@ -13,8 +13,8 @@ import pytest
 from ckpts import with_state
 from training import bert, copy_run, state, train
 
-from megatron_sp import cli
-from megatron_sp.training.stored_model import find_stored
+from megatron_sp.commands import cli
+from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.utils.errors import DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]

@@ -14,8 +14,8 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.verify import require, verify
+from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.verify.verify import require, verify
 from megatron_sp.utils.errors import NumericsError
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")

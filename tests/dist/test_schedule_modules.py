@@ -14,7 +14,8 @@ from slapo_parity import compare, data
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megatron_sp.schedule import Kind, kinds, register_shardable
+from megatron_sp.schedule import Kind, register_shardable
+from megatron_sp.schedule.core import kinds
 from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule
 from megatron_sp.utils.errors import ConfigError
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.verify import require, verify
+from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.verify.verify import require, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.parallel.regions import copy_to, reduce_from
 from megatron_sp.schedule import Kind, PathError, register_shardable
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule, list_primitives
 from megatron_sp.utils.errors import ConfigError
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import world_group
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.schedule.slapo import (
     Primitive,
     ShardMethod,

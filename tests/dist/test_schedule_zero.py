@@ -13,7 +13,7 @@ from test_schedule_ulysses import hf_batch, transformers, with_attention
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.schedule import Mesh, schedule
 
 OPTIMIZER = OptimizerConfig(lr=0.05, adam_eps=1e-3, clip_grad=0.5)

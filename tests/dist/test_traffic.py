@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron_sp.comm import collectives
-from megatron_sp.config import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan, wire_bytes
 from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
-from megatron_sp.training.traffic import TrafficPlan, traffic_plan, wire_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 

@@ -15,10 +15,11 @@ from waiting import wait_until
 from megatron_sp.checkpoint import saving
 from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.manifest import read_manifest
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.training import foresight, remedies
-from megatron_sp.training.memory_saves import copy_bytes
+from megatron_sp.estimate import remedies
+from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.training import foresight
 from megatron_sp.utils.errors import DataError
 
 EVERY_2 = ("--save-interval", 2)

@@ -11,7 +11,7 @@ from convert_models import Tensors, contents, random_model, write_run
 from errors import FP32, assert_law
 from training import NO_DROPOUT, records, state, tensors, train
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.convert.model import Model
 
 SHAPE = ("--use-checkpoint-args", "--seq-length", 16, "--attention-dropout", 0, "--hidden-dropout", 0, "--optimizer", "sgd", "--lr", "0.1")

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_hf_bert  # noqa: E402
 import train_hf_llama  # noqa: E402
 
-from megatron_sp import cli  # noqa: E402
-from megatron_sp.training.foreign_flags import parse_foreign  # noqa: E402
+from megatron_sp.commands import cli  # noqa: E402
+from megatron_sp.commands.schedule.train_flags import parse_foreign  # noqa: E402
 from megatron_sp.training.loop import pretrain  # noqa: E402
 
 COMMON = (*NO_DROPOUT, "--fp64", "--save-interval", 2, "--adam-eps", "1e-3")

@@ -17,7 +17,7 @@ from training import NO_DROPOUT, Outcome, assert_same_run, records, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
-from megatron_sp import cli  # noqa: E402
+from megatron_sp.commands import cli  # noqa: E402
 from megatron_sp.schedule import Mesh, presets  # noqa: E402
 
 FAMILY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 60, "bos_token_id": 0, "eos_token_id": 0}

@@ -18,7 +18,7 @@ from sent_bytes import Wire
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
-from megatron_sp.config import ModelConfig, OptimizerConfig
+from megatron_sp.config.schema import ModelConfig, OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer

@@ -7,8 +7,8 @@ import tiny
 import torch
 
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -10,13 +10,15 @@ import torch
 from errors import FP32, assert_law, law_error
 from torch import Tensor
 
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext, Norm, SelfAttention
+from megatron_sp.models.transformer import SelfAttention
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.ops.dropout import DropoutKeys
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import Norm
 from megatron_sp.parallel.layout import Layout
 
 pytestmark = pytest.mark.gpu

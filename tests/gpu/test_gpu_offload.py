@@ -10,7 +10,7 @@ from errors import FP32, assert_law
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ALONE
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.offload import HostCopies

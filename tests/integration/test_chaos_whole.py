@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 
 def test_some_faults_of_every_kind(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "megatron_sp.cli", "chaos", str(tmp_path / "here"), "--faults", "25", "--seed", "11"]
+    words = [sys.executable, "-m", "megatron_sp", "chaos", str(tmp_path / "here"), "--faults", "25", "--seed", "11"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "here" / "chaos.json").read_text())
@@ -28,7 +28,7 @@ def test_other_weights_are_found_and_the_exit_code_says_so(tmp_path: Path) -> No
     script = tmp_path / "forgetful.py"
     script.write_text(
         "import sys, time\n"
-        "from megatron_sp.training.chaos import tiny\n"
+        "from megatron_sp.commands.chaos import tiny\n"
         "import os\n"
         "os.environ.pop('RANK', None)\n"
         "seed = str(time.time_ns() % 1000 + 1)\n"
@@ -40,7 +40,7 @@ def test_other_weights_are_found_and_the_exit_code_says_so(tmp_path: Path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "megatron_sp.cli", "chaos", str(tmp_path / "here"), "--faults", "2", "--", sys.executable, str(script)]
+    words = [sys.executable, "-m", "megatron_sp", "chaos", str(tmp_path / "here"), "--faults", "2", "--", sys.executable, str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=3600, env={**os.environ, "PORT": str(port)})
     assert done.returncode == 3, done.stdout + done.stderr
     assert "differs from the clean run" in done.stdout and "0 of 1 run ended with" in done.stdout

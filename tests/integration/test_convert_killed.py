@@ -15,8 +15,8 @@ import pytest
 import torch
 from convert_models import MODELS, Tensors, assert_equal, contents, stored, write_run
 
-from megatron_sp.cli import main
-from megatron_sp.config import ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import Model, parameter_shapes
 
 MOMENTS = 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 WAYS = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.convert import sides
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options

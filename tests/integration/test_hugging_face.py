@@ -11,13 +11,13 @@ import torch
 from errors import FP64, assert_law
 from torch import Tensor, nn
 
-from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.classifier import BertClassifier
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 

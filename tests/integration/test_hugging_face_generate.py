@@ -12,8 +12,8 @@ import torch
 from convert_models import BERT, GPT2, LLAMA
 from test_hugging_face_tokenizers import gpt2_data, save_run, sentencepiece_data, train_llama
 
-from megatron_sp.cli import main
-from megatron_sp.config import Config, DataConfig, ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import build_tokenizer
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel

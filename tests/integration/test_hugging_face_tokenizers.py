@@ -12,13 +12,13 @@ import pytest
 import stored_models
 import torch
 
-from megatron_sp.cli import main
-from megatron_sp.config import Config, DataConfig, ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import Config, DataConfig, ModelConfig
 from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece
+from megatron_sp.inference.stored_model import find_stored
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.training.stored_model import find_stored
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers  # noqa: E402

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from run_logs import LogWriter, evil_run
 
-from megatron_sp.training.run_page.page import write_page
+from megatron_sp.report.page import write_page
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")]
@@ -158,7 +158,7 @@ def colours(picture: Path, frame: list[float]) -> int:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """300 steps, interrupted at 200 and resumed from 150, with validations."""
-    from megatron_sp.config import Config
+    from megatron_sp.config.schema import Config
 
     config = Config()
     config.model.num_layers = 2

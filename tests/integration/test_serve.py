@@ -20,7 +20,7 @@ import stored_models
 from training import Outcome, train
 from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
-from megatron_sp.models.generation import Sampling, complete
+from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel
 
 for name in ("starlette.applications", "starlette.responses", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.lifespan.off"):

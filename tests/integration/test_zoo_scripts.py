@@ -12,7 +12,7 @@ import pytest
 from training import records, saved_steps, state, status
 from waiting import PATIENCE_S
 
-from megatron_sp.training.recipe import SMOKE_STEPS
+from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,7 +32,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_sp.cli import main as megatron_sp
+from megatron_sp.commands.cli import main as megatron_sp
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference.computed import NEXT

@@ -21,7 +21,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron misses its GPU lib
 import numpy as np
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_sp.config import BatchConfig, OptimizerConfig
+from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 from megatron_sp.optim.schedule import Schedule
 from megatron_sp.training.microbatches import BatchPlan
 

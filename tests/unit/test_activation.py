@@ -10,7 +10,7 @@ import torch
 from errors import FP32, FP64, assert_law, law_error
 from op_checks import gradients, in_blocks, leaves, randn
 
-from megatron_sp.config import ActivationName
+from megatron_sp.config.schema import ActivationName
 from megatron_sp.ops.activation import Activation
 
 __all__ = ["in_blocks"]

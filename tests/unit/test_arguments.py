@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config import GROUPS, Config
-from megatron_sp.training import ignored_flags as dialect
-from megatron_sp.training.arguments import all_spellings, config_as_yaml, config_from_args, nearest, targets
-from megatron_sp.training.config_file import MAX_FILE_BYTES, canonical
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags.arguments import all_spellings, config_as_yaml, config_from_args, nearest, targets
+from megatron_sp.config.flags.config_file import MAX_FILE_BYTES, canonical
+from megatron_sp.config.schema import GROUPS, Config
 from megatron_sp.utils.errors import ConfigError
-from megatron_sp.utils.field_kinds import field_kinds
 
 ROOT = Path(__file__).parents[2]
 SOUND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"
@@ -377,7 +377,7 @@ def test_the_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> Non
 
 _PROGRAM = """
 import sys
-from megatron_sp.training.arguments import parse_config
+from megatron_sp.commands.pretrain import parse_config
 try:
     config = parse_config(prog="train.py", description="Trains.")
     print(config.model.num_layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.training.arguments import config_from_args, scan
+from megatron_sp.config.flags.arguments import config_from_args, scan
 from megatron_sp.utils.errors import ConfigError
 
 MEGATRON_LM_345M = """

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.config import KernelConfig, ModelConfig
+from megatron_sp.config.schema import KernelConfig, ModelConfig
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask, core_attention
 from megatron_sp.ops.backward import gradients_of, run_backward
+from megatron_sp.parallel.forward_context import ForwardContext
 
 
 def leaves_and_outputs() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from forked import run_script
 
-from megatron_sp.config import ModelConfig
-from megatron_sp.training.flops import step_flops_per_token
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.estimate.flops import step_flops_per_token
 
 REPOSITORY = Path(__file__).parent.parent.parent
 BENCHMARKS = REPOSITORY / "benchmarks"

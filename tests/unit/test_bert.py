@@ -11,8 +11,8 @@ from errors import FP64, assert_law
 from torch import Tensor
 
 from megatron_sp.models.bert import BertLoss, BertModel
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
 
 LENGTHS = torch.tensor([tiny.S, 5, 2])
 

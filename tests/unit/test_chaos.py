@@ -16,14 +16,14 @@ import pytest
 import torch
 from waiting import PATIENCE_S, wait_until
 
-from megatron_sp import cli
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.commit import list_steps
-from megatron_sp.config import Config
-from megatron_sp.training.chaos import faults, jobs
-from megatron_sp.training.chaos.campaign import MARK, Campaign, Tally, claim, require_settled
-from megatron_sp.training.chaos.jobs import Job, Watch, in_child
-from megatron_sp.training.chaos.prove import differences
+from megatron_sp.commands import cli
+from megatron_sp.commands.chaos import faults, jobs
+from megatron_sp.commands.chaos.campaign import MARK, Campaign, Tally, claim, require_settled
+from megatron_sp.commands.chaos.jobs import Job, Watch, in_child
+from megatron_sp.commands.chaos.prove import differences
+from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 # Whose folder

@@ -21,8 +21,8 @@ from megatron_sp.checkpoint.file_records import FileRecord, hash_file
 from megatron_sp.checkpoint.manifest import Manifest, decode_manifest, encode_state
 from megatron_sp.checkpoint.pieces import Piece, Rect
 from megatron_sp.checkpoint.safetensors_file import DTYPES, NamedPiece, read_header, read_into, write_file
-from megatron_sp.checkpoint.strict_json import open_regular, parse_object, read_small_file
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import open_regular, parse_object, read_small_file
 
 
 def some_items() -> list[NamedPiece]:

@@ -10,13 +10,13 @@ from errors import FP64, assert_law, law_error
 from op_checks import PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.config import ActivationName
+from megatron_sp.config.schema import ActivationName
+from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.linear import column_linear, row_linear
-from megatron_sp.training.memory_mlp import piece_sizes
 
 __all__ = ["in_blocks"]
 S, B, H, F = 7, 3, 5, 11

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp import cli
-from megatron_sp.training.ckpt import diff as comparing
-from megatron_sp.training.ckpt import distance
-from megatron_sp.training.ckpt.distance import Distance
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import diff as comparing
+from megatron_sp.commands.ckpt import distance
+from megatron_sp.commands.ckpt.distance import Distance
 
 Capture = pytest.CaptureFixture[str]
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -13,9 +13,9 @@ import ckpts
 import pytest
 from run_logs import LogWriter
 
-from megatron_sp import cli
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.training.ckpt import survey as looking
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import survey as looking
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -157,7 +157,7 @@ def test_other_places(run: Path, tmp_path: Path, capsys: Capture) -> None:
 
 def test_no_torch_is_needed(run: Path) -> None:
     program = (
-        "import sys\nfrom megatron_sp import cli\n"
+        "import sys\nfrom megatron_sp.commands import cli\n"
         "for words in (['ls'], ['verify'], ['show'], ['prune', '--keep-last', '1', '--dry-run']):\n"
         f"    assert cli.main(['ckpt', words[0], {str(run)!r}, *words[1:]]) == 0\n"
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from training import assert_same_tensors, state, tensors
 
-from megatron_sp import cli
 from megatron_sp.checkpoint.manifest import read_manifest
-from megatron_sp.training.ckpt import merge as merging
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import merge as merging
 
 Capture = pytest.CaptureFixture[str]
 

@@ -9,10 +9,10 @@ import ckpts
 import pytest
 import torch
 
-from megatron_sp import cli
 from megatron_sp.checkpoint import commit
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.training.ckpt import prune as pruning
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import prune as pruning
 
 Capture = pytest.CaptureFixture[str]
 

@@ -11,9 +11,9 @@ import ckpts
 import pytest
 import torch
 
-from megatron_sp import cli
-from megatron_sp.training.ckpt import values
-from megatron_sp.training.ckpt.values import Values
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import values
+from megatron_sp.commands.ckpt.values import Values
 
 Capture = pytest.CaptureFixture[str]
 EMBEDDING = "embedding.word_embeddings.weight"

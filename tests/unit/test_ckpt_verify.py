@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp import cli
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron_sp.training.ckpt import verify
+from megatron_sp.commands import cli
+from megatron_sp.commands.ckpt import verify
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp import __version__, cli
+from megatron_sp import __version__
+from megatron_sp.commands import cli
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import EXIT_DATA
 
@@ -47,7 +48,7 @@ def test_a_wrong_command_exits_2(words: list[str], capsys: pytest.CaptureFixture
 
 def test_help_loads_nothing_heavy() -> None:
     program = (
-        "import sys\nfrom megatron_sp import cli\ntry:\n    cli.main(['--help'])\nfinally:\n"
+        "import sys\nfrom megatron_sp.commands import cli\ntry:\n    cli.main(['--help'])\nfinally:\n"
         "    assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -88,7 +89,7 @@ def test_verify_goes_on_after_a_damaged_one(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_reported_error_is_printed_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_sp import doctor
+    from megatron_sp.commands import doctor
     from megatron_sp.utils.errors import DiskError
 
     def broken(as_json: bool) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config import GROUPS, Config, diff
-from megatron_sp.config_rules import violations
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.rules import normalize, validate, violations
+from megatron_sp.config.schema import GROUPS, Config, diff
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
-from megatron_sp.utils.field_kinds import field_kinds
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
 
@@ -29,19 +29,19 @@ def config(**fields: Any) -> Config:
         group, _, name = key.partition("__")
         assert name in field_kinds(GROUPS[group]), key
         setattr(getattr(result, group), name, value)
-    return result.normalize()
+    return normalize(result)
 
 
 def message(world_size: int = 1, **fields: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        config(**fields).validate(world_size)
+        validate(config(**fields), world_size)
     assert caught.value.exit_code == EXIT_CONFIG
     return str(caught.value)
 
 
 def test_the_sound_configuration_is_sound() -> None:
-    config().validate()
-    config().validate(world_size=8)
+    validate(config())
+    validate(config(), 8)
 
 
 ROPE = {"model__position_embedding_type": "rope"}
@@ -319,7 +319,7 @@ def test_each_rule_of_layouts_is_the_only_message(processes: int, fields: dict[s
     ],
 )
 def test_sound_layouts(processes: int, fields: dict[str, Any]) -> None:
-    config(**fields).validate(processes)
+    validate(config(**fields), processes)
 
 
 _FLAGS = {
@@ -369,7 +369,7 @@ def test_every_lowest_value_is_allowed_and_the_next_lower_is_not() -> None:
                 refused = f"--{name.replace('_', '-')} ({{}}) must be at least {low:g}"
                 assert refused.format(low - 1) in message(**{f"{group}__{name}": low - 1})
                 try:
-                    config(**{f"{group}__{name}": low}).validate()
+                    validate(config(**{f"{group}__{name}": low}))
                 except ConfigError as error:  # another rule may object, this one may not
                     assert refused.format(low) not in str(error)
 
@@ -407,7 +407,7 @@ def test_paths_that_no_system_takes(path: str, expected: str) -> None:
 
 def test_sizes_that_fit_one_process_may_not_fit_four() -> None:
     fields = {"batch__global_batch_size": 6, "batch__micro_batch_size": 2}
-    config(**fields).validate(world_size=3)
+    validate(config(**fields), 3)
     assert "(2 * 4 = 8): 6 = 0 * 8 + 6; use 8" in message(world_size=4, **fields)
 
 
@@ -456,7 +456,7 @@ def test_a_huge_number_of_heads_is_answered_at_once() -> None:
     ],
 )
 def test_unusual_but_sound(fields: dict[str, Any]) -> None:
-    config(**fields).validate()
+    validate(config(**fields))
 
 
 def test_shorthands() -> None:
@@ -474,7 +474,7 @@ def test_shorthands() -> None:
 def test_normalizing_twice_is_normalizing_once() -> None:
     once = config(kernels__recompute_granularity="full", model__num_query_groups=2, kernels__use_flash_attn=True)
     again, _ = Config.from_dict(once.to_dict())
-    assert again.normalize() == once
+    assert normalize(again) == once
 
 
 def test_derived_sizes() -> None:

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from megatron_sp.training.console import Console, format_bytes, format_count, format_duration
+from megatron_sp.training.console import Console
+from megatron_sp.utils.format import format_bytes, format_count, format_duration
 
 
 @pytest.mark.parametrize("seconds, text", [

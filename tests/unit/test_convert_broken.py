@@ -19,7 +19,7 @@ from convert_models import random_model, write_run
 from megatron_files import Kind
 from test_convert_megatron import config_of, random_tensors
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.convert.command import is_out_of_memory
 from megatron_sp.convert.copies import LastRead
 from megatron_sp.convert.formats.deepspeed_states import number

@@ -15,8 +15,8 @@ from deepspeed_files import Save, SubparamShape, ZeroStageEnum, fragment_address
 from torch import Tensor
 
 from megatron_sp.checkpoint.stream import NativeReader
-from megatron_sp.cli import main
-from megatron_sp.config import ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.formats.deepspeed import MegatronDeepSpeed
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.model import Model

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from convert_models import random_model, write_run
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.convert import run
 from megatron_sp.convert.arguments import FORMAT_NAMES
 from megatron_sp.utils.errors import EXIT_DISK

@@ -15,8 +15,8 @@ from convert_models import MODELS, assert_equal, contents, random_model, stored,
 from safetensors.torch import load_file, save_file
 from torch import Tensor, serialization
 
-from megatron_sp.cli import main
-from megatron_sp.config import ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options

@@ -13,8 +13,8 @@ import torch
 from convert_models import MODELS, Tensors, contents, random_model, write_run
 from safetensors.torch import load_file, save_file
 
-from megatron_sp.cli import main
-from megatron_sp.config import ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.registry import FAMILIES
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.megatron_dist_files import DistStore

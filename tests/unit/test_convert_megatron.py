@@ -14,8 +14,8 @@ from convert_models import BERT, GPT2, LLAMA, Tensors, assert_equal, contents, s
 from megatron_files import Kind
 from torch import Tensor
 
-from megatron_sp.cli import main
-from megatron_sp.config import ModelConfig
+from megatron_sp.commands.cli import main
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.formats.native import Native
 from megatron_sp.convert.formats.registry import FORMATS, detect
 from megatron_sp.convert.model import KINDS, Model, parameter_shapes

@@ -17,7 +17,7 @@ from test_convert_megatron import config_of, random_tensors, refused, run, to_na
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import Model
 from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 from convert_models import BERT, LLAMA, SIZES, Tensors
 from megatron_files import Kind, rank_trees, save
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.model import Model, parameter_shapes
 from megatron_sp.convert.reference import megatron
 from megatron_sp.convert.reference.model import Rows

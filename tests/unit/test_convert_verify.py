@@ -14,7 +14,7 @@ from convert_models import MODELS, Tensors, contents, random_model, stored, writ
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.convert import sides
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options

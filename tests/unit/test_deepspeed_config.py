@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config import Config
-from megatron_sp.training.arguments import config_as_yaml, config_from_args
-from megatron_sp.training.config_file import MAX_FILE_BYTES
+from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
+from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
+from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -391,7 +391,7 @@ def test_the_printed_configuration_holds_what_the_file_said(path: Path, tmp_path
 def test_neither_torch_nor_numpy_is_loaded(path: Path) -> None:
     path.write_text(json.dumps(zero(stage=1) | {"train_micro_batch_size_per_gpu": 1}))
     program = (
-        "import sys; from megatron_sp.training.arguments import parse_config as p; print(p().parallel.zero_stage, 'torch' in sys.modules)"
+        "import sys; from megatron_sp.commands.pretrain import parse_config as p; print(p().parallel.zero_stage, 'torch' in sys.modules)"
     )
     words = [*SHAPE.split(), "--lr", "1", "--deepspeed_config", str(path)]
     run = [sys.executable, "-c", program, *words]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp import cli
+from megatron_sp.commands import cli
 from megatron_sp.data import digest_file, indexed_dataset
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import EXIT_DATA, DataError, DiskError

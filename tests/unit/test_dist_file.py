@@ -15,11 +15,11 @@ from torch import Tensor, serialization
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sp.convert.dist_file import METADATA, STORAGE_INFO, DistFolder
-from megatron_sp.convert.dist_writer import DistFolderWriter, NewChunk
-from megatron_sp.convert.pickle_tree import Object, PickleReader
-from megatron_sp.convert.pickle_writer import TreeWriter
-from megatron_sp.convert.torch_file import DTYPES
+from megatron_sp.convert.archive.dist_file import METADATA, STORAGE_INFO, DistFolder
+from megatron_sp.convert.archive.dist_writer import DistFolderWriter, NewChunk
+from megatron_sp.convert.archive.pickle_tree import Object, PickleReader
+from megatron_sp.convert.archive.pickle_writer import TreeWriter
+from megatron_sp.convert.archive.torch_file import DTYPES
 from megatron_sp.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sp import doctor
-from megatron_sp.doctor import Row, examine, numbers, run
+from megatron_sp.commands import doctor
+from megatron_sp.commands.doctor import Row, examine, numbers, run
 from megatron_sp.ops import availability
 
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import tiny
 
-from megatron_sp.config import Config
-from megatron_sp.training import remedies
-from megatron_sp.training.arguments import config_from_args, parse_config
-from megatron_sp.training.dry_run import count_parameters, plan_run
-from megatron_sp.training.remedies import find_remedies, plan_of, shortage
+from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate import remedies
+from megatron_sp.estimate.remedies import find_remedies, plan_of, shortage
+from megatron_sp.planner.dry_run import count_parameters, plan_run
 
 ROOT = Path(__file__).parents[2]
 MODEL = (

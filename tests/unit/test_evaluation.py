@@ -13,18 +13,18 @@ import pytest
 import stored_models
 import torch
 
-from megatron_sp.config import Config, ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
+from megatron_sp.inference.evaluation import items, measures
+from megatron_sp.inference.evaluation.rows import continuation, encoded, windows
+from megatron_sp.inference.evaluation.scoring import RowScore
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
-from megatron_sp.training.evaluation import items, measures
-from megatron_sp.training.evaluation.rows import continuation, encoded, windows
-from megatron_sp.training.evaluation.scoring import RowScore
+from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.utils.errors import DataError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -14,12 +14,13 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import Launch
 from megatron_sp.comm.shard_spec import ShardSpec
-from megatron_sp.config import Config, ModelConfig
+from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.build import build_bert_datasets
 from megatron_sp.data.tokenizers import BertWordPieceTokenizer
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.models.transformer import ForwardContext, shard_specs
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megatron_sp.config import GROUPS
-from megatron_sp.utils.field_kinds import field_kinds
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.schema import GROUPS
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_sp.training.flops import PEAK_TFLOPS, forward_flops_per_token, peak_tflops, seen_share, step_flops_per_token
+from megatron_sp.estimate.flops import PEAK_TFLOPS, forward_flops_per_token, peak_tflops, seen_share, step_flops_per_token
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sp.config import Config
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import Config
 from megatron_sp.training import foresight
-from megatron_sp.training.arguments import config_from_args
 from megatron_sp.training.foresight import Foresight, host_memory_bytes, resident_bytes
 
 GIB = 2**30

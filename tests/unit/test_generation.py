@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from megatron_sp.config import KernelConfig, ModelConfig
-from megatron_sp.models.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
+from megatron_sp.config.schema import KernelConfig, ModelConfig
+from megatron_sp.inference.generation import Sampling, TextStream, candidates, choose, complete, generate, uniform
+from megatron_sp.inference.kv_cache import KVCache
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.kv_cache import KVCache
-from megatron_sp.models.transformer import ForwardContext
 from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 VOCAB = 61

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.build import Datasets, build_datasets
 from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import ConfigError, DataError
 
 S = 8

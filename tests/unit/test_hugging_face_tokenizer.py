@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_sp.config import Config, DataConfig
+from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert.tokenizer_files import find_files, find_named, tell
 from megatron_sp.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, hugging_face
 from megatron_sp.data.tokenizers.files import name_path
@@ -143,9 +144,9 @@ def test_flags_of_tokenizers_that_do_not_go_together() -> None:
     def problems(**data: Any) -> str:
         config = Config(data=DataConfig(mock_data=True, **data))
         config.model.num_layers = config.model.hidden_size = config.model.num_attention_heads = config.model.seq_length = 2
-        config.normalize()
+        normalize(config)
         try:
-            config.validate(1)
+            validate(config)
         except ReportedError as error:
             return str(error)
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,66 +11,80 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_sp"
 LEVELS = {
-    "__init__": 0, "config": 0, "config_rules": 0, "config_rules_data": 0, "config_rules_model": 0, "config_concessions": 0, "presets": 0,
-    "utils": 0, "comm": 1, "ops": 1, "data": 1, "parallel": 2, "optim": 2,
-    "checkpoint": 2, "models": 3, "schedule": 4, "convert": 4, "training": 5, "cli": 5, "doctor": 5,
-}  # fmt: skip
+    folder: level
+    for level, folders in enumerate(
+        (
+            ("utils",),
+            ("config",),
+            ("comm",),
+            ("ops", "data"),
+            ("parallel", "optim", "checkpoint"),
+            ("models",),
+            ("inference", "convert", "schedule", "estimate"),
+            ("training",),
+            ("tasks", "planner", "report"),
+            ("commands",),
+        )
+    )
+    for folder in folders
+}
 TORCH_FREE = (
-    "config",
-    "config_rules",
-    "config_rules_data",
-    "config_rules_model",
-    "config_concessions",
-    "presets",
-    "cli",
-    "utils/errors",
-    "utils/field_kinds",
-    "convert/arguments",
-    "training/arguments",
-    "training/config_file",
-    "training/flops",
-    "training/hardware",
-    "training/memory",
-    "training/memory_saves",
-    "training/memory_zero",
-    "training/traffic",
-    "training/remedies",
-    "training/dry_run",
-    "training/console",
-    "training/preset_table",
-    "training/recipe",
-    "training/recipe_run",
-    "training/recipe_variables",
-    "training/planner/advice",
-    "training/planner/command",
-    "training/planner/layouts",
-    "training/planner/machine",
-    "training/planner/options",
-    "training/planner/picture",
-    "training/planner/report",
-    "training/planner/search",
-    "training/planner/timing",
-    "training/planner/work",
-    "training/ckpt/diff",
-    "training/ckpt/facts",
-    "training/ckpt/ls",
-    "training/ckpt/names",
-    "training/ckpt/options",
-    "training/ckpt/places",
-    "training/ckpt/prune",
-    "training/ckpt/show",
-    "training/ckpt/survey",
-    "training/ckpt/text",
-    "training/ckpt/verify",
-    "training/schedule_tool/options",
     "checkpoint/commit",
     "checkpoint/file_records",
     "checkpoint/find",
     "checkpoint/lock",
     "checkpoint/manifest",
     "checkpoint/verify",
+    "commands/ckpt/diff",
+    "commands/ckpt/facts",
+    "commands/ckpt/ls",
+    "commands/ckpt/names",
+    "commands/ckpt/options",
+    "commands/ckpt/places",
+    "commands/ckpt/prune",
+    "commands/ckpt/show",
+    "commands/ckpt/survey",
+    "commands/ckpt/text",
+    "commands/ckpt/verify",
+    "commands/cli",
+    "commands/preset_table",
+    "commands/recipe",
+    "commands/recipe_run",
+    "commands/recipe_variables",
+    "commands/schedule/options",
+    "config/concessions",
+    "config/field_kinds",
+    "commands/pretrain",
+    "config/flags/arguments",
+    "config/flags/config_file",
+    "config/presets",
+    "config/rules",
+    "config/rules_data",
+    "config/rules_model",
+    "config/schema",
+    "convert/arguments",
+    "estimate/flops",
+    "estimate/hardware",
+    "estimate/memory",
+    "estimate/memory_saves",
+    "estimate/memory_zero",
+    "estimate/remedies",
+    "estimate/traffic",
     "models/unit_order",
     "optim/residency",
+    "planner/advice",
+    "planner/command",
+    "planner/dry_run",
+    "planner/layouts",
+    "planner/machine",
+    "planner/options",
+    "planner/picture",
+    "planner/report",
+    "planner/search",
+    "planner/timing",
+    "planner/work",
+    "utils/errors",
+    "utils/format",
 )
 OPTIONAL = {
     "flash_attn",
@@ -128,14 +143,14 @@ def findings(path: str, source: str) -> list[str]:
     """
     tree = ast.parse(source)
     module = "megatron_sp." + path.removesuffix(".py").replace("/", ".")
-    folder = path.split("/")[0].removesuffix(".py")
-    level, bad = LEVELS[folder], []
+    folder = path.split("/")[0]
+    level, bad = LEVELS.get(folder, len(LEVELS)), []  # what stands beside the folders may import all of them
     for line, name in imports(tree, module):
         where = f"{path}:{line}"
         parts = name.split(".")
-        if parts[0] == "megatron_sp" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != "__init__":
+        if parts[0] == "megatron_sp" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != folder:
             other = LEVELS[parts[1]]
-            if parts[1] != folder and (other > level or (other == level and level not in (0, 5))):
+            if other >= level:
                 bad.append(f"{where}: {folder} (level {level}) imports {parts[1]} (level {other})")
         if path not in MAY_NAME_OPTIONAL and any(is_in(name, package) for package in OPTIONAL):
             bad.append(f"{where}: {name} is optional; ops/availability.py is the only place that tries to import it")
@@ -153,11 +168,56 @@ def modules() -> list[str]:
 
 
 def test_every_folder_has_a_level() -> None:
-    assert {path.split("/")[0].removesuffix(".py") for path in modules()} <= set(LEVELS)
+    assert {path.split("/")[0] for path in modules()} == {*LEVELS, "__init__.py", "__main__.py"}
 
 
 def test_the_package_keeps_its_layers() -> None:
     assert [finding for path in modules() for finding in findings(path, (PACKAGE / path).read_text())] == []
+
+
+def run_time_imports(tree: ast.AST, module: str) -> Iterator[str]:
+    """Names imported anywhere but under TYPE_CHECKING; functions included, for they run too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name for _, name in imports(node, module) if is_in(name, "megatron_sp"))
+        yield from run_time_imports(node, module)
+
+
+def circles(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other, directly or through others, and whatever lies between two circles.
+
+    Args:
+        sources: by dotted name.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = {name if name in sources else name.rpartition(".")[0] for name in run_time_imports(ast.parse(source), module)}
+        graph[module] = names & sources.keys() - {module}
+    while graph:
+        imported = set().union(*graph.values())
+        free = {module for module, names in graph.items() if not names or module not in imported}
+        if not free:
+            break
+        graph = {module: names - free for module, names in graph.items() if module not in free}
+    return sorted(graph)
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {"megatron_sp." + p.removesuffix(".py").replace("/", "."): (PACKAGE / p).read_text() for p in modules()}
+    assert circles({name.removesuffix(".__init__"): text for name, text in sources.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "megatron_sp.a": "def f():\n    from megatron_sp.b import x",
+        "megatron_sp.b": "import megatron_sp.c",
+        "megatron_sp.c": "if x:\n    from megatron_sp.a import f\nfrom megatron_sp.d import y",
+        "megatron_sp.d": "if TYPE_CHECKING:\n    from megatron_sp.c import z",
+        "megatron_sp.e": "from megatron_sp import a",
+    }
+    assert circles(sources) == ["megatron_sp.a", "megatron_sp.b", "megatron_sp.c"]
 
 
 def test_nothing_but_the_named_packages_is_imported() -> None:
@@ -176,18 +236,18 @@ def test_nothing_but_the_named_packages_is_imported() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
-        ("ops/a.py", "from megatron_sp.comm import groups", "ops/a.py:1: ops (level 1) imports comm (level 1)"),
-        ("utils/a.py", "def f():\n    import megatron_sp.ops.gelu", "utils/a.py:2: utils (level 0) imports ops (level 1)"),
-        ("config.py", "from megatron_sp.training import loop", "config.py:1: config (level 0) imports training"),
-        ("models/a.py", "from ..training.loop import x", "models/a.py:1: models (level 3) imports training (level 5)"),
-        ("parallel/a.py", "from megatron_sp import optim", "parallel/a.py:1: parallel (level 2) imports optim (level 2)"),
+        ("ops/a.py", "from megatron_sp.data import corpus", "ops/a.py:1: ops (level 3) imports data (level 3)"),
+        ("utils/a.py", "def f():\n    import megatron_sp.ops.gelu", "utils/a.py:2: utils (level 0) imports ops (level 3)"),
+        ("config/schema.py", "from megatron_sp.training import loop", "config/schema.py:1: config (level 1) imports training"),
+        ("models/a.py", "from ..training.loop import x", "models/a.py:1: models (level 5) imports training (level 7)"),
+        ("parallel/a.py", "from megatron_sp import optim", "parallel/a.py:1: parallel (level 4) imports optim (level 4)"),
         ("training/a.py", "import torch.distributed as dist", "training/a.py:1: torch.distributed"),
         ("training/a.py", "from torch import distributed", "training/a.py:1: torch.distributed"),
         ("ops/a.py", "import torch\n\ntorch.distributed.barrier()", "ops/a.py:3: torch.distributed: only comm/"),
         ("checkpoint/a.py", "import torch.distributed", "checkpoint/a.py:1: torch.distributed"),
         ("ops/a.py", "try:\n    import flash_attn\nexcept ImportError:\n    pass", "ops/a.py:2: flash_attn is optional"),
         ("training/a.py", "from torch.utils.tensorboard import SummaryWriter", "training/a.py:1: torch.utils.tensorboard"),
-        ("config.py", "import numpy as np", "config.py: loads numpy"),
+        ("config/schema.py", "import numpy as np", "config/schema.py: loads numpy"),
     ],
 )
 def test_a_breach_is_named(path: str, source: str, expected: str) -> None:
@@ -201,7 +261,7 @@ def test_a_breach_is_named(path: str, source: str, expected: str) -> None:
         ("checkpoint/a.py", "import torch.distributed.checkpoint as dcp"),
         ("training/a.py", "from megatron_sp.models.gpt import GPTModel\nfrom megatron_sp import __version__"),
         ("ops/availability.py", "import flash_attn"),
-        ("cli.py", "def f():\n    import torch"),
+        ("commands/cli.py", "def f():\n    import torch"),
         ("ops/a.py", "from . import availability"),
     ],
 )

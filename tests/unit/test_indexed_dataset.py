@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.data.idx_format import DTYPES, HEADER, MAGIC, token_dtype
-from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import DataError, DiskError
 
 VECTOR = bytes.fromhex(

@@ -14,7 +14,7 @@ import pytest
 from test_hugging_face_tokenizer import PIECES, byte_level, write
 from test_tokenizers import TEXTS
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import build_tokenizer, kept
 from megatron_sp.data.tokenizers.train import train_sentencepiece
 from megatron_sp.utils.errors import CheckpointError, DataError

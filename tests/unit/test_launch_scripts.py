@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config import Config
-from megatron_sp.training.arguments import config_from_args
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import Config
 from megatron_sp.utils.errors import ConfigError
 from tests.launch_lines import LAUNCHES, Launch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config import BatchConfig, OptimizerConfig
+from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 from megatron_sp.optim.schedule import Schedule
 from megatron_sp.training.microbatches import BatchPlan
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config import LoggingConfig
+from megatron_sp.config.schema import LoggingConfig
 from megatron_sp.ops import availability
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.utils.run_log import read_records

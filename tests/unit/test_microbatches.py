@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.config import BatchConfig
+from megatron_sp.config.schema import BatchConfig
 from megatron_sp.training.microbatches import BatchPlan
 
 

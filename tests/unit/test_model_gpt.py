@@ -11,8 +11,8 @@ import torch
 from errors import FP32, FP64, assert_law, law_error
 from torch import Tensor
 
-from megatron_sp.models.kv_cache import KVCache
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.parallel.layers import shard_specs
 
 ROPE = {"position_embedding_type": "rope"}
 LLAMA = ROPE | {

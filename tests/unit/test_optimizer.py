@@ -10,7 +10,7 @@ import torch
 from errors import FP64, law_error
 from torch import Tensor, nn
 
-from megatron_sp.config import OptimizerConfig
+from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, is_decayed
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 

@@ -18,7 +18,7 @@ import pytest
 from convert_models import random_model, write_run
 from run_logs import LogWriter
 
-from megatron_sp.cli import main as cli
+from megatron_sp.commands.cli import main as cli
 from megatron_sp.data import corpus
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.ops import availability
@@ -246,9 +246,9 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("tools/train_tokenizer.py", "--output"): tool("train_tokenizer", "--input", "corpus.jsonl", "--type", "wordpiece",
                                                    "--vocab-size", 400, "--output", PATH),
     ("megatron_sp/convert/arguments.py", "--report"): convert,
-    ("megatron_sp/training/schedule_tool/options.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
-    ("megatron_sp/training/schedule_tool/options.py", "--save"): command("schedule", "show", "plan.yaml", *MODEL, "--save", PATH),
-    ("megatron_sp/training/planner/options.py", "--picture"): command(
+    ("megatron_sp/commands/schedule/options.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
+    ("megatron_sp/commands/schedule/options.py", "--save"): command("schedule", "show", "plan.yaml", *MODEL, "--save", PATH),
+    ("megatron_sp/planner/options.py", "--picture"): command(
         "plan", "--gpus", 4, "--gpu", "h200", "--top", 1, *SHAPE, "--picture", PATH
     ),
     ("megatron_sp/data/preprocess_cli.py", "--output-prefix"): data_set,
@@ -256,7 +256,7 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
 }  # fmt: skip
 SUFFIX = {"--picture": ".png", "--output-prefix": ".bin"}
 FOLDERS = {  # what makes a folder, and refuses one that is there
-    ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/training/ckpt/options.py", "--output"),
+    ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/options.py", "--output"),
     ("tools/make_section_task.py", "--output"),
 }  # fmt: skip
 NAMES = ("--output", "--json", "--html", "--report", "--picture", "--save", "--plot", "--out", "--output-prefix", "--svg", "--csv")

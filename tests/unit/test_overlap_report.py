@@ -12,9 +12,9 @@ import torch
 
 from megatron_sp.comm.groups import ALONE
 from megatron_sp.comm.recorder import WAIT, Collective, FlightTimes, Recorder, Span, StepTimes
+from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.ops import availability
 from megatron_sp.training import overlap
-from megatron_sp.training.arguments import config_from_args
 from megatron_sp.training.overlap import OverlapReport, Row, comparable, table, tabulate, trace
 from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
 from megatron_sp.utils.errors import ConfigError

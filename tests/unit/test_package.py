@@ -48,9 +48,9 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     ("module", "blocked"),
     [
         ("megatron_sp", ("torch", "numpy", *THIRD_PARTY)),
-        ("megatron_sp.config", ("torch", "numpy", *THIRD_PARTY)),
-        ("megatron_sp.cli", ("torch", "numpy", *THIRD_PARTY)),
-        ("megatron_sp.training.arguments", ("torch", "numpy", "tyro", "rich", "einops")),
+        ("megatron_sp.config.schema", ("torch", "numpy", *THIRD_PARTY)),
+        ("megatron_sp.commands.cli", ("torch", "numpy", *THIRD_PARTY)),
+        ("megatron_sp.config.flags.arguments", ("torch", "numpy", "tyro", "rich", "einops")),
         ("megatron_sp.training", ("torch", "numpy", *THIRD_PARTY)),
         ("megatron_sp.ops.availability", ("torch", "numpy", *THIRD_PARTY)),
     ],
@@ -92,7 +92,7 @@ def test_setup_py() -> None:
     there = {p.relative_to(ROOT) for p in (ROOT / "megatron_sp").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
     assert {str(p) for p in there} == data  # one that is not named would not be installed
     assert set(arguments["extras_require"]) == {"hf", "eval", "serve", "log", "plot", "dev", "bench", "flash"}  # type: ignore[call-overload]
-    assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.cli:program"]}
+    assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.commands.cli:program"]}
     assert not any("apex" in str(value) for value in arguments.values())
 
 

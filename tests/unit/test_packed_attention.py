@@ -17,7 +17,8 @@ from megatron_sp.ops import attention as attention_module
 from megatron_sp.ops import packed_attention
 from megatron_sp.ops.attention import AttentionMask, KernelName, core_attention, fold_mask, split_qkv
 from megatron_sp.ops.packed_attention import Segment, batches_of, segments_of_documents, segments_of_lengths
-from megatron_sp.training.step import micro_batch_context, on_device
+from megatron_sp.parallel.forward_context import micro_batch_context
+from megatron_sp.training.step import on_device
 
 __all__ = ["in_blocks"]
 D = 4

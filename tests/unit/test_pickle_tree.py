@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch import serialization
 
-from megatron_sp.convert.pickle_machine import Machine, Refused, check
-from megatron_sp.convert.pickle_tree import MAX_PICKLE_BYTES, Name, Object, PickleReader, Storage, TensorRecord
-from megatron_sp.convert.torch_file import TorchFile
+from megatron_sp.convert.archive.pickle_machine import Machine, Refused, check
+from megatron_sp.convert.archive.pickle_tree import MAX_PICKLE_BYTES, Name, Object, PickleReader, Storage, TensorRecord
+from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 

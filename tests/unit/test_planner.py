@@ -16,22 +16,22 @@ from typing import Any
 
 import pytest
 
-from megatron_sp import cli
-from megatron_sp.config_rules import violations
+from megatron_sp.commands import cli
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.rules import violations
+from megatron_sp.estimate import hardware
+from megatron_sp.estimate.hardware import GPUS, LINKS
+from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.remedies import plan_of
 from megatron_sp.ops import availability
-from megatron_sp.training import hardware
-from megatron_sp.training.arguments import config_from_args
-from megatron_sp.training.hardware import GPUS, LINKS
-from megatron_sp.training.memory import Form
-from megatron_sp.training.planner import advice, report
-from megatron_sp.training.planner import search as planner_search
-from megatron_sp.training.planner.advice import find_changes, least_memory
-from megatron_sp.training.planner.command import read_model
-from megatron_sp.training.planner.layouts import Layout, default_batch, frames, micro_batches, saves_no_less, savings
-from megatron_sp.training.planner.machine import Machine
-from megatron_sp.training.planner.search import Findings, search
-from megatron_sp.training.planner.timing import step_time
-from megatron_sp.training.remedies import plan_of
+from megatron_sp.planner import advice, report
+from megatron_sp.planner import search as planner_search
+from megatron_sp.planner.advice import find_changes, least_memory
+from megatron_sp.planner.command import read_model
+from megatron_sp.planner.layouts import Layout, default_batch, frames, micro_batches, saves_no_less, savings
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.search import Findings, search
+from megatron_sp.planner.timing import step_time
 
 ROOT = Path(__file__).parents[2]
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 12 --kv-channels 64 --seq-length 16384 --vocab-size 32000"
@@ -113,9 +113,9 @@ def test_memory_is_that_of_the_dry_run(roomy: Findings) -> None:
 
 def test_nothing_is_left_out_that_would_be_faster(narrow: Findings) -> None:
     """Every combination of ZeRO and recomputation that fits, the pruned ones too, is slower than the best of its split."""
-    from megatron_sp.training.planner.machine import reserve
-    from megatron_sp.training.planner.search import num_groups
-    from megatron_sp.training.planner.timing import step_time
+    from megatron_sp.planner.machine import reserve
+    from megatron_sp.planner.search import num_groups
+    from megatron_sp.planner.timing import step_time
 
     base, _, _ = read_model(f"{MODEL} --global-batch-size 8".split(), 4, False)
     where = machine(4, NARROW)
@@ -342,7 +342,7 @@ def test_a_fixed_field_that_hurts_is_named() -> None:
 
 def test_no_torch_is_loaded_for_gpus() -> None:
     program = (
-        "import sys\nfrom megatron_sp import cli\n"
+        "import sys\nfrom megatron_sp.commands import cli\n"
         f"assert cli.main({['plan', '--gpus', '2', '--gpu', 'h200', '--tp-size', '1', '--micro-batch-size', '1', *MODEL.split()]!r}) == 0\n"
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
     )

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config import Config
-from megatron_sp.training.arguments import config_from_args
-from megatron_sp.training.hardware import GPUS, LINKS, find_gpu, find_link
-from megatron_sp.training.memory import Form
-from megatron_sp.training.planner.machine import Machine, reserve
-from megatron_sp.training.planner.timing import StepTime, step_time
-from megatron_sp.training.planner.work import Work, product_seconds
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.hardware import GPUS, LINKS, find_gpu, find_link
+from megatron_sp.estimate.memory import Form
+from megatron_sp.planner.machine import Machine, reserve
+from megatron_sp.planner.timing import StepTime, step_time
+from megatron_sp.planner.work import Work, product_seconds
 from megatron_sp.utils.errors import ConfigError
 
 H100 = GPUS["h100-80g"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import preprocess as module
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess

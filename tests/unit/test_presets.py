@@ -10,13 +10,16 @@ import pytest
 import torch
 import yaml
 
-from megatron_sp import cli
-from megatron_sp.config import Config, KernelConfig, ModelConfig
-from megatron_sp.models import bert, gpt, language_model, transformer
-from megatron_sp.presets import PRESETS, preset_named
-from megatron_sp.training.arguments import config_as_yaml, config_from_args, parse_config
-from megatron_sp.training.dry_run import count_parameters
-from megatron_sp.training.preset_table import markdown
+from megatron_sp.commands import cli
+from megatron_sp.commands.preset_table import markdown
+from megatron_sp.commands.pretrain import parse_config
+from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
+from megatron_sp.config.presets import PRESETS, preset_named
+from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.schema import Config, KernelConfig, ModelConfig
+from megatron_sp.models import bert, gpt
+from megatron_sp.parallel import layers
+from megatron_sp.planner.dry_run import count_parameters
 from megatron_sp.training.state import adopt_checkpoint_args, check_structure
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
@@ -59,7 +62,7 @@ def test_the_width_of_a_head() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_number_is_that_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every parameter of the whole model is made, without storage; the rows that pad the vocabulary are not counted."""
-    for module in (bert, language_model, transformer):
+    for module in (bert, layers):
         monkeypatch.setattr(module, "draw_normal", lambda shape, *_: torch.empty(shape, device="meta"))
     preset = PRESETS[name]
     config = ModelConfig(**preset.flags, model_family=preset.family, make_vocab_size_divisible_by=1)
@@ -183,7 +186,7 @@ def test_resuming_with_the_arguments_of_the_checkpoint() -> None:
     adopt_checkpoint_args(before, now)
     assert (now.model.num_layers, now.model.hidden_size, now.model.seq_length, now.model.max_positions) == (3, 768, 256, 300)
     assert now.model.hidden_dropout == 0.0
-    now.normalize().validate()
+    validate(normalize(now))
     now = config_of("--preset", "gpt-1.3b", *load, "--seq-length", "128")
     adopt_checkpoint_args(before, now)
     assert (now.model.num_layers, now.model.seq_length) == (3, 128)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sp.commands import recipe_run
+from megatron_sp.commands.recipe import ROOT, Recipe, build
+from megatron_sp.commands.recipe_run import check_gpus, describe, main, run
+from megatron_sp.commands.recipe_variables import Variables
 from megatron_sp.data.tokenizers.train import train_sentencepiece
-from megatron_sp.training import recipe_run
-from megatron_sp.training.dry_run import plan_run
-from megatron_sp.training.recipe import ROOT, Recipe, build
-from megatron_sp.training.recipe_run import check_gpus, describe, main, run
-from megatron_sp.training.recipe_variables import Variables
+from megatron_sp.planner.dry_run import plan_run
 from megatron_sp.utils.errors import ConfigError
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import torch
 from errors import FP64, assert_law, law_error
 from torch import Tensor, nn
 
-from megatron_sp.models.transformer import unit_boundary
+from megatron_sp.parallel.forward_context import unit_boundary
 from megatron_sp.parallel.recompute import recompute
 
 

@@ -11,7 +11,7 @@ import tiny
 import torch
 from torch import nn
 
-from megatron_sp.config import ParallelConfig
+from megatron_sp.config.schema import ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches, pools_of
 from megatron_sp.optim.weights import WholeWeights

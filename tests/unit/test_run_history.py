@@ -1,4 +1,4 @@
-"""megatron_sp/utils/run_history.py: what a resume undid, what was taken twice, and means over neighbours."""
+"""megatron_sp/report/run_history.py: what a resume undid, what was taken twice, and means over neighbours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.utils.run_history import History, are_equal, number, repetitions, replay, smoothed
+from megatron_sp.report.run_history import History, are_equal, number, repetitions, replay, smoothed
 from megatron_sp.utils.run_log import read_records
 
 

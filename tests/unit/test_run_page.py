@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import report
 from run_logs import EVIL, LogWriter, evil_run
 
-from megatron_sp.config import Config
-from megatron_sp.training.run_page import svg
-from megatron_sp.training.run_page.charts import charts
-from megatron_sp.training.run_page.curves import curve
-from megatron_sp.training.run_page.html import Html, join, script_json, show, tag
-from megatron_sp.training.run_page.page import name_apart, page
-from megatron_sp.training.run_page.reading import read_run
-from megatron_sp.training.run_page.summary import figures, state_of
-from megatron_sp.training.run_page.time_use import Span, attempts, merged, slow_steps, time_line, totals
+from megatron_sp.config.schema import Config
+from megatron_sp.report import svg
+from megatron_sp.report.charts import charts
+from megatron_sp.report.curves import curve
+from megatron_sp.report.html import Html, join, script_json, show, tag
+from megatron_sp.report.page import name_apart, page
+from megatron_sp.report.reading import read_run
+from megatron_sp.report.summary import figures, state_of
+from megatron_sp.report.time_use import Span, attempts, merged, slow_steps, time_line, totals
 from megatron_sp.utils.errors import DataError
 
 NAN = math.nan

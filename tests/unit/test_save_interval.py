@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_sp.comm.groups import ALONE
-from megatron_sp.config import CheckpointConfig, Config
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.schema import CheckpointConfig, Config
 from megatron_sp.training import save_interval
-from megatron_sp.training.arguments import config_from_args
 from megatron_sp.training.save_interval import SaveInterval, best_interval_s
 from megatron_sp.utils.errors import ConfigError
 

@@ -13,8 +13,8 @@ from schedule_toys import B, D, H, S, batch, toy, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, PathError, Schedule, schedule
-from megatron_sp.schedule.layout_rules import RULES, teach
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.check.layout_rules import RULES, teach
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.utils.errors import ConfigError
 
 HERE = "test_schedule_check.py:"

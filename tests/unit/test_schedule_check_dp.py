@@ -10,7 +10,7 @@ from schedule_toys import B, H, Toy, batch, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.core.layouts import LayoutError
 
 
 class Contrast(nn.Module):

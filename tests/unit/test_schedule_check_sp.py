@@ -11,7 +11,7 @@ from core_toys import Toy
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.utils.errors import ConfigError
 
 HERE = "test_schedule_check_sp.py:"

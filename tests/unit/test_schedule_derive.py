@@ -13,8 +13,8 @@ from schedule_toys import H, batch, toy, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, plan_file, schedule
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.ulysses_options import Options
+from megatron_sp.schedule.apply.ulysses_options import Options
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.utils.errors import ConfigError
 
 

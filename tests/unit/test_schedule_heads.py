@@ -8,7 +8,7 @@ from schedule_toys import N, Toy, batch
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.layouts import LayoutError
+from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.utils.errors import ConfigError
 
 

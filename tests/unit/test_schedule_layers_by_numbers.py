@@ -12,11 +12,11 @@ from schedule_rule_oracle import close, taken
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.apply import apply
-from megatron_sp.schedule.dry_run import layouts_of
-from megatron_sp.schedule.follower import Axis, Follower
-from megatron_sp.schedule.layouts import Layout, LayoutError
-from megatron_sp.schedule.stand_in import stand_in
+from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.check.dry_run import layouts_of
+from megatron_sp.schedule.check.follower import Axis, Follower
+from megatron_sp.schedule.check.stand_in import stand_in
+from megatron_sp.schedule.core.layouts import Layout, LayoutError
 
 CHANNELS, RANKS = 16, 2
 LAYERS: list[tuple[Callable[[], nn.Module], int]] = [

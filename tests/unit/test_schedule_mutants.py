@@ -21,12 +21,12 @@ from schedule_toys import batch as toy_batch
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.check import check
-from megatron_sp.schedule.derive import with_derived
-from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.dry_run import dry_run
-from megatron_sp.schedule.paths import expand
-from megatron_sp.schedule.verify import verify
+from megatron_sp.schedule.check.check import check
+from megatron_sp.schedule.check.derive import with_derived
+from megatron_sp.schedule.check.dry_run import dry_run
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
 ELSEWHERE = {

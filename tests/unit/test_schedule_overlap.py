@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.passage import Passage
+from megatron_sp.schedule.check.passage import Passage
+from megatron_sp.schedule.core.layouts import LayoutError
 
 Change = Callable[[Tensor], Tensor]
 

@@ -17,9 +17,9 @@ import megatron_sp.schedule
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel import regions
 from megatron_sp.schedule import Mesh, PathError, schedule
-from megatron_sp.schedule.kinds import find_kind
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.verify import verify
+from megatron_sp.schedule.core.kinds import find_kind
+from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
 

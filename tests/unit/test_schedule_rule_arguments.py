@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.layouts import LayoutError, NotFollowed
+from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
 
 B, S, H, WIDE = 3, 5, 8, 12
 AXIS: dict[str, Any] = {"axis": -1}  # of which types of torch.cat do not know

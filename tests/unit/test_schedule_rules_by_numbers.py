@@ -20,7 +20,7 @@ from schedule_rule_table import cases_by_rule, row, rows_of_page, tried
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from megatron_sp.comm.groups import world_group
-from megatron_sp.schedule import exchange_rules
+from megatron_sp.schedule.check import exchange_rules
 
 SEED = int(os.environ.get("MEGATRON_SP_RULES_SEED", "0"))
 NEVER: dict[str, str] = {  # what they say of shares and sums is always a question or a refusal

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, PathError, Schedule, load, schedule
-from megatron_sp.schedule.picture import page
-from megatron_sp.schedule.show import as_record
-from megatron_sp.schedule.survey import survey
+from megatron_sp.schedule.report.picture import page
+from megatron_sp.schedule.report.show import as_record
+from megatron_sp.schedule.report.survey import survey
 from megatron_sp.utils.errors import ConfigError
 
 H, FF, V = 6, 8, 10

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megatron_sp.schedule import Kind, Mesh, Schedule, kinds, register_shardable, schedule
+from megatron_sp.schedule import Kind, Mesh, Schedule, register_shardable, schedule
+from megatron_sp.schedule.core import kinds
 from megatron_sp.utils.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_sp.cli import main
+from megatron_sp.commands.cli import main
 from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_NUMERICS
 
 PLAN = """schema: 1
@@ -154,7 +154,7 @@ def test_check_says_when_there_was_no_dry_run(files: Path, capsys: pytest.Captur
 
 
 def test_a_batch_is_made_from_a_signature() -> None:
-    from megatron_sp.training.schedule_tool.source import example
+    from megatron_sp.commands.schedule.source import example
     from megatron_sp.utils.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"returns \(model, batch\)"):

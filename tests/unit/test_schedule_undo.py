@@ -14,9 +14,9 @@ from schedule_toys import H, Toy, batch, write
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.apply import apply
-from megatron_sp.schedule.check import check
-from megatron_sp.schedule.derive import as_said
+from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.check.check import check
+from megatron_sp.schedule.check.derive import as_said
 from megatron_sp.utils.errors import ConfigError
 
 PACKAGE = "megatron_sp"

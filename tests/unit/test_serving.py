@@ -13,14 +13,14 @@ import torch
 from waiting import PATIENCE_S, wait_until
 
 from megatron_sp.data.tokenizers import ByteTokenizer
-from megatron_sp.models.generation import Sampling, complete
+from megatron_sp.inference.generation import Sampling, complete
+from megatron_sp.inference.serving.engine import Engine, Event
+from megatron_sp.inference.serving.request import ApiError, Completion, Limits, parse_body
+from megatron_sp.inference.serving.sequence import Piece, Sequence, StopText
+from megatron_sp.inference.serving.server import is_loopback, open_socket, require_packages, warning_about
+from megatron_sp.inference.serving.slots import Slots
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops import availability
-from megatron_sp.training.serving.engine import Engine, Event
-from megatron_sp.training.serving.request import ApiError, Completion, Limits, parse_body
-from megatron_sp.training.serving.sequence import Piece, Sequence, StopText
-from megatron_sp.training.serving.server import is_loopback, open_socket, require_packages, warning_about
-from megatron_sp.training.serving.slots import Slots
 from megatron_sp.utils.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
@@ -212,8 +212,8 @@ def test_probabilities_are_those_of_the_logits(model: GPTModel, engine: Engine) 
         pieces.append(client.next())
     shown = [info for piece in pieces for info in piece.tokens]
     ids = [*b"abc", *complete(model, [list(b"abc")], max_new_tokens=3, sampling=Sampling(0.0), vocab_size=257)[0][0]]
-    from megatron_sp.models.transformer import ForwardContext
     from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.parallel.forward_context import ForwardContext
 
     told = model.all_logits(torch.tensor([ids[:-1]]), ForwardContext(AttentionMask()))[:, 0, :257].log_softmax(-1)
     assert shown[0].logprob is None and len(shown) == 6

@@ -9,9 +9,9 @@ import tiny
 import torch
 
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
-from megatron_sp.config import KernelConfig
+from megatron_sp.config.schema import KernelConfig
 from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.transformer import shard_specs
+from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.parallel.layout import Layout
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 

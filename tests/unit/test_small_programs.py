@@ -86,6 +86,6 @@ def test_the_launcher_of_several_hosts_says_that_torch_cannot_be_imported() -> N
 
 
 def test_doctor_says_that_torch_has_too_little_address_space() -> None:
-    done = with_little_address_space("-c", "from megatron_sp.cli import program; program()", "doctor")
+    done = with_little_address_space("-c", "from megatron_sp.commands.cli import program; program()", "doctor")
     assert done.returncode == 1 and not done.stderr, done.stderr
     assert "lack" in done.stdout and "300 MiB of address space (ulimit -v)" in done.stdout and "ulimit -v unlimited" in done.stdout

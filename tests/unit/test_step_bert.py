@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sp.training.step import micro_batch_context
+from megatron_sp.parallel.forward_context import micro_batch_context
 
 
 def test_the_mask_of_a_batch_with_lengths() -> None:

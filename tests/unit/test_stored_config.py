@@ -10,8 +10,10 @@ from typing import Any
 import ckpts
 import pytest
 
-from megatron_sp.config import Config
-from megatron_sp.training import inference, state, stored_model
+from megatron_sp.config.schema import Config
+from megatron_sp.inference import stored_model
+from megatron_sp.inference import team as inference
+from megatron_sp.training import state
 from megatron_sp.utils.errors import CheckpointError
 
 READERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_sp.comm.groups import Launch
-from megatron_sp.config import Config, KernelConfig
+from megatron_sp.config.schema import Config, KernelConfig
 from megatron_sp.training.setup import set_threads
 
 

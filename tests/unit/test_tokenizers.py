@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.tokenizer import well_formed
 from megatron_sp.data.tokenizers.train import texts_of_jsonl, train_sentencepiece

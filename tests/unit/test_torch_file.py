@@ -18,11 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, serialization
 
-from megatron_sp.convert import zip_entries
-from megatron_sp.convert.pickle_tree import PickleReader, Storage, TensorRecord
-from megatron_sp.convert.pickle_writer import LazyTensor
-from megatron_sp.convert.torch_file import DTYPES, TorchFile
-from megatron_sp.convert.torch_writer import write_torch_file
+from megatron_sp.convert.archive import zip_entries
+from megatron_sp.convert.archive.pickle_tree import PickleReader, Storage, TensorRecord
+from megatron_sp.convert.archive.pickle_writer import LazyTensor
+from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.utils.errors import CheckpointError
 
 LEGACY = {"_use_new_zipfile_serialization": False}

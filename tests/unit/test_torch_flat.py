@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.pickle_writer import LazyFlat
-from megatron_sp.convert.torch_file import TorchFile
-from megatron_sp.convert.torch_writer import write_torch_file
+from megatron_sp.convert.archive.pickle_writer import LazyFlat
+from megatron_sp.convert.archive.torch_file import TorchFile
+from megatron_sp.convert.archive.torch_writer import write_torch_file
 
 PARTS = [torch.arange(7.0), torch.tensor([]), torch.arange(5.0)[::2], torch.full((3,), -1.0)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers import BertWordPieceTokenizer, ByteTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, special_tokens
 from megatron_sp.data.tokenizers.train import train_sentencepiece, train_wordpiece

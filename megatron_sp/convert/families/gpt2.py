@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.copies import Copy, View
 from megatron_sp.convert.families.family import Tensors, misfit
 from megatron_sp.convert.families.parts import ALL, BIAS, WEIGHT, Sizes, blocks, key, query, same, value

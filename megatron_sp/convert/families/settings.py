@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.utils.errors import CheckpointError
 
 _MISSING = object()

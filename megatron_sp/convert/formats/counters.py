@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.config import PrecisionConfig
+from megatron_sp.config.schema import PrecisionConfig
+from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
 from megatron_sp.convert.model import LossScale, Model
-from megatron_sp.convert.pickle_tree import Object, TensorRecord
 
 Read = Callable[[TensorRecord], Tensor]
 _DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"

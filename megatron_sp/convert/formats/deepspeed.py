@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint.strict_json import is_count
 from megatron_sp.convert.copies import Correspondence, Gathered, TensorInfo, TensorStore
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import Fitted, fit
@@ -29,6 +28,7 @@ from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes, requir
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizer_files import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.strict_json import is_count
 
 _OLD_ORDERS: dict[float, QkvOrder] = {0.0: "v0", 1.0: "v1"}
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
 from megatron_sp.convert.copies import TensorInfo
-from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 _BLOCK = 4 << 20  # elements that are read at once where a tensor has several parts

@@ -17,9 +17,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_sp.checkpoint.strict_json import read_small_file
 from megatron_sp.convert.folders import require_inside
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import read_small_file
 
 _MODEL = re.compile(r"mp_rank_([0-9]{1,4})_model_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]{1,4})(?:-model_([0-9]{1,4}))?-model_states\.pt")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.archive.pickle_tree import Object
 from megatron_sp.convert.families.parts import Sizes
 from megatron_sp.convert.formats.megatron_shards import Cut, QkvOrder
-from megatron_sp.convert.pickle_tree import Object
 
 _VERSION = 0.2  # of the entries; 0.4 wants the widths of uneven shares, which there are none of here
 _VOCABULARY = re.compile(r"language_model\.embedding\.word_embeddings\.weight|language_model\.output_layer\.weight|lm_head\.bias")

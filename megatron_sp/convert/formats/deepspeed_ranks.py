@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.pickle_tree import TensorRecord
 from megatron_sp.convert.copies import TensorInfo, TensorStore, is_same
 from megatron_sp.convert.formats.counters import scale_of_deepspeed
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretches, dtype_of
@@ -27,7 +28,6 @@ from megatron_sp.convert.formats.deepspeed_zero import MASTER, gather, whole_num
 from megatron_sp.convert.formats.megatron_names import canonical
 from megatron_sp.convert.formats.rank_order import require_one_save
 from megatron_sp.convert.model import Fate, LossScale
-from megatron_sp.convert.pickle_tree import TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
 _UNUSED_COPY = "the head's copy of it, which the model does not use"

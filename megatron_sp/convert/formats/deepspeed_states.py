@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
 from megatron_sp.convert.formats.deepspeed_files import Files
-from megatron_sp.convert.pickle_tree import Object, TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats.deepspeed_files import Files, dtype_of, is_contiguous
 from megatron_sp.convert.formats.deepspeed_states import as_dict
-from megatron_sp.convert.pickle_tree import Object, TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
 FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}

@@ -23,6 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.pickle_tree import Object
+from megatron_sp.convert.archive.pickle_writer import LazyFlat
+from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Correspondence, Scattered
 from megatron_sp.convert.formats.counters import deepspeed_scaler
 from megatron_sp.convert.formats.deepspeed_patterns import parameter_entry, universal_info
@@ -37,9 +40,6 @@ from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.formats.megatron_write import lazy, nested, require_layout, require_state, scheduler, training
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.pickle_tree import Object
-from megatron_sp.convert.pickle_writer import LazyFlat
-from megatron_sp.convert.torch_writer import write_torch_file
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 

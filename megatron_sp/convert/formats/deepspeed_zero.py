@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sp.convert.archive.pickle_tree import Object, TensorRecord
 from megatron_sp.convert.formats.counters import scale_of_deepspeed, whole
 from megatron_sp.convert.formats.deepspeed_files import Files, Stored, Stretch, dtype_of
 from megatron_sp.convert.formats.deepspeed_owners import require_padding
 from megatron_sp.convert.formats.deepspeed_states import ModelStates, as_dict, number, plain_name
 from megatron_sp.convert.model import KINDS, LossScale
-from megatron_sp.convert.pickle_tree import Object, TensorRecord
 from megatron_sp.utils.errors import CheckpointError
 
 MASTER, MOMENTS = KINDS[0], KINDS[1:]

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert import special_ids, tokenizer_words
+from megatron_sp.convert.archive.plain_safetensors import SafetensorsFiles, divide, write_tensors
+from megatron_sp.convert.archive.torch_store import TorchFiles
 from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
@@ -22,11 +23,10 @@ from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.plain_safetensors import SafetensorsFiles, divide, write_tensors
 from megatron_sp.convert.tokenizer_files import copy_files, find_files
-from megatron_sp.convert.torch_store import TorchFiles
 from megatron_sp.utils.errors import CheckpointError
 from megatron_sp.utils.files import fsync_dir, write_synced
+from megatron_sp.utils.strict_json import parse_object, read_small_file
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX, BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.checkpoint.strict_json import is_count
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.archive.pickle_tree import PickleReader
 from megatron_sp.convert.copies import Correspondence, Gathered
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import fit
@@ -23,9 +23,9 @@ from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, QkvOrd
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.model import OPTIMIZER, Fate, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.pickle_tree import PickleReader
 from megatron_sp.convert.tokenizer_files import find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.strict_json import is_count
 
 _ORDERS: dict[float, QkvOrder] = {0.0: "v0", 1.0: "v1", 2.0: "interleaved", 3.0: "interleaved"}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_sp.config import ModelConfig
+from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.megatron_facts import Facts
 from megatron_sp.convert.given import Given

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sp.checkpoint.strict_json import is_count, parse_object, read_small_file
+from megatron_sp.convert.archive.dist_file import DistFolder
+from megatron_sp.convert.archive.pickle_tree import Object, PickleReader
+from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered
-from megatron_sp.convert.dist_file import DistFolder
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_dist_write
@@ -27,10 +28,9 @@ from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.formats.megatron_write import make_plan, size
 from megatron_sp.convert.model import OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.pickle_tree import Object, PickleReader
 from megatron_sp.convert.tokenizer_files import find_files
-from megatron_sp.convert.torch_file import TorchFile
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import is_count, parse_object, read_small_file
 
 BACKEND, COMMON = "metadata.json", "common.pt"
 _MAX_JSON_BYTES = 1 << 20

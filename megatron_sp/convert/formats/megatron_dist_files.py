@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.dist_file import Chunk, DistFolder
+from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
 from megatron_sp.convert.copies import Copy, TensorInfo, View
-from megatron_sp.convert.dist_file import Chunk, DistFolder
 from megatron_sp.convert.formats.megatron_names import canonical
-from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sp.convert.archive.dist_writer import DistFolderWriter, NewChunk
+from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Scattered
-from megatron_sp.convert.dist_writer import DistFolderWriter, NewChunk
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace
 from megatron_sp.convert.formats.megatron_folder import TRACKER
@@ -23,7 +24,6 @@ from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.formats.megatron_write import make_plan, optimizer_groups, require_layout
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.torch_writer import write_torch_file
 from megatron_sp.utils.files import fsync_dir, write_synced
 
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")

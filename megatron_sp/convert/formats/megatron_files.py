@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_sp.convert.archive.pickle_tree import Object, PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.megatron_folder import MODEL, RankFolder
 from megatron_sp.convert.formats.megatron_shards import Place
 from megatron_sp.convert.formats.rank_order import Written, require_one_save
-from megatron_sp.convert.pickle_tree import Object, PickleReader, TensorRecord
-from megatron_sp.convert.torch_file import DTYPES, TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 _MAX_DEPTH = 12

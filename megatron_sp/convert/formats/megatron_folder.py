@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_sp.checkpoint.strict_json import read_small_file
 from megatron_sp.convert.folders import require_inside
 from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import read_small_file
 
 TRACKER, MODEL, OPTIMIZER = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

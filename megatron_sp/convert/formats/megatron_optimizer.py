@@ -16,14 +16,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.convert.formats.counters import of_megatron
 from megatron_sp.convert.formats.megatron_files import Chunk, Opened, RankFile, RankFiles, Stored
 from megatron_sp.convert.formats.megatron_folder import OPTIMIZER
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_order import is_decayed, registered
 from megatron_sp.convert.model import Fate, LossScale
-from megatron_sp.convert.pickle_tree import PickleReader, TensorRecord
-from megatron_sp.convert.torch_file import TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 _WAY_OUT = "give --no-optimizer to convert the weights alone"

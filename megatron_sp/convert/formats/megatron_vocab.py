@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_sp.checkpoint.strict_json import parse_object, read_small_file
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.tokenizer_files import MAX_BYTES, find_files
 from megatron_sp.utils.errors import CheckpointError, ConfigError
+from megatron_sp.utils.strict_json import parse_object, read_small_file
 
 _MAX_VALUES = 4_000_000  # a large vocabulary has some 250,000 words, and twice as many merges of three values each
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.config import Config
+from megatron_sp.config.schema import Config
+from megatron_sp.convert.archive.pickle_writer import LazyTensor
+from megatron_sp.convert.archive.torch_writer import write_torch_file
 from megatron_sp.convert.copies import Correspondence, LastRead, Scattered, TensorInfo
 from megatron_sp.convert.formats.counters import megatron_scaler
 from megatron_sp.convert.formats.format import Progress
@@ -21,8 +23,6 @@ from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, shard_
 from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
-from megatron_sp.convert.pickle_writer import LazyTensor
-from megatron_sp.convert.torch_writer import write_torch_file
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.files import fsync_dir, write_synced
 

@@ -14,8 +14,8 @@ from megatron_sp import __version__
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.manifest import STATE_NAME
 from megatron_sp.checkpoint.stream import NativeReader, Source, TensorInfo, write_checkpoint
-from megatron_sp.checkpoint.strict_json import is_count
-from megatron_sp.config import Config, DataConfig
+from megatron_sp.config.rules import normalize
+from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
 from megatron_sp.convert.fit import fit
@@ -25,6 +25,7 @@ from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parame
 from megatron_sp.convert.options import Options
 from megatron_sp.data.tokenizers import kept
 from megatron_sp.utils.errors import CheckpointError, ConfigError, DataError
+from megatron_sp.utils.strict_json import is_count
 
 WORD_EMBEDDINGS, CLASSES = "embedding.word_embeddings.weight", "classification_head.weight"
 TOKENIZER_FOLDER = "tokenizer"
@@ -122,7 +123,7 @@ class _Cast:
 def _config(reader: NativeReader) -> Config:
     try:
         config, _ = Config.from_dict(reader.state.get("config"))
-        config.normalize()
+        normalize(config)
     except ConfigError as error:  # of a file, and not of a flag
         raise CheckpointError(f"{reader.step_dir / STATE_NAME}: {error}") from None
     tensors = reader.tensors()

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.dist_file import MAX_METADATA_BYTES, DistFolder
-from megatron_sp.convert.pickle_tree import Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES, DistFolder
+from megatron_sp.convert.archive.pickle_tree import Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.convert.reference.computed import MASKED, NEXT, ORDER
 from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, norm
 from megatron_sp.convert.reference.model import Block, Shape, Shard
-from megatron_sp.convert.torch_file import TorchFile
 from megatron_sp.utils.errors import CheckpointError
 
 Cast = Callable[[Tensor], Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sp.config import WORDPIECE, DataConfig, default_type
+from megatron_sp.config.schema import WORDPIECE, DataConfig, default_type
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer

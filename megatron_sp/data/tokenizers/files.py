@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_sp.config import DataConfig
+from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.tokenizers.hugging_face import FILE
 from megatron_sp.data.tokenizers.tokenizer import read_bounded
 from megatron_sp.utils.errors import DataError

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatron_sp.schedule.mesh import Mesh
-from megatron_sp.schedule.paths import PathError, expand
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.paths import PathError, expand
 from megatron_sp.schedule.presets.common import base_of
 from megatron_sp.schedule.presets.hf_styles import MODULES, TENSORS, Plan, finish
 from megatron_sp.schedule.presets.registry import families

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sp.schedule.hooks import parameter_names
-from megatron_sp.schedule.paths import PathError
+from megatron_sp.schedule.core.hooks import parameter_names
+from megatron_sp.schedule.core.paths import PathError
 from megatron_sp.schedule.presets.common import share_key_values
 from megatron_sp.schedule.schedule import Schedule
 from megatron_sp.utils.errors import ConfigError

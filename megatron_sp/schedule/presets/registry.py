@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_sp.schedule.mesh import AXES, Mesh
+from megatron_sp.schedule.core.mesh import AXES, Mesh
 from megatron_sp.schedule.presets.common import Blocks, drops, write_vocabulary
 from megatron_sp.schedule.schedule import Schedule, schedule
 from megatron_sp.utils.errors import ConfigError

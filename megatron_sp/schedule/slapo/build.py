@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.applied import Applied
-from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.layouts import NotFollowed
-from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.apply.applied import Applied
+from megatron_sp.schedule.apply.splits import tensor_of
+from megatron_sp.schedule.apply.undo import whole_or_not_at_all
+from megatron_sp.schedule.check.decision import decide
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.layouts import NotFollowed
+from megatron_sp.schedule.core.paths import expand
 from megatron_sp.schedule.slapo.first_pass import FirstPass
 from megatron_sp.schedule.slapo.methods import method_of
 from megatron_sp.schedule.slapo.older import is_by_channels
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
 from megatron_sp.schedule.slapo.weights import fill
-from megatron_sp.schedule.splits import tensor_of
-from megatron_sp.schedule.undo import whole_or_not_at_all
 from megatron_sp.utils.errors import ConfigError
 
 Init = bool | Callable[..., Any] | None

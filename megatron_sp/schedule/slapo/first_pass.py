@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from megatron_sp.schedule.check import follow
-from megatron_sp.schedule.derive import as_said
-from megatron_sp.schedule.directives import Directive
-from megatron_sp.schedule.layouts import LayoutError
-from megatron_sp.schedule.mesh import Mesh
-from megatron_sp.schedule.stand_in import without_weights
+from megatron_sp.schedule.check.check import follow
+from megatron_sp.schedule.check.derive import as_said
+from megatron_sp.schedule.check.stand_in import without_weights
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.utils.errors import ReportedError
 
 _NO_FIT = "sizes do not fit"  # as the dry run says it

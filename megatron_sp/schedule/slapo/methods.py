@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from megatron_sp.schedule.kinds import knows
+from megatron_sp.schedule.core.kinds import knows
 from megatron_sp.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.regions import all_to_all
-from megatron_sp.schedule.kinds import find_kind
+from megatron_sp.schedule.apply.splits import tensor_of
+from megatron_sp.schedule.core.kinds import find_kind
 from megatron_sp.schedule.schedule import Selection
 from megatron_sp.schedule.slapo.methods import method_of
-from megatron_sp.schedule.splits import tensor_of
 from megatron_sp.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Random numbers in a forward pass of one's own, as Slapo has them: alike on all ranks, and inside ``fork()`` different on each.
 
-A fork keeps no state: it draws one seed from torch's generator and mixes the rank into it (``schedule/randomness.py``), on CPU and GPU. So
-whatever restores torch's generators, such as a recomputation, restores it, too.
+A fork keeps no state: it draws one seed from torch's generator and mixes the rank into it (``schedule/apply/randomness.py``), on CPU and
+GPU. So whatever restores torch's generators, such as a recomputation, restores it, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_sp.comm.groups import Group, world_group
-from megatron_sp.schedule.randomness import Streams
+from megatron_sp.schedule.apply.randomness import Streams
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from megatron_sp.comm.groups import Group, world_group
-from megatron_sp.schedule.mesh import Mesh
-from megatron_sp.schedule.paths import expand
+from megatron_sp.schedule.apply.splits import names_of
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.syncs import MODES, OPS
 from megatron_sp.schedule.schedule import Schedule, Selection
 from megatron_sp.schedule.slapo import older
 from megatron_sp.schedule.slapo.methods import BUILT_IN, PRIMITIVES, method_of
-from megatron_sp.schedule.splits import names_of
-from megatron_sp.schedule.syncs import MODES, OPS
 from megatron_sp.utils.errors import ConfigError
 
 _REFUSED = {

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import broadcast
-from megatron_sp.schedule.decision import decide
-from megatron_sp.schedule.derive import explained
-from megatron_sp.schedule.layouts import NotFollowed
+from megatron_sp.schedule.check.decision import decide
+from megatron_sp.schedule.check.derive import explained
+from megatron_sp.schedule.core.layouts import NotFollowed
 from megatron_sp.schedule.slapo.build import Init, settle_weights, without_empty_sums
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
-from megatron_sp.schedule.verify import Verdict, default_loss, verify
+from megatron_sp.schedule.verify.verify import Verdict, default_loss, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
 _SEED = 2023

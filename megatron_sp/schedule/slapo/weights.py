@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.schedule.splits import names_of
+from megatron_sp.schedule.apply.splits import names_of
 from megatron_sp.utils.errors import ConfigError
 
 META = torch.device("meta")

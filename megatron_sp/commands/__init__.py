@@ -1,0 +1,1 @@
+"""The `megatron-sp` command: one file or folder for each subcommand."""

@@ -1,0 +1,77 @@
+"""From a path on the command line to step folders, and to the run they belong to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sp.checkpoint import find
+from megatron_sp.checkpoint.commit import list_steps
+from megatron_sp.commands.ckpt.text import warn
+from megatron_sp.utils.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+
+
+class Place(NamedTuple):
+    """What a path stands for.
+
+    Attributes:
+        folder: holds the step folders.
+        run: holds LOCK and metrics.jsonl; None for step folders that lie elsewhere than in a run.
+        only: the one step folder that was named, if it was one.
+    """
+
+    folder: Path
+    run: Path | None
+    only: Path | None = None
+
+
+def place_of(path: Path) -> Place:
+    """What a path stands for: a run, its checkpoints folder, or one step folder.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if not path.is_dir():
+        find.candidates(path, None)  # says what there is instead
+    if find.is_step_folder(path):
+        return Place(path.parent, _run_of(path.parent), path)
+    folder = find.checkpoints_folder(path)
+    return Place(folder, path if folder != path else _run_of(path))
+
+
+def places_under(path: Path) -> list[Place]:
+    """As ``place_of``; a folder of runs stands for each of them."""
+    place = place_of(path)
+    if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
+        runs = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir())
+        if runs:
+            return [place_of(run) for run in runs]
+    return [place]
+
+
+def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
+    """The step folder itself, or the newest (or named) one of a run, not verified. Raises CheckpointError: there is none."""
+    found = find.candidates(path, ckpt_step)
+    for warning in found.warnings:
+        warn(warning)
+    return found.folders[0]
+
+
+def run_to_change(path: Path) -> Place:
+    """The run whose checkpoints are to be changed, under its lock.
+
+    Raises:
+        CheckpointError: the path is no run, nor a run's checkpoints folder.
+    """
+    place = place_of(path)
+    if place.only is not None or place.run is None:
+        raise CheckpointError(f"{path} is no run: give the folder that has {CHECKPOINTS} in it, for that is what its lock is in")
+    return place
+
+
+def _run_of(folder: Path) -> Path | None:
+    folder = folder.absolute()
+    return folder.parent if folder.name == CHECKPOINTS else None

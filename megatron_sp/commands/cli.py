@@ -1,0 +1,185 @@
+"""The command ``megatron-sp``: small tools around training. Each one is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron_sp import __version__
+from megatron_sp.utils.errors import ReportedError
+from megatron_sp.utils.program import code_of, integer, run_program
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code of the process: of the command, or of the ReportedError whose message was printed.
+    """
+    parser = _parser()
+    args, words = parser.parse_known_args(argv)
+    if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
+    return code_of(lambda: args.run(args), "megatron-sp")
+
+
+def program() -> NoReturn:
+    """The console entry: ``main`` and the way out of the process."""
+    run_program(main)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-sp",
+        description="Tools around Megatron-style pretraining in plain PyTorch. To train: torchrun pretrain_gpt.py --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule, _add_chaos):
+        add(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "look at this machine: torch, devices, backends, optional packages, disk and memory, with a remedy for what lacks"
+    doctor = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    data = commands.add_parser("data", help="look at data sets", allow_abbrev=False)
+    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    text = "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256"
+    verify = actions.add_parser("verify", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
+    verify.add_argument("--vocab-size", type=integer(2**31 - 1), help="token ids from here on are errors (default: only negative ids are)")
+    verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 where there is none, of the files as they are")
+    verify.set_defaults(run=_verify_data)
+
+
+def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "list the published models whose shape --preset NAME takes, with their parameters and sources"
+    presets = commands.add_parser("presets", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
+    presets.set_defaults(run=_presets)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "which layout for which GPUs: memory and speed of all layouts of a model, predicted, the fastest that fit first"
+    from megatron_sp.planner import options
+
+    plan = commands.add_parser(
+        "plan", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
+    )  # fmt: skip
+    options.add_arguments(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/convert.md has the formats"
+    from megatron_sp.convert import arguments
+
+    parser = commands.add_parser(
+        "convert", help=text, description=text[0].upper() + text[1:] + ".", epilog=arguments.EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    arguments.add_arguments(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megatron_sp.convert import command
+
+    return command.run(args)
+
+
+def _add_ckpt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.commands.ckpt.options import add_actions
+
+    text = "list, show, verify, compare, thin out and merge checkpoints"
+    add_actions(commands.add_parser("ckpt", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+
+
+def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.commands.schedule.options import add_actions
+
+    text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/schedule.md"
+    add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+
+
+def _add_chaos(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.commands.chaos import options
+
+    text = "try a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
+    chaos = commands.add_parser(
+        "chaos", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
+    )  # fmt: skip
+    options.add_arguments(chaos)
+    chaos.set_defaults(run=_chaos, takes_words=True)
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from megatron_sp.commands.chaos.command import run
+
+    return run(args, args.words)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_sp.planner.command import run
+
+    return run(args, args.words)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_sp.commands import doctor
+
+    return doctor.run(as_json=args.json)
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from megatron_sp.commands import preset_table
+
+    print(preset_table.as_json() if args.json else preset_table.table())
+    return 0
+
+
+def _verify_data(args: argparse.Namespace) -> int:
+    import hashlib
+
+    from megatron_sp.data import digest_file
+    from megatron_sp.data.bert_index import sentence_summary
+    from megatron_sp.data.indexed_dataset import IndexedDataset
+
+    code = 0
+    for prefix in args.prefix:
+        try:
+            indexed = IndexedDataset(prefix)
+            hasher = hashlib.sha256()
+            report = indexed.verify(args.vocab_size, hasher)
+            digests = {".bin": hasher.hexdigest(), ".idx": digest_file.sha256_of(indexed.idx_path)}
+            has_digest = digest_file.compare(indexed.prefix, digests)
+            if args.write_digest and not has_digest:
+                digest_file.write(indexed.prefix, digests)
+        except ReportedError as error:
+            print(f"{prefix}: {error}", file=sys.stderr)
+            code = error.exit_code
+            continue
+        ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
+        counts = f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}"
+        named = indexed.prefix + digest_file.SUFFIX
+        print(f"{prefix}: sound: {counts}{f'; every byte is as {named} says' if has_digest else ''}")
+        if not has_digest and args.write_digest:
+            print(f"{prefix}: {named} is written: it says what every byte is now")
+        elif not has_digest:
+            print(f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are")
+        sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)
+        if sentences:
+            print(f"{prefix}: {sentences}")
+    return code

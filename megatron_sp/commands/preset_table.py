@@ -1,0 +1,50 @@
+"""The presets as a table: for people at a terminal, for docs/zoo.md, and as JSON for programs. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from megatron_sp.config.presets import PRESETS, Preset
+from megatron_sp.config.schema import ModelConfig
+
+_HEADINGS = ("name", "parameters", "layers", "hidden", "heads", "ffn", "sequence", "vocabulary", "positions, norm, MLP", "source")
+_RIGHT = range(1, 8)  # columns of numbers
+
+
+def table() -> str:
+    """A line for each preset; columns are aligned."""
+    rows = [_HEADINGS, *_rows()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+    lines = [[cell.rjust(w) if i in _RIGHT else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def markdown() -> str:
+    """The same as a table of Markdown."""
+    ruler = "|".join("---:" if i in _RIGHT else "---" for i in range(len(_HEADINGS)))
+    lines = [f"| {' | '.join(_HEADINGS)} |", f"|{ruler}|"]
+    return "\n".join([*lines, *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in _rows())])
+
+
+def as_json() -> str:
+    """Everything that a preset says, by name."""
+    return json.dumps({name: dataclasses.asdict(preset) for name, preset in PRESETS.items()}, indent=1)
+
+
+def _rows() -> list[tuple[str, ...]]:
+    return [_row(name, preset) for name, preset in PRESETS.items()]
+
+
+def _row(name: str, preset: Preset) -> tuple[str, ...]:
+    model = ModelConfig(**preset.flags)
+    heads = f"{model.num_attention_heads}" + (f" ({model.num_query_groups} kv)" if model.num_query_groups else "")
+    positions = "rotary" if model.position_embedding_type == "rope" else "learned"
+    positions += "" if model.window_size is None else f" in a window of {model.window_size:,}"
+    mlp = ("SwiGLU" if model.swiglu else "GELU") + (" beside attention" if model.use_parallel_residual else "")
+    norm = model.normalization + (" behind" if model.norm_placement == "post" else "")
+    head = "" if preset.family == "bert" else ", own head" if model.untie_embeddings_and_output_weights else ", tied head"
+    return (
+        name, f"{preset.num_params:,}", f"{model.num_layers}", f"{model.hidden_size}", heads, f"{model.ffn_size}", f"{model.seq_length:,}",
+        f"{model.vocab_size:,}", f"{positions}, {norm}, {mlp}{head}", preset.source,
+    )  # fmt: skip

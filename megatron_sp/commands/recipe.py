@@ -1,0 +1,142 @@
+"""What the scripts of scripts/pretrain_*.sh share: from a script's variables and flags to a command that has been checked.
+
+    variables  the layout, the length, data, run folder (``recipe_variables.py``, docs/zoo.md)
+    SMOKE=1    the same layout with tiny sizes on CPU processes: tp and sp become 2 where they are more, and dp what ZeRO needs
+
+A script is a page of variables and flags; what the user writes behind it comes last and wins. Flags are read by ``arguments.py`` before
+anything starts, so a layout that cannot be has the message that the training program would give. ``recipe_run.py`` tells and runs it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sp.commands.recipe_variables import Variables
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.flags.config_file import canonical
+from megatron_sp.config.presets import PROGRAMS
+from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE_STEPS = 2
+_DATA_FLAGS = ("data-path", "train-data-path", "mock-data")
+# A model that every layout of up to 4 ranks can cut: 8 heads, with 4 groups where the full size shares keys and values.
+_TINY = (
+    "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "128", "--seq-length", "128",
+    "--max-position-embeddings", "128", "--vocab-size", "500", "--mock-data", "--device", "cpu", "--peak-tflops", "1",
+    "--micro-batch-size", "1", "--train-iters", str(SMOKE_STEPS), "--lr-warmup-iters", "1", "--log-interval", "1", "--eval-iters", "1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script's command.
+
+    Attributes:
+        name: of the script, without path and suffix.
+        program: pretrain_gpt.py or pretrain_bert.py.
+        flags: all of them.
+        config: what the flags come to.
+        save: run folder.
+    """
+
+    name: str
+    program: str
+    variables: Variables
+    flags: tuple[str, ...]
+    config: Config
+    save: str
+
+    @property
+    def world_size(self) -> int:
+        return self.variables.layout[2]
+
+    @property
+    def nproc(self) -> int:
+        """Processes that this host starts."""
+        return self.world_size if self.variables.smoke else self.variables.nproc
+
+    @property
+    def command(self) -> list[str]:
+        """What starts the processes of this host."""
+        return ["bash", str(ROOT / "scripts" / "launch.sh"), str(self.nproc), str(ROOT / self.program), *self.flags]
+
+
+def build(script: str, program: str, own: Sequence[str], users: Sequence[str], environ: Mapping[str, str], scratch: str = "") -> Recipe:
+    """The command of a script.
+
+    Args:
+        script: its path.
+        program: what it trains with.
+        own, users: flags of the script and of its user.
+        environ: the variables.
+        scratch: run folder of a smoke test if SAVE does not say another.
+    Raises:
+        ConfigError: variables or flags that cannot work.
+    """
+    variables, name = Variables.read(environ), Path(script).stem
+    if not (ROOT / program).is_file():
+        raise ConfigError(f"{program} is not in {ROOT}")
+    family = next((family for family, each in PROGRAMS.items() if each == program), None)
+    save = variables.save or (scratch if variables.smoke else f"runs/{name.removeprefix('pretrain_')}")
+    data, length = _data(variables, users), _length(variables)
+
+    def of(layout: tuple[int, int, int], *more: str) -> tuple[list[str], Config]:
+        flags = [*own, *_layout(variables, layout), *data, *length, "--save", save, "--auto-resume", *more, *users]
+        return flags, config_from_args(flags, world_size=layout[2], family=family)
+
+    try:
+        flags, config = of(variables.full_layout)  # in a smoke test too: a layout that cannot be is no layout to try
+        if variables.smoke:
+            flags, config = of(variables.smoke_layout, *_tiny(config, variables))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  the variables are {variables.text()}") from None
+    return Recipe(name, program, variables, tuple(flags), config, save)
+
+
+def _layout(variables: Variables, layout: tuple[int, int, int]) -> list[str]:
+    tp, sp, _ = layout
+    flags = ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if tp > 1 else [])]
+    flags += ["--sequence-parallel-size", str(sp), *(["--sp-overlap-mode", variables.overlap] if sp > 1 else [])]
+    flags += ["--zero-stage", str(variables.zero)]
+    return flags + (["--recompute-granularity", variables.recompute] if variables.recompute != "none" else [])
+
+
+def _length(variables: Variables) -> list[str]:
+    return [] if variables.train_iters is None else ["--train-iters", str(variables.train_iters)]
+
+
+def _data(variables: Variables, users: Sequence[str]) -> list[str]:
+    """Data and tokenizer; a smoke test makes its data up, and the user's own flags for data stand alone.
+
+    Raises:
+        ConfigError: a file that is not there.
+    """
+    path, spm, vocab = variables.data_path, variables.tokenizer_model, variables.vocab_file
+    if path == "mock" and any(canonical(word.partition("=")[0]) in _DATA_FLAGS for word in users):
+        return []
+    if path == "mock" or variables.smoke:
+        return ["--mock-data"]
+    if not os.path.isfile(f"{path}.idx"):
+        raise ConfigError(f"DATA_PATH={path}: there is no {path}.idx; tools/preprocess_data.py makes it (see README.md)")
+    if bool(spm) == bool(vocab) or not os.path.isfile(spm or vocab):
+        raise ConfigError(
+            f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece model, a"
+            " tokenizer.json, or a list of word pieces"
+        )
+    of_model = "HuggingFaceTokenizer" if spm.endswith(".json") else "SentencePieceTokenizer"
+    tokenizer = [of_model, "--tokenizer-model", spm] if spm else ["BertWordPieceLowerCase", "--vocab-file", vocab]
+    return ["--data-path", path, "--split", "99,1,0", "--tokenizer-type", *tokenizer]
+
+
+def _tiny(full: Config, variables: Variables) -> list[str]:
+    """Tiny sizes; as many micro-batches as it takes to accumulate where the full size accumulates."""
+    tp, sp, world_size = variables.smoke_layout
+    flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
+    batch, dp = full.batch, full.parallel.dp_size(variables.full_layout[2])
+    accumulates = (batch.global_batch_size or 0) > batch.micro_batch_size * dp
+    return [*flags, "--global-batch-size", str(world_size // (tp * sp) * (2 if accumulates else 1))]

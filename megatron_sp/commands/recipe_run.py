@@ -1,0 +1,187 @@
+"""What a script of scripts/pretrain_*.sh does with its command: it tells what that comes to, and runs it.
+
+SMOKE=1    tiny sizes on CPU processes; its run folder is removed at the end, unless SAVE names one
+DRY_RUN=1  what the full size takes, from --dry-run; nothing is started
+else       this host's GPUs are counted and compared with the predicted peak; then scripts/launch.sh takes over
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_sp.commands.recipe import Recipe, build
+from megatron_sp.estimate.remedies import shortage
+from megatron_sp.planner.dry_run import RunPlan, plan_run
+from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
+from megatron_sp.utils.format import format_bytes, format_count
+
+Start = Callable[[list[str], dict[str, str]], int]
+_OF_SEVERAL_HOSTS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+_QUESTIONS = ("-h", "--help", "--print-config", "--dry-run")  # flags that are answered without a training run
+
+
+def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
+    """What will be done, in a few lines.
+
+    Args:
+        memory: bytes of the smallest GPU of this host, where it was looked at.
+    """
+    variables = recipe.variables
+    title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
+    stays = bool(variables.save) or not variables.smoke
+    peak = f"{format_bytes(plan.memory.peak)} predicted for a process" + (f", of {format_bytes(memory)}" if memory else "")
+    own = "" if variables.smoke else "; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE, for your own"
+    rows = {
+        "model": _model(recipe, plan),
+        "layout": _layout(recipe, plan),
+        "step": _step(recipe, plan),
+        "memory": f"{peak}; tensors alone",
+        "data": " ".join(recipe.config.data.data_path) or f"made up{own}",
+        "run folder": f"{recipe.save}; {'the same command goes on from its newest checkpoint' if stays else 'removed at the end'}",
+        "command": shlex.join(recipe.command),
+    }
+    return "\n".join([f"{recipe.name}{title}", *(f"  {key:<10}  {value}" for key, value in rows.items())])
+
+
+def _model(recipe: Recipe, plan: RunPlan) -> str:
+    model, name = recipe.config.model, recipe.config.preset or recipe.program
+    heads = f"{model.num_attention_heads} heads" + (f" with {model.num_groups} groups" if model.num_query_groups else "")
+    return (
+        f"{'as of ' if recipe.variables.smoke else ''}{name}: {format_count(plan.num_params)} parameters, {model.num_layers} layers, hidden"
+        f" {model.hidden_size}, {heads}, sequences of {model.seq_length:,} tokens, {recipe.config.precision.params_dtype}"
+    )
+
+
+def _layout(recipe: Recipe, plan: RunPlan) -> str:
+    parallel, hosts = recipe.config.parallel, 1 if recipe.variables.smoke else recipe.variables.nnodes
+    where = _many(recipe.world_size, "CPU process", "CPU processes") if plan.device == "cpu" else _many(recipe.world_size, "GPU", "GPUs")
+    exchanges = f" (exchanges: {parallel.overlap_mode})" if parallel.sequence_parallel_size > 1 else ""
+    return (
+        f"{where}{f' of {hosts} hosts' if hosts > 1 else ''}: tp {parallel.tensor_model_parallel_size}, sp"
+        f" {parallel.sequence_parallel_size}{exchanges}, dp {parallel.dp_size(recipe.world_size)}, ZeRO stage {parallel.zero_stage},"
+        f" recomputation: {recipe.config.kernels.recompute_granularity or 'none'}"
+    )
+
+
+def _step(recipe: Recipe, plan: RunPlan) -> str:
+    batch, length = recipe.config.batch, recipe.config.model.seq_length or 0
+    sequences = batch.global_batch_size or batch.micro_batch_size * recipe.config.parallel.dp_size(recipe.world_size)
+    tokens, steps = sequences * length, batch.train_iters
+    whole = f"; {_many(steps, 'step', 'steps')}, {format_count(steps * tokens)} tokens" if steps else ""
+    each = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
+    return f"{_many(sequences, 'sequence', 'sequences')}, {tokens:,} tokens, {each}{whole}"
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
+
+
+def gpu_memory() -> list[int]:
+    """Bytes of every GPU of this host."""
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+
+
+def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
+    """See that this host has a GPU for each process, and each of them the memory.
+
+    Raises:
+        ConfigError: it has not, with what would help.
+    """
+    script = f"bash scripts/{recipe.name}.sh"
+    if len(gpus) < recipe.nproc:
+        fewer = f"; NPROC_PER_NODE={len(gpus)} {script} takes those" if gpus else ""
+        raise ConfigError(
+            f"{_many(recipe.nproc, 'GPU is', 'GPUs are')} needed on this host, and there are {len(gpus)}{fewer}. SMOKE=1 {script} tries the"
+            f" layout with a tiny model on CPU processes, DRY_RUN=1 {script} says what the full size takes"
+        )
+    lines = shortage(recipe.config, recipe.world_size, "cuda", min(gpus[: recipe.nproc]), "on a GPU of this host")
+    if lines:
+        raise ConfigError("\n".join(lines).removeprefix("warning: ") + f"\n  the variables are {recipe.variables.text()}")
+
+
+def _run(command: list[str], environ: dict[str, str]) -> int:
+    """To its end, so that what comes behind is done in any case: the launcher ends itself on Ctrl-C, and on SIGTERM that it is passed."""
+    child: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if child is not None:
+            child.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        child = subprocess.Popen(command, env=environ)
+        if stopped:  # before there was a child to tell
+            child.terminate()
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _become(command: list[str], environ: dict[str, str]) -> int:
+    """Signals then reach the launcher itself."""
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environ)
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _become, gpus: Callable[[], list[int]] = gpu_memory) -> int:
+    """Tell and do what a script says: ``SCRIPT PROGRAM FLAGS... -- FLAGS OF THE USER``.
+
+    Args:
+        start: what a real run becomes.
+        gpus: finds the GPUs of this host.
+    Returns:
+        The exit code.
+    Raises:
+        ReportedError: variables, flags or this host cannot work.
+    """
+    script, program, *flags = argv
+    cut = flags.index("--")
+    own, users = flags[:cut], flags[cut + 1 :]
+    environ = {"PYTHON": sys.executable, **environ}
+    with tempfile.TemporaryDirectory(prefix=f"{Path(script).stem}.") as scratch:
+        recipe = build(script, program, own, users, environ, scratch)
+        if recipe.variables.smoke and not _is_question(users):
+            print(describe(recipe, plan_run(recipe.config, recipe.world_size)), flush=True)
+            return _run(recipe.command, {name: text for name, text in environ.items() if name not in _OF_SEVERAL_HOSTS})
+    if _is_question(users):
+        return start([environ["PYTHON"], *recipe.command[3:]], {**environ, "WORLD_SIZE": str(recipe.world_size)})
+    plan = plan_run(recipe.config, recipe.world_size)
+    if recipe.variables.dry_run:
+        print(describe(recipe, plan), plan.text(), sep="\n\n")
+        return EXIT_OK
+    found = gpus() if plan.device == "cuda" else []
+    if plan.device == "cuda":
+        check_gpus(recipe, found)
+    if environ.get("NODE_RANK", "0") in ("", "0"):
+        print(describe(recipe, plan, min(found, default=None)), flush=True)
+    return start(recipe.command, environ)
+
+
+def _is_question(users: Sequence[str]) -> bool:
+    """Whether the user wants an answer and not a run."""
+    return any(word.split("=")[0] in _QUESTIONS for word in users)
+
+
+def main(argv: Sequence[str]) -> int:
+    """For scripts/recipe.py."""
+    try:
+        return run(argv, os.environ)
+    except ReportedError as error:
+        print(f"{Path(argv[0]).stem}: {error}", file=sys.stderr)
+        return error.exit_code

@@ -1,0 +1,83 @@
+"""The flags of ``megatron-sp schedule``; each action is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_sp.commands.schedule.train_flags import LONG
+from megatron_sp.utils.program import integer
+
+_MODEL = "folder with a config.json of transformers; the model is made from it, nothing is fetched and no code in it is run"
+_FACTORY = "function of yours that returns the model, or (model, batch of keyword arguments); a file.py instead of a module works too"
+
+
+def add_actions(schedule: argparse.ArgumentParser) -> None:
+    """A subcommand for each action."""
+    actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _action(actions, "check", "look for mistakes without a job: paths, sizes, sums that are missing or made twice; exit code 2 for one")
+    show = _action(actions, "show", "the model's tree: what is split and how, where ranks talk")
+    show.add_argument("--every", action="store_true", help="also modules of which there is nothing to say")
+    show.add_argument("--html", metavar="FILE", help="write a picture of it, one file that opens anywhere")
+    show.add_argument("--save", metavar="FILE", help="write the lines as a plan, such as those of a preset")
+    show.add_argument(
+        "--cost", type=integer(), nargs=2, metavar=("ROWS", "TOKENS"), help="also the bytes a rank holds, and sends in a step"
+    )
+    explain = _action(actions, "explain", "all about some modules: shares of parameters, and why each collective is there")
+    explain.add_argument("path", metavar="PATH", help="module, or a glob of several")
+    verify = _action(
+        actions, "verify", "compare a step of the split model with the whole one, every gradient, in fp64; exit code 5 if they differ"
+    )
+    verify.add_argument("--batch", type=_positive, default=2, metavar="ROWS", help="of the batch (default: 2)")
+    verify.add_argument("--seq", type=_positive, default=16, metavar="TOKENS", help="in a row (default: 16)")
+    verify.add_argument("--seed", type=integer(2**63 - 1), default=1234, help="of weights and batch (default: 1234)")
+    _add_train(actions)
+
+
+def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser.add_argument("plan", metavar="PLAN", help="file of a schedule (plan.yaml), or `auto`: the preset of the model's family")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="FOLDER", help=_MODEL)
+    source.add_argument("--factory", metavar="MODULE:FUNCTION", help=_FACTORY)
+    parser.add_argument("--class", dest="class_name", metavar="NAME", help="class of transformers (default: what config.json says)")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="change config.json: --set num_hidden_layers=2"
+    )
+    for axis, what in (("tp", "ranks that share the weights"), ("sp", "that share sequences (Ulysses)"), ("dp", "that share the batch")):
+        parser.add_argument(f"--{axis}", type=_positive, default=1, metavar="N", help=f"{what} (default: 1)")
+    parser.add_argument("--seq-parallel", action="store_true", help="of `auto`: cut activations between layers over tp, too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run, action=name)
+    return parser
+
+
+def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``megatron-sp schedule train``: flags of its own; all others are a training's."""
+    text = "train a transformers model from a local folder; start it with torchrun -m megatron_sp; other flags: those of pretrain_gpt.py"
+    parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    plan = "plan.yaml; `auto`: the preset of the model's family; MODULE:FUNCTION of yours, which gets (schedule, seq)"
+    parser.add_argument("plan", metavar="PLAN", help=plan)
+    parser.add_argument("--model", metavar="FOLDER", required=True, help="folder with a config.json, and weights if there are any")
+    parser.add_argument("--task", choices=("next", "masked"), default="next", help="predict the next token, or masked ones (default: next)")
+    for axis, flag in LONG.items():
+        parser.add_argument(f"--{axis}", type=integer(2**16), metavar="N", help=f"same as --{flag}")
+    parser.set_defaults(run=_train, takes_words=True)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_sp.commands.schedule.train import run
+
+    return run(args)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _run(args: argparse.Namespace) -> int:
+    from megatron_sp.commands.schedule import command
+
+    return command.run(args)

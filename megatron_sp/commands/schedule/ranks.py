@@ -1,0 +1,104 @@
+"""``schedule verify``: on the ranks of a launcher, or on processes of this machine that are started for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.multiprocessing as mp
+
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.commands.schedule import source
+from megatron_sp.schedule import Mesh, Schedule
+from megatron_sp.schedule.verify import verify as comparison
+from megatron_sp.utils.errors import ConfigError, NumericsError, PeerError, ReportedError
+
+Prepare = Callable[..., tuple[Schedule, source.Batch | None]]
+_TIMEOUT = timedelta(minutes=10)
+_GRACE_S = 20  # for other ranks to end, once the first has
+
+
+def verify(args: argparse.Namespace, prepare: Prepare) -> int:
+    """Compare; returns the exit code.
+
+    Raises:
+        ConfigError: the launcher has started another number of processes.
+        NumericsError: they differ; names the worst tensors, and the first module that differs.
+    """
+    size, launch = args.tp * args.sp * args.dp, Launch.from_env()
+    if launch.world_size > 1 or size == 1:
+        if launch.world_size != size:
+            raise ConfigError(f"{launch.world_size} processes were started, and tp {args.tp} * sp {args.sp} * dp {args.dp} is {size}")
+        return _compare(args, prepare, launch)
+    if not hasattr(os, "fork"):
+        raise ConfigError(
+            f"this system cannot start {size} processes by itself: torchrun --nproc-per-node {size} -m megatron_sp schedule ..."
+        )
+    return _start(args, prepare, size)
+
+
+def _start(args: argparse.Namespace, prepare: Prepare, size: int) -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("fork")  # torch is loaded already
+    sys.stdout.flush()
+    processes = [context.Process(target=_process, args=(rank, size, port, args, prepare), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    processes[0].join()
+    for process in processes[1:]:
+        process.join(_GRACE_S)
+        if process.exitcode is None:
+            process.terminate()
+    code = processes[0].exitcode
+    if code is None or code < 0:
+        raise PeerError(f"rank 0 was killed by signal {-(code or 0)}: is there memory for {size} processes with two models each?")
+    return code
+
+
+def _process(rank: int, size: int, port: int, args: argparse.Namespace, prepare: Prepare) -> None:
+    torch.set_num_threads(1)  # before anything else: OpenMP with more threads hangs after a fork
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+    }
+    try:
+        sys.exit(_compare(args, prepare, Launch.from_env()))
+    except ReportedError as error:
+        if rank == 0 or not error.on_all_ranks:
+            print(f"megatron-sp: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _compare(args: argparse.Namespace, prepare: Prepare, launch: Launch) -> int:
+    torch.manual_seed(args.seed)  # the same weights everywhere
+    mesh = Mesh()
+    try:
+        if launch.world_size > 1:
+            init_process_group(launch, torch.device("cpu"), "gloo", _TIMEOUT)
+            mesh = Mesh.of(ParallelGroups.create(torch.device("cpu"), tp_size=args.tp, sp_size=args.sp, timeout=_TIMEOUT))
+        s, batch = prepare(args, mesh, meta=False)
+        batch = batch if batch is not None else source.example(s.model, args.batch, args.seq, args.seed)
+        s.model.train()
+        verdict = s.measure(batch)
+    finally:
+        destroy_process_group()
+    if launch.rank == 0 and args.json:
+        rows = [{"name": row.name, "kind": row.kind, "error": row.error} for row in verdict.rows]
+        print(json.dumps({"ok": verdict.ok, "tolerance": verdict.tolerance, "first": verdict.first, "comparisons": rows}), flush=True)
+    elif launch.rank == 0 and verdict.ok:
+        print(f"{type(s.model).__name__} over {mesh}: {verdict}", flush=True)
+    if not verdict.ok and args.json:
+        return NumericsError.exit_code
+    comparison.require(verdict)
+    return 0

@@ -1,0 +1,93 @@
+"""``megatron-sp schedule train``: train a local transformers model as a plan, or its family's preset, says.
+
+torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --sp 2 --lr 1e-3 --train-iters 100 ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_sp.commands.schedule.train_flags import LONG, parse_foreign
+from megatron_sp.schedule import Schedule, presets
+from megatron_sp.tasks.external_task import foreign_task
+from megatron_sp.tasks.external_weights import from_folder
+from megatron_sp.training.loop import pretrain
+from megatron_sp.utils.errors import ConfigError
+
+_CLASSES = {"next": ("gpt", "AutoModelForCausalLM"), "masked": ("bert", "AutoModelForMaskedLM")}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Parse the rest of the words as a training's, and train; exits the process."""
+    family, auto_class = _CLASSES[args.task]
+    words = ["--bert-no-binary-head"] if family == "bert" else []
+    for axis, flag in LONG.items():
+        if getattr(args, axis) is not None:
+            words += [f"--{flag}", str(getattr(args, axis))]
+    config, folder = parse_foreign(
+        [*words, "--model", args.model, *args.words], description="", family=family, prog="megatron-sp schedule train"
+    )
+    assert folder is not None
+    writer = Writer(args.plan)
+    task = foreign_task("schedule_train", from_folder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
+    pretrain(config, task)
+    return 0
+
+
+class Writer:
+    """Puts the lines of a plan, of a function, or of the family's preset into a schedule.
+
+    Args:
+        plan: auto, MODULE:FUNCTION, or a file.
+    """
+
+    def __init__(self, plan: str) -> None:
+        self.plan = plan
+        self._function: Callable[[Schedule, bool], object] | None = None
+
+    def prepare(self) -> None:
+        """Find the function or the file, on every rank. Raises ConfigError: there is none."""
+        if re.fullmatch(r"[\w.]+:\w+", self.plan):
+            self._function = _import(self.plan)
+        elif self.plan != "auto" and not Path(self.plan).is_file():
+            raise ConfigError(f"{self.plan} is no file: give a plan.yaml, `auto`, or MODULE:FUNCTION of yours")
+
+    def __call__(self, s: Schedule, seq: bool) -> None:
+        if self.plan == "auto":
+            s.directives += presets.auto(s.model, s.mesh, seq=seq, ulysses=False).directives
+        elif self._function is not None:
+            self._function(s, seq)
+        else:
+            s.load(self.plan)
+            self._require_same(s, seq)
+        if any(d.do == "zero" for d in s.directives):
+            raise ConfigError(f"{self.plan} says zero, which is a flag of a training: take the line out, and give --zero-stage")
+
+    def _require_same(self, s: Schedule, seq: bool) -> None:
+        """Raises ConfigError: the file and the flag differ about activations between the layers."""
+        says = any(d.do == "sequence" for d in s.directives)
+        if says != seq:
+            raise ConfigError(
+                f"{self.plan} {'cuts' if says else 'does not cut'} activations along the sequence over tp, and --sequence-parallel is"
+                f" {'not given: add it' if says else 'given: leave it out'}, or take another plan"
+            )
+
+
+def _import(name: str) -> Callable[[Schedule, bool], object]:
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:  # where the user's module is, as with `python -m`
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever a module of the user's may raise
+        raise ConfigError(f"{name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{name}: {module} has no function {function}")
+    writer: Callable[[Schedule, bool], object] = found
+    return writer

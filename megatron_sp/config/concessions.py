@@ -1,0 +1,96 @@
+"""What Megatron lets pass: flags that change nothing in this run are dropped, each with one line that says so.
+
+Launch scripts are written once and used for many runs, so they carry flags that this one cannot use: ``--sequence-parallel`` with one
+tensor-parallel rank, ``--save-interval`` without ``--save``. Only what changes no result is dropped; a flag that asks for something which
+is then not done, such as ``--finetune`` without ``--load``, stays an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_sp.config.schema import Config
+
+NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the ranks talk over gloo)"
+"""The line about a backend that the machine cannot have; ``training/setup.py`` says it where it is found out at the start."""
+
+
+def concede(config: Config) -> list[str]:
+    """Drop from ``config`` what has no effect; a second call finds nothing.
+
+    Returns:
+        One line for each flag that was dropped: the flag, and why in brackets.
+    """
+    _zeros_that_mean_off(config)
+    return [*_layout(config), *_checkpoints(config), *_tokenizer(config), *_rest(config)]
+
+
+def _zeros_that_mean_off(config: Config) -> None:
+    """Megatron's numbers for "never": 0 for an interval, -1 for validation batches."""
+    batch, checkpoint = config.batch, config.checkpoint
+    batch.exit_interval, batch.eval_interval = batch.exit_interval or None, batch.eval_interval or None
+    checkpoint.save_interval = checkpoint.save_interval or None
+    if batch.eval_iters == -1:
+        batch.eval_iters = 0
+
+
+def _layout(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        parallel.sequence_parallel = False
+        yield (
+            "--sequence-parallel (it cuts activations over the tensor-parallel ranks and --tensor-model-parallel-size is 1: off; Ulysses is"
+            " --sequence-parallel-size N)"
+        )
+    if parallel.distributed_backend == "nccl" and config.kernels.device == "cpu":
+        parallel.distributed_backend = "gloo"
+        yield NCCL_ON_CPU
+
+
+def _checkpoints(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        for name, off in (("save_interval", None), ("keep_every", None), ("no_save_optim", False)):
+            value = getattr(checkpoint, name)
+            if value and (isinstance(value, str) or value > 0):  # below is a mistake, whatever is saved
+                setattr(checkpoint, name, off)
+                yield f"--{name.replace('_', '-')} (without --save no checkpoint is written)"
+    if checkpoint.load is None and not checkpoint.auto_resume:
+        if checkpoint.no_load_optim:
+            checkpoint.no_load_optim = False
+            yield "--no-load-optim (without --load nothing is loaded)"
+        if checkpoint.exit_on_missing_checkpoint:
+            checkpoint.exit_on_missing_checkpoint = False
+            yield "--exit-on-missing-checkpoint (without --load none is looked for)"
+        if checkpoint.use_checkpoint_args and has_shape(config):
+            checkpoint.use_checkpoint_args = False
+            yield "--use-checkpoint-args (without --load there is no checkpoint; the model is what the other flags say)"
+
+
+def has_shape(config: Config) -> bool:
+    """Whether the flags say what the model is, with no need of a checkpoint."""
+    model = config.model
+    return None not in (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
+
+
+def _tokenizer(config: Config) -> Iterator[str]:
+    """Files that another kind of tokenizer would read."""
+    data = config.data
+    readers = {
+        "tokenizer_model": ("SentencePieceTokenizer", "HuggingFaceTokenizer"), "merge_file": ("GPT2BPETokenizer",),
+        "vocab_file": ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+    }  # fmt: skip
+    for name, kinds in readers.items():
+        if getattr(data, name) is not None and data.tokenizer_type is not None and data.tokenizer_type not in kinds:
+            setattr(data, name, None)
+            yield f"--{name.replace('_', '-')} (--tokenizer-type {data.tokenizer_type} does not read it)"
+
+
+def _rest(config: Config) -> Iterator[str]:
+    precision, logging = config.precision, config.logging
+    if precision.loss_scale is not None and not precision.fp16:
+        precision.loss_scale = None
+        yield f"--loss-scale (it is for --fp16; {precision.params_dtype} needs no scaling)"
+    if logging.wandb_exp_name and not logging.wandb_project:
+        logging.wandb_exp_name = None
+        yield "--wandb-exp-name (without --wandb-project nothing goes to W&B)"

@@ -1,0 +1,1 @@
+"""The command line: parser, help, configuration files, Megatron's and DeepSpeed's spellings."""

@@ -1,0 +1,484 @@
+"""From a command line, and perhaps a YAML file, to a checked ``Config``.
+
+The fields of ``config/schema.py`` are the flags. Both dialects of Megatron are read: other spellings are rewritten, flags without
+meaning here are collected in ``Config.ignored_flags``, flags that would change the result and are not there are refused
+(``ignored_flags.py``). A name is never completed from its beginning and never guessed: a mistyped flag ends the program
+with exit code 2 and the nearest names. Later wins: defaults, those of --preset (``presets.py``), then the file, then the command line
+from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them.
+
+Nothing here imports torch or numpy; a wrong flag is answered in a tenth of a second, before any rank talks to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from megatron_sp.config.field_kinds import FieldKind, field_kinds
+from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags.config_file import Setting, canonical, read_config_file
+from megatron_sp.config.flags.deepspeed_config import Given, settle
+from megatron_sp.config.flags.deepspeed_keys import read_deepspeed_config
+from megatron_sp.config.presets import PROGRAMS, preset_named
+from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.schema import GROUPS, Config, raise_all
+
+_DEEPSPEED = ("deepspeed-config", "deepscale-config")
+_SPECIAL = ("preset", "config", "print-config", "dry-run", "world-size", "help", "profile-steps", *_DEEPSPEED, *dialect.TOKEN_FLAGS)
+_DRY_RUN = ("text", "json")
+_ANY = -1  # number of values: as many as follow
+
+
+class Target(NamedTuple):
+    """The field that a spelling sets."""
+
+    group: str
+    name: str
+    kind: FieldKind
+    negated: bool = False
+
+
+@dataclass
+class CommandLine:
+    """What stands on a command line, before names and values are looked at."""
+
+    settings: list[Setting] = field(default_factory=list)
+    config_file: str | None = None
+    print_config: bool = False
+    dry_run: str | None = None  # text or json
+    world_size: int | None = None
+    help: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for.
+
+    Attributes:
+        action: "run", or the question that is answered instead of a run: "help", "print-config" or "dry-run".
+        config: normalised and validated; None where ``action`` is "help".
+        world_size: number of processes that the configuration is for.
+        dry_run: how a dry run is written, "text" or "json".
+    """
+
+    action: str
+    config: Config | None
+    world_size: int = 1
+    dry_run: str = "text"
+
+
+def read_request(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Request:
+    """What a program's command line asks for; ``commands/pretrain.py`` does it.
+
+    Args:
+        argv: the words after the program's name.
+        world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
+        family: of the models that the program trains, "gpt" or "bert"; None: whatever --model-family says.
+    Raises:
+        ConfigError: a flag is unknown, or a value is impossible.
+    """
+    line = scan(argv)
+    if line.help:
+        return Request("help", None)
+    config = _configure(line, world_size, family)
+    ranks = line.world_size or world_size or _launched_processes()
+    if line.print_config:
+        return Request("print-config", config, ranks)
+    return Request("run", config, ranks) if line.dry_run is None else Request("dry-run", config, ranks, line.dry_run)
+
+
+def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:
+    """The configuration of a run's command line. Raises ConfigError; knows neither --help nor --print-config."""
+    return _configure(scan(argv), world_size, family)
+
+
+def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
+    """A configuration that somebody else completes, neither normalised nor validated, and the fields that were given, as (group, name).
+
+    Raises:
+        ConfigError: something cannot be read.
+    """
+    line = scan(argv)
+    for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
+        if present:
+            line.problems.append(f"{name} is for a run's own program: leave it out")
+    settings = _settings(line)
+    config = _apply(settings, line.problems, 1)
+    names = [name for setting in settings for name in ([setting.name] if setting.name in targets() else _rewritten(setting.name))]
+    return config, {targets()[name][:2] for name in names}
+
+
+def _rewritten(name: str) -> list[str]:
+    return [flag for flag, _ in dialect.REWRITTEN[name].to] if name in dialect.REWRITTEN else []
+
+
+def config_as_yaml(config: Config) -> str:
+    """Text that --config reads back to an equal configuration."""
+    import yaml
+
+    notes = "".join(f"# ignored: {note}\n" for note in config.ignored_flags)
+    if config.preset is not None:
+        notes = f"# preset: {config.preset}\n{notes}"
+    return notes + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _configure(line: CommandLine, world_size: int | None, family: str | None) -> Config:
+    world_size = line.world_size or world_size or _launched_processes()
+    config = _apply(_settings(line, family), line.problems, world_size)
+    if family is not None and config.model.model_family != family:
+        other = config.model.model_family
+        raise_all([f"this program trains {family.upper()}, and --model-family says {other}: use pretrain_{other}.py"])
+    validate(normalize(config), world_size)
+    return config
+
+
+def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
+    """The program's own, those of the file, then those of the command line."""
+    own = [] if family is None else [Setting("model-family", (family,), "this program")]
+    return own + (read_config_file(line.config_file) if line.config_file else []) + line.settings
+
+
+def _launched_processes() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """Every spelling that sets a field, aliases and the negations of switches included."""
+    table: dict[str, Target] = {}
+    for group, cls in GROUPS.items():
+        kinds = field_kinds(cls)
+        for item in dataclasses.fields(cls):
+            kind = kinds[item.name]
+            for spelling in (item.name, *item.metadata["aliases"]):
+                name = canonical(spelling)
+                names = [(name, False), (_negation(name), True)] if kind.base == "bool" else [(name, False)]
+                for each, negated in names:
+                    if table.setdefault(each, Target(group, item.name, kind, negated))[:2] != (group, item.name):
+                        raise AssertionError(f"--{each} is the spelling of two fields")
+    return table
+
+
+def _negation(name: str) -> str:
+    return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+
+
+def _refusal(name: str) -> str | None:
+    """Why the flag is refused, if it is one that Megatron knows."""
+    return dialect.REFUSED.get(name) or next((why for start, why in dialect.REFUSED_PREFIXES.items() if name.startswith(start)), None)
+
+
+def all_spellings() -> Iterable[str]:
+    """Every name that gets an answer other than "unknown", our own first."""
+    tables = (targets(), _SPECIAL, dialect.REWRITTEN, dialect.IGNORED_SWITCHES, dialect.IGNORED_VALUES, dialect.REFUSED)
+    return [name for table in tables for name in table]
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that ``name`` may have been meant as: those it begins, then those that look alike."""
+    names = list(names)
+    begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
+    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    scores = [difflib.SequenceMatcher(None, name, other).ratio() for other in alike]
+    close = [other for other, score in zip(alike, scores, strict=True) if score > max(scores) - 0.12]
+    own = [other for other in dict.fromkeys(begun + close) if other in targets()]
+    return (own or list(dict.fromkeys(begun + close)))[:3]
+
+
+# ------------------------------------------------------------------------------------------------------- scanning
+
+
+def scan(argv: Sequence[str]) -> CommandLine:
+    """Cut a command line into flags and their words; what belongs to no flag, or cannot stand there, is kept as a problem."""
+    line, rest = CommandLine(), list(argv)
+    previous = ""
+    while rest:
+        word = rest.pop(0)
+        if word == "-h":
+            word = "--help"
+        if not word.startswith("--") or word == "--":
+            line.problems.append(_stray(word, previous))
+            continue
+        spelling, equals, value = word.partition("=")
+        name, previous = canonical(spelling), spelling
+        words = (value,) if equals else tuple(rest[: _num_words(name, rest)])
+        del rest[: 0 if equals else len(words)]
+        _note(line, Setting(name, words, spelling))
+    if line.world_size is not None and line.dry_run is None:
+        line.problems.append(
+            "--world-size is for --dry-run: a run has as many processes as the launcher starts (torchrun --nproc-per-node N)"
+        )
+    return line
+
+
+def _stray(word: str, previous: str) -> str:
+    if not previous or word.startswith("-"):
+        return f"unexpected '{word}': a flag begins with --"
+    takes = "no value" if _arity(canonical(previous)) == 0 else "one value"
+    return f"unexpected '{word}': {previous} takes {takes}"
+
+
+def _note(line: CommandLine, setting: Setting) -> None:
+    if setting.name == "help":
+        line.help = True
+    elif setting.name == "print-config":
+        line.print_config = True
+    elif setting.name == "dry-run":
+        line.dry_run = setting.words[0] if setting.words else "text"
+        if line.dry_run not in _DRY_RUN:
+            line.problems.append(f"--dry-run: expected nothing, or one of {', '.join(_DRY_RUN)}, got '{line.dry_run}'")
+    elif setting.name == "world-size":
+        try:
+            line.world_size = FieldKind("int").parse(setting.words)
+            if line.world_size < 1:
+                line.problems.append(f"--world-size ({line.world_size}) must be at least 1: it is the number of processes")
+        except ValueError as error:
+            line.problems.append(f"--world-size: {error}")
+    elif setting.name == "config":
+        line.config_file = setting.words[0] if setting.words and setting.words[0] else None
+        if line.config_file is None:
+            line.problems.append("--config: expected the path of a YAML file, got nothing")
+    else:
+        line.settings.append(setting)
+
+
+def _num_words(name: str, rest: list[str]) -> int:
+    """How many of the words that follow a flag belong to it."""
+    following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
+    if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
+        return 1
+    if name == "dry-run":
+        return int(rest[:1] != [] and rest[0] in _DRY_RUN)
+    wanted = _arity(name)
+    return following if wanted == _ANY else min(wanted, following)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
+
+
+def _arity(name: str) -> int:
+    if name in targets():
+        kind = targets()[name].kind
+        return 0 if kind.base == "bool" else _ANY if kind.many else 1
+    if name in dialect.REWRITTEN:
+        return int(dialect.REWRITTEN[name].takes_value)
+    if name in dialect.IGNORED_VALUES:
+        return _ANY if name in dialect.IGNORED_LISTS else 1
+    if name in dialect.IGNORED_SWITCHES or name in ("help", "print-config"):
+        return 0
+    return 1 if name in _SPECIAL else _ANY  # a refused or unknown flag takes its words with it, so they are not reported as well
+
+
+# ------------------------------------------------------------------------------------------------------- applying
+
+
+def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
+    """The configuration that ``settings`` describe; a ConfigError lists everything that cannot be read."""
+    config = Config()
+    problems = [*problems, *_start_from_preset(config, settings)]
+    weak: list[Setting] = []
+    tokens: dict[str, int] = {}
+    ignored: dict[str, str] = {}
+    given: Given = {}
+    deepspeed_file: str | None = None
+    asked = _features_asked_for(settings)
+
+    def assign(setting: Setting) -> None:
+        target = targets()[setting.name]
+        given[target.group, target.name] = setting.where
+        setattr(getattr(config, target.group), target.name, _value(setting, target))
+
+    for setting in settings:
+        name, words, where = setting
+        try:
+            if name in targets():
+                assign(setting)
+            elif name in dialect.REWRITTEN:
+                rewrite = dialect.REWRITTEN[name]
+                if rewrite.takes_value or _is_on(words):
+                    pieces = [Setting(flag, words if value is None else (value,), where) for flag, value in rewrite.to]
+                    for piece in pieces:
+                        weak.append(piece) if rewrite.weak else assign(piece)
+            elif name in dialect.TOKEN_FLAGS:
+                tokens[name] = FieldKind("int").parse(words)
+            elif name in _DEEPSPEED:
+                deepspeed_file = FieldKind("str").parse(words)
+            elif name == "preset":
+                pass  # it came first
+            elif name == "profile-steps":
+                for piece in _profile_steps(setting):
+                    assign(piece)
+            elif (family := next((each for each in dialect.FAMILIES if each.has(name)), None)) is not None:
+                if family not in asked:
+                    ignored[where] = family.reason
+            elif (reason := _ignored_because(name, words)) is not None:
+                if name not in dialect.IGNORED_SWITCHES or _is_on(words):
+                    ignored[where] = reason
+            elif not (_refusal(name) and _is_off(words)):
+                problems.append(_unusable(name, words, where))
+        except ValueError as error:
+            problems.append(f"{where}: {error}{_known_elsewhere(setting)}")
+    for setting in weak:
+        if targets()[setting.name][:2] not in given:
+            assign(setting)
+    if deepspeed_file is not None:
+        found = read_deepspeed_config(deepspeed_file)
+        problems += settle(found, config, given, world_size)
+    problems += _count_tokens(config, tokens) if not problems else []
+    raise_all(problems)
+    _settle_preset(config, given)
+    config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
+    if deepspeed_file is not None:
+        config.ignored_flags += (*found.overruled, *([note] if (note := found.note()) else []))
+    return config
+
+
+def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
+    """The families of flags one of which asks for their feature: that one is refused, and with it the others."""
+
+    def asks(setting: Setting) -> bool:
+        harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), "0")
+        return not setting.words or not (_is_off(setting.words) or all(word in harmless for word in setting.words))
+
+    names = {setting.name for setting in settings if asks(setting)}
+    return [family for family in dialect.FAMILIES if not names.isdisjoint(family.asks)]
+
+
+def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
+    """Give the model the values of the last --preset; returns what is wrong with it."""
+    given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
+    if "preset" not in given:
+        return []
+    chosen, families = given["preset"], given.get("model-family", given["preset"]).words
+    try:
+        name = FieldKind("str").parse(chosen.words).lower()
+        preset = preset_named(name, next((family for family in PROGRAMS if family in families), None))
+    except ValueError as error:  # a ConfigError is one
+        return [f"{chosen.where}: {error}"]
+    for flag, value in (preset.flags | {"model_family": preset.family}).items():
+        setattr(config.model, flag, value)
+    config.preset, config.preset_fields = name, frozenset(preset.flags)
+    return []
+
+
+def _settle_preset(config: Config, given: Given) -> None:
+    """Note what is still the preset's; of that, a tokenizer replaces the vocabulary, and a longer sequence the length of the table."""
+    model, data = config.model, config.data
+    own = {name for name in config.preset_fields if ("model", name) not in given}
+    if "vocab_size" in own and (
+        data.tokenizer_model or data.vocab_file or data.merge_file or data.tokenizer_type not in (None, "NullTokenizer")
+    ):
+        model.vocab_size = None
+        own.remove("vocab_size")
+    if "max_position_embeddings" in own and (model.seq_length or 0) > (model.max_position_embeddings or 0):
+        model.max_position_embeddings = None  # as long as the sequence
+        own.remove("max_position_embeddings")
+    config.preset_fields = frozenset(own)
+
+
+def _value(setting: Setting, target: Target) -> Any:
+    words = setting.words
+    alone = next(item.metadata["alone"] for item in dataclasses.fields(GROUPS[target.group]) if item.name == target.name)
+    if alone is not None and not words:
+        return alone
+    if target.name == "profile" and words and words[0] in ("pt", "pt-full"):
+        words = ()
+    if target.kind.base == "bool":
+        return _is_on(words) != target.negated
+    if target.name == "window_size" and len(words) == 1:
+        words = (_one_window(words[0]),)
+    if target.name == "split":
+        words = tuple(word.strip("'\" ") for word in words)  # of a shell that took the quotes for part of the value
+    spellings = {theirs.lower(): ours for theirs, ours in dialect.VALUE_SPELLINGS.get(setting.name, {}).items()}
+    return target.kind.parse([spellings.get(word.lower(), word) for word in words])
+
+
+def _one_window(text: str) -> str:
+    """Megatron's pair of keys before and behind a token's own, such as "4095,0", as the number of keys that it sees."""
+    pair = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if pair is None:
+        return text
+    before, behind = int(pair[1]), int(pair[2])
+    if before < 0 or behind != 0:
+        raise ValueError(
+            f"expected N tokens, or Megatron's N-1,0, got '{text[:40]}': no token sees those behind it; to see all before it leave this out"
+        )
+    return str(before + 1)
+
+
+def _is_on(words: tuple[str, ...]) -> bool:
+    """Whether a switch is on: alone it is; in a file it says true or false."""
+    return not words or FieldKind("bool").parse(words)
+
+
+def _is_off(words: tuple[str, ...]) -> bool:
+    return bool(words) and words[0].lower() in ("false", "no", "off")
+
+
+def _profile_steps(setting: Setting) -> list[Setting]:
+    """Megatron-DeepSpeed's "first,last" as our two flags."""
+    steps = FieldKind("str").parse(setting.words).split(",")
+    if len(steps) != 2:
+        raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
+    return [Setting(flag, (step,), setting.where) for flag, step in zip(("profile-step-start", "profile-step-end"), steps, strict=True)]
+
+
+def _ignored_because(name: str, words: tuple[str, ...]) -> str | None:
+    if words and all(word in dialect.HARMLESS_VALUES.get(name, ()) for word in words):
+        return "asks for what happens anyway"
+    return dialect.IGNORED_SWITCHES.get(name) or dialect.IGNORED_VALUES.get(name)
+
+
+def _unusable(name: str, words: tuple[str, ...], where: str) -> str:
+    reason = _refusal(name)
+    if reason:
+        return f"{where}{' ' + ' '.join(words) if 0 < len(words) < 4 else ''} is not supported: {reason}"
+    if name in _SPECIAL:
+        return f"{where} belongs on the command line"
+    dashes = "--" if where.startswith("--") else ""
+    near = [dashes + other for other in nearest(name, all_spellings())]
+    choice = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near)
+    return f"{where} is unknown" + (f": did you mean {choice}?" if near else "; --help lists all flags")
+
+
+def _known_elsewhere(setting: Setting) -> str:
+    known = dialect.MEGATRON_CHOICES.get(setting.name, {})
+    instead = known.get(setting.words[0]) if setting.words else None
+    return f" (a value of Megatron's that is not supported yet: {instead})" if instead else ""
+
+
+def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
+    """Turn lengths in tokens into the unit that the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
+    if not tokens:
+        return []
+    negative = [f"--{name} ({value}) must be at least 0" for name, value in tokens.items() if value < 0]
+    if negative:
+        return negative
+    batch, size = config.batch, config.model.seq_length
+    if not size or size < 1:
+        return [f"--{next(iter(tokens))} needs --seq-length, to be turned into samples"]
+    kind = "samples" if batch.train_iters is None else "iters"
+    if kind == "iters":
+        if batch.global_batch_size is None or batch.rampup_batch_size:
+            return [f"--{next(iter(tokens))} with --train-iters needs a constant --global-batch-size, to be turned into steps"]
+        size *= batch.global_batch_size
+    for name, value in tokens.items():
+        count = -(-value // size)
+        if name == "train-tokens":
+            limit = getattr(batch, f"train_{kind}")
+            setattr(batch, f"train_{kind}", count if limit is None else min(limit, count))
+        else:
+            setattr(config.optimizer, f"{name.removesuffix('-tokens').replace('-', '_')}_{kind}", count)
+    return []

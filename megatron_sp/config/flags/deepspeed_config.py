@@ -1,0 +1,173 @@
+"""DeepSpeed's JSON (``--deepspeed_config FILE``) against our flags: what it says becomes part of the configuration.
+
+``deepspeed_keys.py`` knows what each key means. Where the command line or ``--config`` says it too, both must agree: DeepSpeed never
+compared its JSON with the flags, and one of the two was silently not what ran. Where only DeepSpeed's engine reads a value (the ZeRO
+stage, clipping, loss scaling) its file counts, and a line says that the flag does not. Where neither speaks, the default holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_sp.config.schema import Config
+
+_SHOWN = 60  # keys in the line of ignored ones
+
+Given = dict[tuple[str, str], str]  # (group, field) -> where it was said
+
+
+class Claim(NamedTuple):
+    """A value that the file has for one of our fields.
+
+    Attributes:
+        field: "group.name".
+        value: ours.
+        where: for messages, "ds.json: zero_optimization.stage (2)".
+        weak: a default of DeepSpeed's: holds where nobody says anything, contradicts nobody.
+        needs: (field, value) without which it says nothing.
+    """
+
+    field: str
+    value: Any
+    where: str
+    weak: bool = False
+    needs: tuple[str, Any] | None = None
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What stands in a file.
+
+    Attributes:
+        name: of the file, for messages.
+        claims: values of our fields.
+        accumulation: micro-batches per step; there is no such flag, it follows from the batch sizes.
+        ignored, unknown: paths of keys.
+        problems: what cannot be.
+    """
+
+    name: str
+    claims: list[Claim] = field(default_factory=list)
+    accumulation: int | None = None
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)
+    """What the command line said of values that DeepSpeed reads from its file alone, one line each."""
+
+    def note(self) -> str | None:
+        """One line about all keys that were ignored."""
+        told = [(self.ignored, "DeepSpeed's own tuning, without a meaning here"), (self.unknown, "unknown")]
+        parts = [f"{', '.join(paths[:_SHOWN])}{_and_more(paths)} ({why})" for paths, why in told if paths]
+        return f"{self.name}: {'; '.join(parts)}" if parts else None
+
+
+def _and_more(paths: list[str]) -> str:
+    return f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+
+
+def settle(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
+    """Write the file's values into ``config``.
+
+    Args:
+        found: the file.
+        config: as the command line has it, neither normalised nor validated; changed.
+        given: what the command line and --config said; what the file says is added.
+        world_size: number of processes, for the batch sizes.
+    Returns:
+        problems: what the file alone, or the file against the command line, gets wrong.
+    """
+    problems = list(found.problems)
+    for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, and what depends on others after them
+        if claim.needs is not None and _value(config, claim.needs[0]) != claim.needs[1]:
+            continue
+        told = list(_told(claim.field, config, given))
+        others = [where for value, where in told if value != claim.value]
+        if not told:
+            group, _, name = claim.field.partition(".")
+            setattr(getattr(config, group), name, claim.value)
+            if not claim.weak:
+                given[group, name] = claim.where
+        elif others and not claim.weak and claim.field in _FILE_COUNTS:
+            _overrule(claim, config)
+            found.overruled.append(f"{others[0]} (DeepSpeed reads this from its file alone, and so it counts: {claim.where})")
+        elif others and not claim.weak:
+            problems.append(f'{claim.where} contradicts {others[0]}: make them agree, or write "auto" in the file')
+    return problems or _batch_sizes(found, config, given, world_size)
+
+
+_FILE_COUNTS: dict[str, dict[str, Any]] = {
+    "parallel.zero_stage": {"parallel.use_distributed_optimizer": False}, "optimizer.clip_grad": {},
+    **{f"precision.{name}": {} for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")},
+}  # fmt: skip
+"""Fields that DeepSpeed's engine takes from its file while the flag of Megatron-DeepSpeed lies idle, so that stock scripts contradict
+themselves in them: what the file says counts. With each, the flags that would say it again and their value for "nothing said"."""
+
+
+def _overrule(claim: Claim, config: Config) -> None:
+    for name, value in {claim.field: claim.value, **_FILE_COUNTS[claim.field]}.items():
+        group, _, attribute = name.partition(".")
+        setattr(getattr(config, group), attribute, value)
+
+
+# fields that say something about another: (other field, the value that says it or None for any, what it says or None for that value)
+_IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
+    "parallel.zero_stage": (("parallel.use_distributed_optimizer", True, 1),),
+    "parallel.zero3_fetch": (("parallel.stage3_use_all_reduce_for_fetch_params", True, "all_reduce"),),
+    "precision.bf16": (("precision.fp16", True, False), ("precision.fp64", True, False)),
+    "precision.fp16": (("precision.bf16", True, False), ("precision.fp64", True, False)),
+    "optimizer.weight_decay": (("optimizer.start_weight_decay", None, None), ("optimizer.end_weight_decay", None, None)),
+}
+
+
+def _told(name: str, config: Config, given: Given) -> Iterator[tuple[Any, str]]:
+    """What is said of a field already, and where, with the value that stands there."""
+    for other, needed, says in ((name, None, None), *_IMPLIED.get(name, ())):
+        group, _, attribute = other.partition(".")
+        value = _value(config, other)
+        if (group, attribute) in given and needed in (None, value):
+            where = given[group, attribute]
+            plain = where.endswith(")") or (where.startswith("--") and isinstance(value, bool))  # a key of the file shows its value
+            yield (value if says is None else says), where if plain else f"{where} ({value})"
+
+
+def _value(config: Config, name: str) -> Any:
+    group, _, attribute = name.partition(".")
+    return getattr(getattr(config, group), attribute)
+
+
+def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
+    """DeepSpeed's rule: train_batch_size = micro-batch * accumulation * data-parallel ranks; what is missing follows."""
+    batch, parallel, steps = config.batch, config.parallel, found.accumulation
+    ranks = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
+    if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:
+        return []  # the rules of the configuration have words for that
+    dp = world_size // ranks
+    if steps is not None and batch.rampup_batch_size:
+        return [
+            f"{found.name}: gradient_accumulation_steps ({steps}) is constant, and --rampup-batch-size changes the batch size:"
+            ' drop one of them, or write "auto" in the file'
+        ]
+    total = batch.global_batch_size
+    if total is None:
+        batch.global_batch_size = None if steps is None else batch.micro_batch_size * steps * dp
+        return []
+    where = given.get(("batch", "global_batch_size"), "--global-batch-size")
+    said = where if where.startswith(f"{found.name}: ") else f"{where} ({total})"
+    if ("batch", "micro_batch_size") not in given and where.startswith(f"{found.name}: "):
+        parts = dp * (steps or 1)
+        if total < 1 or total % parts:
+            return [
+                f"{said} must be a multiple of gradient_accumulation_steps * data-parallel size ({steps or 1} * {dp} = {parts}):"
+                " change it, or give --micro-batch-size"
+            ]
+        batch.micro_batch_size = total // parts
+    elif steps is not None and batch.micro_batch_size * steps * dp != total:
+        return [
+            f"{found.name}: gradient_accumulation_steps ({steps}) contradicts {said}: micro-batch * accumulation * data-parallel size ="
+            f' {batch.micro_batch_size} * {steps} * {dp} = {batch.micro_batch_size * steps * dp}; write "auto" for one of them, or make'
+            " them agree"
+        ]
+    return []

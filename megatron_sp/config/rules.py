@@ -1,0 +1,583 @@
+"""The rules between the fields of a configuration, and what one field says about another.
+
+Nothing here needs torch, a file or a device, so every rank answers an impossible command line at once, before the first
+collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_sp.config.concessions import concede
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.peaks import PEAK_TFLOPS
+from megatron_sp.config.rules_data import data_violations
+from megatron_sp.config.rules_model import variant_violations
+from megatron_sp.config.schema import GROUPS, Config, ModelConfig, default_type, raise_all
+from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
+
+_MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more
+_FLASH_HEAD_DIM = 256
+_MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems take 255 and 4,095, and files in the folder have names too
+
+
+def normalize(config: Config) -> Config:
+    """Apply the flags that are shorthands, and what a flag implies; what contradicts is left for ``violations``.
+
+    Changes the configuration that it is given, and returns it; applied twice, it does nothing more.
+    """
+    model, kernels, data = config.model, config.kernels, config.data
+    if model.num_query_groups is not None:
+        model.group_query_attention = True
+    if config.parallel.use_distributed_optimizer and config.parallel.zero_stage == 0:
+        config.parallel.zero_stage = 1
+    if config.parallel.stage3_use_all_reduce_for_fetch_params:
+        config.parallel.zero3_fetch = "all_reduce"
+    if kernels.use_flash_attn and kernels.attention_backend == "auto":
+        kernels.attention_backend = "flash"
+    if kernels.recompute_activations and kernels.recompute_granularity is None:
+        kernels.recompute_granularity = "selective"
+    if kernels.recompute_granularity == "full":
+        kernels.recompute_method = kernels.recompute_method or "uniform"
+        if kernels.recompute_method == "uniform" and kernels.recompute_num_layers is None:
+            kernels.recompute_num_layers = 1
+    if data.tokenizer_type is None:
+        data.tokenizer_type = default_type(data, model.vocab_size)
+    config.ignored_flags += tuple(concede(config))
+    return config
+
+
+def validate(config: Config, world_size: int = 1) -> None:
+    """Check every rule that needs no file and no device; call ``normalize()`` before.
+
+    Raises:
+        ConfigError: everything that is wrong, each with the values, the rule and the way out.
+    """
+    raise_all(violations(config, world_size))
+
+
+def violations(config: Config, world_size: int) -> list[str]:
+    """Every rule that is broken, as messages for the user; single values first, for the other rules build on them."""
+    return list(_ranges(config)) or [
+        *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
+        *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
+        *_logging(config, world_size),
+    ]  # fmt: skip
+
+
+def model_violations(config: Config) -> list[str]:
+    """As ``violations``, of the model alone: for a shape that was not given by flags."""
+    return list(_ranges(config)) or list(_model(config))
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    """Smallest and largest values, from the fields themselves, and paths that no system takes."""
+    for group, cls in GROUPS.items():
+        for name, kind in field_kinds(cls).items():
+            value, flag = getattr(getattr(config, group), name), f"--{name.replace('_', '-')}"
+            about = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            if kind.base in ("int", "float"):
+                numbers = (each for each in values if not isinstance(each, str))  # --save-interval auto
+                yield from (text for each in numbers if (text := _out_of_bounds(flag, each, about, kind.base)))
+            elif kind.base == "str":
+                yield from (text for each in values if (text := _unusable_text(flag, each, about["path"])))
+
+
+def _out_of_bounds(flag: str, value: float, about: Mapping[str, Any], base: str) -> str | None:
+    low, high = about["low"], about["high"]
+    if low is not None and value < low:
+        return f"{flag} ({_show(value)}) must be at least {_show(low)}"
+    if high is None:
+        high = MAX_COUNT if base == "int" else MAX_NUMBER
+    return f"{flag} ({_show(value)}) must be at most {_show(high)}" if abs(value) > high else None
+
+
+def _unusable_text(flag: str, text: str, is_path: bool) -> str | None:
+    if "\0" in text:
+        return f"{flag}: a text with a zero byte in it is no name of anything"
+    if not is_path:
+        return None
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if longest > _MAX_NAME or len(os.fsencode(text)) > _MAX_PATH:
+        what = f"a name of {longest} bytes, and the longest have {_MAX_NAME}"
+        if longest <= _MAX_NAME:
+            what = f"{len(os.fsencode(text))} bytes, and paths have at most {_MAX_PATH}"
+        return f"{flag} ({text[:40]}...) has {what}"
+    return None
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    shape = {"num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_attention_heads": model.num_attention_heads}
+    missing = [name for name, value in {**shape, "seq_length": model.seq_length}.items() if value is None]
+    if missing and not config.checkpoint.use_checkpoint_args:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        yield f"{flags} {'is' if len(missing) == 1 else 'are'} required: give the shape of the model, or --load DIR --use-checkpoint-args"
+    if model.hidden_size and model.num_attention_heads and not model.kv_channels and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"hidden_size ({model.hidden_size}) must be a multiple of num_attention_heads ({model.num_attention_heads}):"
+            f" {_division(model.hidden_size, model.num_attention_heads)}; change one of them, or give --kv-channels (width of a head)"
+        )
+    if model.hidden_size and model.ffn_hidden_size is None and model.ffn_size == 0:
+        yield (
+            f"the MLP would have no width: with --{'swiglu' if model.swiglu else 'geglu'} it is 8/3 * hidden_size ({model.hidden_size}),"
+            " rounded down to a multiple of 64, and that is 0; give --ffn-hidden-size"
+        )
+    yield from _heads(config)
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(model, name) >= 1:
+            yield f"{name} ({getattr(model, name)}) must be in [0, 1): it is the share that is dropped"
+    if model.norm_epsilon <= 0:
+        yield f"norm_epsilon ({model.norm_epsilon}) must be above 0: it keeps the division by the standard deviation finite"
+    if model.seq_length and model.max_position_embeddings and model.max_position_embeddings < model.seq_length:
+        yield (
+            f"max_position_embeddings ({model.max_position_embeddings}) must be at least seq_length ({model.seq_length}):"
+            f" raise --max-position-embeddings to {model.seq_length} or leave it out"
+        )
+    yield from variant_violations(model)
+
+
+def _heads(config: Config) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.group_query_attention and groups is None and not config.checkpoint.use_checkpoint_args:
+        yield "--group-query-attention needs --num-query-groups N (the number of key/value heads)"
+    if heads and groups and heads % groups:
+        tp = config.parallel.tensor_model_parallel_size
+        legal = [str(n) for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+        rule = f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups})"
+        yield f"{rule}: {_division(heads, groups)}; use {', '.join(legal)}"
+    if model.position_embedding_type != "rope":
+        return
+    if not 0 < model.rotary_percent <= 1:
+        yield f"rotary_percent ({model.rotary_percent}) must be in (0, 1]: it is the share of each head that is rotated"
+    elif _head_dim_known(model) and (model.rotary_dim < 2 or model.rotary_dim % 2):
+        yield (
+            f"the rotated width must be even and at least 2, for channels turn in pairs: int(head_dim {model.head_dim} * rotary_percent"
+            f" {model.rotary_percent}) = {model.rotary_dim}; change --rotary-percent or --kv-channels"
+        )
+
+
+def _head_dim_known(model: ModelConfig) -> bool:
+    return bool(
+        model.kv_channels or (model.hidden_size and model.num_attention_heads and not model.hidden_size % model.num_attention_heads)
+    )
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    for name, what in (
+        ("pipeline_model_parallel_size", "pipeline parallelism"), ("context_parallel_size", "ring attention (context parallelism)"),
+    ):  # fmt: skip
+        if getattr(parallel, name) > 1:
+            yield (
+                f"{name} ({getattr(parallel, name)}) must be 1: {what} is not supported yet; leave --{name.replace('_', '-')} out and"
+                " the ranks work in tensor, sequence and data parallel"
+            )
+    yield from _split_heads(config, world_size)
+    yield from _exchanges(config, world_size)
+    yield from _whole_replicas(config, world_size)
+    yield from _zero(config)
+    if parallel.distributed_timeout_minutes <= 0:
+        yield f"distributed_timeout_minutes ({parallel.distributed_timeout_minutes}) must be above 0"
+    if world_size < 1:
+        yield f"the number of processes ({world_size}) must be at least 1"
+
+
+def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
+    tp, sp = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
+    if world_size > 0 and world_size % (tp * sp):
+        ways = _ways_out(config, world_size, {"processes"}, "processes", "tp", "sp")
+        yield (
+            f"the number of processes ({world_size}) must be a multiple of tensor_model_parallel_size * sequence_parallel_size"
+            f" ({tp} * {sp} = {tp * sp}): {_division(world_size, tp * sp)}{ways}"
+        )
+
+
+def inference_violations(config: Config, world_size: int) -> list[str]:
+    """What is wrong with using a model, which is there already, in a layout: the rules of training have no say in it."""
+    return [*_split_heads(config, world_size, ("tp", "sp")), *_whole_replicas(config, world_size)]
+
+
+def _zero(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    stage = parallel.zero_stage
+    if stage > 3:
+        yield f"zero_stage ({stage}) must be 0, 1, 2 or 3"
+    only_3 = {
+        "--zero3-keep-units": parallel.zero3_keep_units > 0, "--zero3-gather-once": parallel.zero3_gather_once,
+        "--zero3-fetch all_reduce": parallel.zero3_fetch != "all_gather",
+    }  # fmt: skip
+    for name, given in only_3.items():
+        if given and stage != 3:
+            yield f"{name} is about gathering blocks and needs --zero-stage 3 (now {stage}); give that, or leave it out"
+    if parallel.zero3_gather_once and parallel.zero3_keep_units > 0:
+        yield "--zero3-gather-once keeps every block: leave --zero3-keep-units out"
+
+
+def _split_heads(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp", "sp", "heads", "groups", "ffn")) -> Iterator[str]:
+    """Heads and widths over tp and sp; ``sizes``: which of them can still be changed."""
+    model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
+    heads = model.num_attention_heads
+    if not heads or (tp == 1 and sp == 1):
+        return
+
+    def ways(mend: set[str], *names: str) -> str:
+        return _ways_out(config, world_size, mend, *(name for name in names if name in sizes))
+
+    if heads % tp:
+        yield (
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp}): {_division(heads, tp)}"
+            f"{ways({'heads over tp'}, 'tp', 'heads')}"
+        )
+    if heads < tp * sp:
+        yield (
+            f"each tensor-parallel rank's query heads ({heads} / {tp} = {heads / tp:g}) are dealt out to the sequence-parallel ranks"
+            f" (sequence_parallel_size {sp}), and each needs one{ways({'heads over sp'}, 'sp', 'tp', 'heads')}"
+        )
+    groups = model.num_query_groups
+    if groups and groups % tp and tp % groups:
+        yield (
+            f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}), or divide it (then key/value heads are"
+            f" held by several ranks): {_division(groups, tp)}{ways({'groups over tp'}, 'tp', 'groups')}"
+        )
+    if _ffn_known(model) and model.ffn_size % tp:
+        yield (
+            f"the width of the MLP ({model.ffn_size}) must be a multiple of tensor_model_parallel_size ({tp}):"
+            f" {_division(model.ffn_size, tp)}{ways({'ffn'}, 'tp', 'ffn')}"
+        )
+
+
+def _ffn_known(model: ModelConfig) -> bool:
+    return bool(model.ffn_hidden_size or model.hidden_size)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes that have to fit together in a layout, so that another value can be tried before it is recommended."""
+
+    processes: int
+    tp: int
+    sp: int
+    heads: int
+    groups: int | None
+    ffn: int | None
+    hidden: int | None  # None: a head's width does not depend on it
+    rotary: float | None
+    batches: tuple[int, ...]  # every global batch size of the run, or what they are made of
+    micro_batch: int
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> _Sizes:
+        model, parallel, batch = config.model, config.parallel, config.batch
+        return cls(
+            world_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size, model.num_attention_heads or 0,
+            model.num_query_groups, model.ffn_size if _ffn_known(model) else None, None if model.kv_channels else model.hidden_size,
+            model.rotary_percent if model.position_embedding_type == "rope" else None,
+            tuple(filter(None, (batch.global_batch_size, *(batch.rampup_batch_size or ())[:2]))), batch.micro_batch_size,
+        )  # fmt: skip
+
+    def broken(self) -> set[str]:
+        """Names of the rules that these sizes break."""
+        groups, width = self.groups or self.heads, (self.hidden or 0) // self.heads if self.heads else 0
+        unit = self.micro_batch * max(1, self.processes // (self.tp * self.sp))
+        rules = {
+            "processes": self.processes % (self.tp * self.sp) != 0,
+            "batch": any(size % unit for size in self.batches),
+            "ffn": bool(self.ffn and self.ffn % self.tp),
+        }
+        if self.heads:
+            rules |= {
+                "heads over tp": self.heads % self.tp != 0,
+                "heads over sp": self.heads < self.tp * self.sp,
+                "groups over tp": bool(self.groups and self.groups % self.tp and self.tp % self.groups),
+                "heads over groups": self.heads % groups != 0,
+                "width of a head": bool(self.hidden and self.hidden % self.heads),
+                "rotary": bool(self.hidden and self.rotary and (int(width * self.rotary) < 2 or int(width * self.rotary) % 2)),
+            }
+        return {name for name, is_broken in rules.items() if is_broken}
+
+
+_WAYS = {
+    "processes": ("{} processes", "processes"), "tp": ("--tp-size {}", "tp"), "sp": ("--sp-size {}", "sp"),
+    "heads": ("--num-attention-heads {}", "heads"), "groups": ("--num-query-groups {}", "groups"), "ffn": ("--ffn-hidden-size {}", "ffn"),
+}  # fmt: skip
+_MOST_TRIED = 1 << 12
+
+
+def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more_than: int = 0) -> str:
+    """Which single changes keep the rules ``mend`` and break no other, as "; use --tp-size 1 or 2, or ..." with each size's nearest values.
+
+    Args:
+        mend: names of rules, as in ``_Sizes.broken``.
+        names: sizes to change, keys of ``_WAYS``.
+        more_than: the values have to be above this.
+    """
+    sizes = _Sizes.of(config, world_size)
+    before, said = sizes.broken(), []
+    for name in names:
+        text, key = _WAYS[name]
+        value = getattr(sizes, key)
+        found = []
+        for distance in range(1, min(2 * max(value, sizes.processes, sizes.tp * sizes.sp) + 2, _MOST_TRIED)):
+            found += [
+                near for near in (value - distance, value + distance)
+                if near > more_than and replace(sizes, **{key: near}).broken() <= before - mend
+            ]  # fmt: skip
+            if len(found) >= 3:
+                break
+        if found:
+            *first, last = [str(near) for near in sorted(found[:3])]
+            said.append(text.format(f"{', '.join(first)} or {last}" if first else last))
+    return f"; use {', or '.join(said)}" if said else ""
+
+
+def _exchanges(config: Config, world_size: int) -> Iterator[str]:
+    """The flags of the Ulysses exchanges: they mean something only with sp > 1, and one thing at a time."""
+    parallel = config.parallel
+    given = [
+        flag for flag, on in (
+            ("--sp-overlap-comm", parallel.sp_overlap_comm), ("--split-qkv-linear", parallel.split_qkv_linear),
+            ("--sp-head-chunks", parallel.sp_head_chunks is not None),
+            (f"--sp-overlap-mode {parallel.sp_overlap_mode}", parallel.sp_overlap_mode not in (None, "none")),
+        ) if on
+    ]  # fmt: skip
+    if given and parallel.sequence_parallel_size == 1:
+        yield (
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about the exchanges of Ulysses, and with sequence_parallel_size 1"
+            f" there are none{_ways_out(config, world_size, set(), 'sp', more_than=1)}; or leave the flag out"
+        )
+    heads, tp, sp = config.model.num_attention_heads, parallel.tensor_model_parallel_size, parallel.sequence_parallel_size
+    most = -(-heads // (tp * sp)) if heads else None
+    if most and sp > 1 and (parallel.sp_head_chunks or 0) > most:
+        yield (
+            f"sp_head_chunks ({parallel.sp_head_chunks}) must be at most the query heads of a rank ({heads} / ({tp} * {sp}), rounded up,"
+            f" = {most}): use --sp-head-chunks {most} or less"
+        )
+    mode = parallel.sp_overlap_mode
+    if mode is None:
+        if parallel.split_qkv_linear and parallel.sp_head_chunks is not None:
+            yield "--split-qkv-linear and --sp-head-chunks are two ways to cut the exchanges: give one"
+        return
+    if mode == "none" and parallel.sp_overlap_comm:
+        yield "--sp-overlap-mode none and --sp-overlap-comm contradict each other: give one"
+    if mode not in ("split-qkv",) and parallel.split_qkv_linear:
+        yield f"--sp-overlap-mode {mode} and --split-qkv-linear contradict each other: give --sp-overlap-mode split-qkv, or one of them"
+    if mode not in ("chunked", "auto") and parallel.sp_head_chunks is not None:
+        yield f"--sp-overlap-mode {mode} and --sp-head-chunks contradict each other: give --sp-overlap-mode chunked, or one of them"
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    kernels, model = config.kernels, config.model
+    if kernels.use_flash_attn and kernels.attention_backend != "flash":
+        yield f"--use-flash-attn means --attention-backend flash, but --attention-backend {kernels.attention_backend} was given: drop one"
+    if kernels.attention_backend == "flash":
+        if kernels.device == "cpu":
+            yield "--attention-backend flash needs a GPU, but --device cpu was given: use auto or fused"
+        if not (config.precision.bf16 or config.precision.fp16):
+            yield f"flash-attn computes in bf16 and fp16 only, not {config.precision.params_dtype}: add --bf16, or drop the flash flag"
+        if _head_dim_known(model) and model.head_dim > _FLASH_HEAD_DIM:
+            yield f"flash-attn takes heads up to {_FLASH_HEAD_DIM} wide, not {model.head_dim}: use --attention-backend auto"
+    granularity, method, layers = kernels.recompute_granularity, kernels.recompute_method, kernels.recompute_num_layers
+    if kernels.recompute_activations and granularity == "full":
+        yield "--recompute-activations means --recompute-granularity selective, but full was given: drop one"
+    if granularity != "full" and (method or layers):
+        given = "--recompute-method" if method else "--recompute-num-layers"
+        yield f"{given} chooses whole blocks and needs --recompute-granularity full (given: {granularity or 'nothing'}): change one of them"
+    if granularity == "full" and method == "block" and layers is None:
+        yield "--recompute-method block needs --recompute-num-layers N (how many blocks to recompute)"
+    parallel = config.parallel
+    parts = parallel.sequence_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    positions = -(-(model.seq_length or 0) // parts)
+    if model.seq_length and kernels.mlp_chunks > positions:
+        yield (
+            f"mlp_chunks ({kernels.mlp_chunks}) must be at most the positions of a rank ({model.seq_length} / {parts}, rounded up, ="
+            f" {positions}): use --mlp-chunks {positions} or less"
+        )
+    if layers and model.num_layers and layers > model.num_layers:
+        yield f"recompute_num_layers ({layers}) must be at most num_layers ({model.num_layers})"
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    batch = config.batch
+    dp_size = max(1, config.parallel.dp_size(max(1, world_size)))
+    unit = batch.micro_batch_size * dp_size
+    unit_text = f"micro_batch_size * data-parallel size ({batch.micro_batch_size} * {dp_size} = {unit})"
+    size = batch.global_batch_size
+    if size is not None and size % unit:
+        near = f"{size // unit * unit} or {(size // unit + 1) * unit}" if size > unit else str(unit)
+        yield f"global_batch_size ({size}) must be a multiple of {unit_text}: {_division(size, unit)}; use {near}"
+    ramp = batch.rampup_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3:
+        yield f"rampup_batch_size takes three integers, START INCREMENT SAMPLES, got {len(ramp)}: {' '.join(map(str, ramp))}"
+        return
+    start, step, samples = ramp
+    if start < 1 or step < 1 or samples < 1:
+        yield f"rampup_batch_size ({start} {step} {samples}): START, INCREMENT and SAMPLES must be at least 1"
+    elif size is None:
+        yield "rampup_batch_size needs --global-batch-size, the size to grow to"
+    elif start >= size:
+        yield f"rampup_batch_size starts at {start} and must start below global_batch_size ({size})"
+    elif (size - start) % step:
+        yield (
+            f"rampup_batch_size must reach global_batch_size in whole increments: ({size} - {start}) / {step} ="
+            f" {_division(size - start, step, bare=True)}; change START or INCREMENT"
+        )
+    elif start % unit or step % unit:
+        name, value = ("START", start) if start % unit else ("INCREMENT", step)
+        yield f"rampup_batch_size: {name} ({value}) must be a multiple of {unit_text}, as every batch size is: {_division(value, unit)}"
+
+
+def _length(config: Config) -> Iterator[str]:
+    batch = config.batch
+    if batch.skip_train:
+        if not config.checkpoint.load:
+            yield "--skip-train validates a checkpoint and needs --load DIR"
+        if batch.eval_iters == 0:
+            yield "--skip-train with --eval-iters 0 leaves nothing to do: raise --eval-iters"
+    elif batch.train_iters is None and batch.train_samples is None:
+        yield "the length of the run is missing: give --train-iters or --train-samples"
+    if batch.train_iters is not None and batch.train_samples is not None:
+        yield f"give --train-iters ({batch.train_iters}) or --train-samples ({batch.train_samples}), not both"
+    if batch.seed > _MAX_SEED:
+        yield f"seed ({batch.seed}) must be at most {_MAX_SEED} (32 bits)"
+    if batch.exit_duration_in_mins == 0:
+        yield "exit_duration_in_mins (0) must be above 0"
+
+
+def _learning_rate(config: Config) -> Iterator[str]:
+    opt, batch = config.optimizer, config.batch
+    by_samples = batch.train_samples is not None
+    kind, other, total_flag = ("samples", "iters", "--train-samples") if by_samples else ("iters", "samples", "--train-iters")
+    mixed = [f"--{name}-{other}".replace("_", "-") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay") if getattr(opt, f"{name}_{other}")]
+    if mixed and (batch.train_iters is not None or by_samples):
+        yield f"{', '.join(mixed)} cannot go with {total_flag}: the schedule counts what the run counts; use the -{kind} forms"
+        return
+    if opt.lr is None:
+        if not batch.skip_train:
+            yield "--lr is required to train (the peak learning rate, for example 3e-4)"
+        return
+    if opt.min_lr > opt.lr:
+        yield f"min_lr ({opt.min_lr}) must be at most lr ({opt.lr})"
+    if opt.lr_warmup_init > opt.lr:
+        yield f"lr_warmup_init ({opt.lr_warmup_init}) must be at most lr ({opt.lr})"
+    total = batch.train_samples if by_samples else batch.train_iters
+    horizon = getattr(opt, f"lr_decay_{kind}") or total
+    if total is not None and horizon is not None:
+        yield from _horizon(opt, kind, horizon)
+
+
+def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
+    """Warm-up and the final decay of WSD against the ``horizon`` of the decay, all in steps or all in samples (``kind``)."""
+    warmup, fraction = getattr(opt, f"lr_warmup_{kind}"), opt.lr_warmup_fraction
+    if fraction is not None:
+        if warmup:
+            yield f"give --lr-warmup-fraction ({fraction}) or --lr-warmup-{kind} ({warmup}), not both"
+        if fraction >= 1:
+            yield f"lr_warmup_fraction ({fraction}) must be in [0, 1): it is a share of the decay horizon"
+        warmup = 0 if fraction >= 1 else math.ceil(fraction * horizon)
+    if warmup and warmup >= horizon and fraction is None:
+        yield (
+            f"lr_warmup_{kind} ({warmup}) must be below the decay horizon ({horizon}, from --lr-decay-{kind} or the length of the run):"
+            f" shorten the warm-up or raise --lr-decay-{kind}"
+        )
+    if opt.lr_decay_style != "WSD":
+        return
+    decay = getattr(opt, f"lr_wsd_decay_{kind}")
+    if decay is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{kind} N, the length of its final decay"
+    elif warmup < horizon < warmup + decay:
+        yield f"WSD's warm-up and final decay must fit into the horizon: {warmup} + {decay} = {warmup + decay} > {horizon} {kind}"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    opt = config.optimizer
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if getattr(opt, name) >= 1:
+            yield f"{name} ({getattr(opt, name)}) must be in [0, 1)"
+    if opt.adam_eps == 0:
+        yield "adam_eps (0) must be above 0: it keeps Adam's division finite"
+    start, end = opt.start_weight_decay, opt.end_weight_decay
+    if opt.weight_decay_incr_style != "constant" and (start is None or end is None):
+        yield f"--weight-decay-incr-style {opt.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+    if opt.weight_decay_incr_style == "constant" and start != end:
+        yield (
+            f"start_weight_decay ({start}) and end_weight_decay ({end}) differ, but --weight-decay-incr-style is constant:"
+            " use linear or cosine, or give --weight-decay alone"
+        )
+    if opt.override_opt_param_scheduler and opt.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: who decides on resume?"
+
+
+def _precision(config: Config) -> Iterator[str]:
+    precision = config.precision
+    given = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other: give one, or none for fp32"
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        if value is not None and value <= 0:
+            yield f"{name} ({value}) must be above 0"
+    if precision.initial_loss_scale < precision.min_loss_scale:
+        yield f"initial_loss_scale ({precision.initial_loss_scale:g}) must be at least min_loss_scale ({precision.min_loss_scale:g})"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    ckpt = config.checkpoint
+    source = ckpt.load or ckpt.auto_resume
+    needs = (
+        ("--mean-time-between-failures-hours", ckpt.mean_time_between_failures_hours, "--save-interval auto", ckpt.save_interval == "auto"),
+        ("--auto-resume", ckpt.auto_resume, "--save DIR", ckpt.save),
+        ("--ckpt-step", ckpt.ckpt_step is not None, "--load DIR or --auto-resume", source),
+        ("--resume-fallback", ckpt.resume_fallback, "--load DIR or --auto-resume", source),
+        ("--finetune", ckpt.finetune, "--load DIR", ckpt.load),
+        ("--use-checkpoint-args", ckpt.use_checkpoint_args, "--load DIR or --auto-resume", source),
+    )
+    for flag, given, needed, present in needs:
+        if given and not present:
+            yield f"{flag} needs {needed}"
+    if ckpt.auto_resume and ckpt.no_save_optim:
+        yield "--auto-resume cannot go on from checkpoints without optimizer state: drop --no-save-optim"
+
+
+def _logging(config: Config, world_size: int) -> Iterator[str]:
+    log = config.logging
+    if log.profile and log.profile_step_end <= log.profile_step_start:
+        yield f"profile_step_end ({log.profile_step_end}) must be above profile_step_start ({log.profile_step_start})"
+    absent = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
+    if log.profile and absent:
+        yield f"profile_ranks names rank {absent[0]}, but the ranks are 0 to {world_size - 1}"
+    parallel = config.parallel
+    if log.report_overlap is not None and parallel.sequence_parallel_size == 1 and parallel.tensor_model_parallel_size == 1:
+        yield (
+            "--report-overlap is about the exchanges of sequence- and tensor-parallel ranks, and with sequence_parallel_size 1 and"
+            " tensor_model_parallel_size 1 there are none to report: add --sequence-parallel-size N or --tensor-model-parallel-size N,"
+            " or leave it out"
+        )
+    if log.report_overlap is not None and config.batch.skip_train:
+        yield "--report-overlap measures training steps, and --skip-train takes none: give one of them"
+    if log.report_overlap is not None and parallel.verify_parallelism:
+        yield "--report-overlap measures training steps, and --verify-parallelism compares one step and ends: give one of them"
+    if log.peak_tflops is None or log.peak_tflops in PEAK_TFLOPS:
+        return
+    try:
+        if not 0 < float(log.peak_tflops) < math.inf:
+            yield f"peak_tflops ({log.peak_tflops}) must be above 0"
+    except ValueError:
+        yield f"peak_tflops ({log.peak_tflops}) must be a number of TFLOP/s above 0, or one of {', '.join(PEAK_TFLOPS)}"
+
+
+def _division(value: int, divisor: int, bare: bool = False) -> str:
+    """``a = q * b + r``, the arithmetic behind "must be a multiple"."""
+    return f"{value / divisor:g}" if bare else f"{value} = {value // divisor} * {divisor} + {value % divisor}"
+
+
+def _show(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

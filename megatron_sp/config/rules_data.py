@@ -1,0 +1,77 @@
+"""Rules between the flags of data and tokenizers; part of ``config/rules.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_sp.config.schema import WORDPIECE, Config
+
+
+def data_violations(config: Config) -> Iterator[str]:
+    """Every rule about data that is broken, as messages."""
+    data, vocab_size = config.data, config.model.vocab_size
+    own_paths = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_data_path")]
+    sources = [flag for flag, given in (
+        ("--mock-data", data.mock_data), ("--data-path", data.data_path),
+        ("/".join(f"--{name}-data-path" for name in own_paths), own_paths),
+    ) if given]  # fmt: skip
+    if not sources:
+        yield "there is no data: give --data-path PREFIX, or --train-data-path, or --mock-data for synthetic tokens"
+    if len(sources) > 1:
+        yield f"{' and '.join(sources)} exclude each other: give one source of data"
+    if own_paths and "train" not in own_paths and not config.batch.skip_train:
+        yield f"--{own_paths[0]}-data-path needs --train-data-path too"
+    yield from _split(config)
+    if data.tokenizer_type is None and not config.checkpoint.use_checkpoint_args:
+        yield "the vocabulary is unknown: give --vocab-size N, or a tokenizer (--tokenizer-type ByteTokenizer needs no file)"
+    of_a_file = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+    if data.tokenizer_type in of_a_file and not data.tokenizer_model:
+        yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model FILE"
+    if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
+        yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file FILE, its vocab.json, and --merge-file FILE, its merges.txt"
+    if data.tokenizer_type == "NullTokenizer" and not vocab_size:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size N"
+    if data.tokenizer_type in WORDPIECE and not data.vocab_file:
+        yield f"--tokenizer-type {data.tokenizer_type} needs --vocab-file FILE, BERT's vocab.txt"
+    if data.eod_id is not None and data.tokenizer_type not in (None, "NullTokenizer"):
+        yield f"--eod-id is for NullTokenizer: {data.tokenizer_type} knows which token ends a document; leave it out"
+    elif data.eod_id is not None and vocab_size and data.eod_id >= vocab_size:
+        yield f"eod_id ({data.eod_id}) must be below vocab_size ({vocab_size}): it is one of the ids"
+    yield from _bert_data(config)
+
+
+def _bert_data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not config.model.is_bert:
+        for name in ("mask_prob", "short_seq_prob", "bert_pack_sequences"):
+            if getattr(data, name) != getattr(type(data), name):
+                yield f"--{name.replace('_', '-')} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
+        return
+    if not 0 < data.mask_prob < 1:
+        yield f"mask_prob ({data.mask_prob}) must be in (0, 1)"
+    if data.short_seq_prob > 1:
+        yield f"short_seq_prob ({data.short_seq_prob}) must be in [0, 1]"
+    if data.bert_pack_sequences and config.model.has_order_head:
+        yield (
+            "--bert-pack-sequences puts several samples into a row, which has no place for the order of two segments of each: add"
+            " --bert-no-binary-head, or leave it out"
+        )
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name):
+            yield f"--{name.replace('_', '-')} is about documents in GPT's stream of tokens; BERT's samples lie within one: leave it out"
+
+
+def _split(config: Config) -> Iterator[str]:
+    text = config.data.split
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        yield f"split ('{text}') must be up to three numbers joined by commas, such as 969,30,1"
+        return
+    if len(parts) > 3:
+        yield f"split ('{text}') has {len(parts)} numbers, but there are three parts: train, validation, test"
+    elif not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
+        yield f"split ('{text}') must be numbers of at least 0 whose sum is above 0"
+    elif parts[0] == 0 and config.data.data_path and not config.batch.skip_train:
+        yield f"split ('{text}') leaves nothing to train on: its first number must be above 0"

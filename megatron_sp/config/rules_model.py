@@ -1,0 +1,70 @@
+"""The rules between the fields of the model that are not about its sizes: activation, rotary positions, what is GPT's and what is BERT's.
+
+As in ``config/rules.py``, where the sizes are: a rule is a line ``yield "..."`` under its condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_sp.config.schema import ModelConfig
+
+
+def variant_violations(model: ModelConfig) -> Iterator[str]:
+    """Every rule that is broken."""
+    chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
+    if len(chosen) > 1:
+        yield f"{' and '.join('--' + name.replace('_', '-') for name in chosen)} exclude each other: give one activation"
+    yield from _rotary(model)
+    yield from _bert(model)
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    if model.position_embedding_type == "rope" and model.rotary_base <= 0:
+        yield f"rotary_base ({model.rotary_base}) must be above 0"
+    interpolation = model.rotary_seq_len_interpolation_factor
+    for name, given in (
+        ("--use-rope-scaling", model.use_rope_scaling), (f"--rotary-seq-len-interpolation-factor {interpolation:g}", interpolation != 1),
+    ):  # fmt: skip
+        if given and model.position_embedding_type != "rope":
+            yield f"{name} is about rotary positions: add --position-embedding-type rope, or leave it out"
+    if model.use_rope_scaling and interpolation != 1:
+        both = f"--use-rope-scaling and --rotary-seq-len-interpolation-factor {interpolation:g}"
+        yield f"{both} are two ways to make the same sequences longer: give one"
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    for name, value in (
+        ("rotary_seq_len_interpolation_factor", interpolation), ("rope_scaling_factor", model.rope_scaling_factor),
+        ("rope_scaling_low_freq_factor", low),
+    ):  # fmt: skip
+        if value <= 0:
+            yield f"{name} ({value:g}) must be above 0"
+    if high <= low:
+        rule = f"rope_scaling_high_freq_factor ({high:g}) must be above rope_scaling_low_freq_factor ({low:g})"
+        yield f"{rule}: frequencies between the two are stretched in part"
+
+
+def _bert(model: ModelConfig) -> Iterator[str]:
+    if not model.is_bert:
+        for name, given in (("norm-placement post", model.norm_placement == "post"), ("num-tokentypes", model.num_tokentypes),
+                            ("bert-no-binary-head", model.bert_no_binary_head),
+                            (f"bert-head-activation {model.bert_head_activation}", model.bert_head_activation)):  # fmt: skip
+            if given:
+                yield f"--{name} is for BERT (pretrain_bert.py), and this is a GPT: leave it out"
+        return
+    for name, given, instead in (
+        (
+            "use-parallel-residual",
+            model.use_parallel_residual,
+            "here attention comes first, then the MLP",
+        ),
+        (f"window-size {model.window_size}", model.window_size, "BERT's tokens see all of their sequence"),
+    ):
+        if given:
+            yield f"--{name} is for GPT: {instead}; leave it out"
+    if model.untie_embeddings_and_output_weights:
+        yield "--untie-embeddings-and-output-weights is for GPT: BERT predicts masked tokens with the embedding's own table; leave it out"
+    if model.has_order_head and model.num_tokentypes == 1:
+        yield (
+            "num_tokentypes (1) must be at least 2 (or 0) with the sentence-order task, whose samples have two segments: leave it out, or"
+            " add --bert-no-binary-head"
+        )

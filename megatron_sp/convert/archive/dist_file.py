@@ -1,0 +1,232 @@
+"""Folders of ``torch.distributed.checkpoint``, which Megatron's torch_dist format is, read without running anything in them.
+
+``.metadata`` is a pickle that says which tensors there are and where the rectangles ("chunks") of each lie: a byte range of a
+``.distcp`` file, in which a torch file of its own is embedded. Both kinds of pickle go through ``pickle_tree.py``. A tensor is put
+together chunk by chunk, after its chunks have been checked to cover it exactly once. Writing: ``dist_writer.py``.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint.pieces import Rect, tiling_problem
+from megatron_sp.convert.archive.pickle_tree import MEMORY_OF_PICKLE, Name, Object, PickleReader, TensorRecord
+from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
+from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import is_count, read_small_file
+
+METADATA = "torch.distributed.checkpoint.metadata."
+STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
+_COST_OF_METADATA = 16  # of its values for each byte, for it consists of small records: 48 MiB of values
+
+
+class Place(NamedTuple):
+    """A byte range of a file of the folder."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A rectangle of a tensor, and where it is."""
+
+    rect: Rect
+    place: Place
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the folder."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as in torch.<dtype>
+    chunks: tuple[Chunk, ...]  # cover it exactly once
+
+
+class DistFolder:
+    """An open folder; ``close`` it, or use it in a ``with`` statement.
+
+    ``tensors`` and ``objects`` say what is in it, by name; ``planner_data`` and ``extra`` are what else its writer put into
+    ``.metadata``: for torch the path of each name in the nested state, for Megatron ``mcore_data`` with the original shapes.
+
+    Args:
+        reader: interprets pickles; one of its own by default.
+        max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times its size.
+    Raises:
+        CheckpointError: there is no whole ``.metadata``, or it is damaged, or of a kind that is not read here.
+    """
+
+    def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
+        self.path, self._max_metadata_bytes = Path(path), max_metadata_bytes
+        self._own_reader = None if reader else PickleReader()
+        self._reader: PickleReader = reader or self._own_reader  # type: ignore[assignment]
+        try:
+            attributes = self._read_metadata()
+            self.tensors: dict[str, StoredTensor] = {}
+            self.objects: dict[str, Place] = {}
+            self.planner_data = attributes.get("planner_data")
+            self.extra = {name: value for name, value in attributes.items() if name not in _KNOWN}
+            self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> DistFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._own_reader is not None:
+            self._own_reader.close()
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor on the CPU; takes its own memory and that of one chunk.
+
+        Raises:
+            CheckpointError: there is no such tensor, or a chunk is missing, damaged, or not what ``.metadata`` says.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        tensor = self.tensors[name]
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {name} is {tensor.dtype}, which is not read ({', '.join(DTYPES)} are)")
+        if len(tensor.chunks) == 1:
+            return self._read_chunk(name, tensor, tensor.chunks[0])
+        stored, needed = sum(chunk.place.length for chunk in tensor.chunks), math.prod(tensor.shape) * dtype.itemsize
+        if stored < needed:
+            raise CheckpointError(
+                f"{self.path}: {name} {list(tensor.shape)} needs {needed:,} bytes, its chunks have {stored:,}: it is damaged"
+            )
+        result: Tensor | None = None
+        for chunk in tensor.chunks:
+            part = self._read_chunk(name, tensor, chunk)
+            if result is None:  # not before one chunk has turned out to be there
+                result = torch.empty(tensor.shape, dtype=dtype)
+            result[tuple(slice(o, o + s) for o, s in zip(*chunk.rect, strict=True))] = part
+        return torch.empty(tensor.shape, dtype=dtype) if result is None else result
+
+    def read_object(self, name: str) -> Any:
+        """What was saved under a name that is no tensor, as plain data; tensors inside it are read."""
+        if name not in self.objects:
+            raise CheckpointError(f"{self.path} has no object {name!r}")
+        with self._open(self.objects[name]) as file:
+            return _with_tensors(file, file.tree)
+
+    def _open(self, place: Place) -> TorchFile:
+        return TorchFile(self.path / place.file, self._reader, (place.offset, place.length))
+
+    def _read_chunk(self, name: str, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+        with self._open(chunk.place) as file:
+            record = file.tree
+            found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
+            if found != (chunk.rect.sizes, tensor.dtype):
+                raise CheckpointError(
+                    f"{self.path / chunk.place.file}: the chunk of {name} at {list(chunk.rect.offsets)} should be "
+                    f"{list(chunk.rect.sizes)} {tensor.dtype}, and is {found}: the folder is damaged, or of two saves"
+                )
+            return file.read(record)
+
+    def _read_metadata(self) -> dict[str, Any]:
+        path = self.path / ".metadata"
+        if not path.exists() and any(self.path.glob("__*.metadata")):
+            raise CheckpointError(f"{self.path} was saved by each rank for itself (use_collectives=False): save it with collectives")
+        if path.exists() and (size := path.stat().st_size) > self._max_metadata_bytes:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, more than the {self._max_metadata_bytes:,} that are read, for that takes up to"
+                f" {MEMORY_OF_PICKLE * size / 2**30:,.1f} GiB of memory: if there is as much, give --max-metadata-mb {-(-size // 2**20)}"
+            )
+        data = read_small_file(path, self._max_metadata_bytes)
+        metadata = self._reader.read(data, str(path), self._max_metadata_bytes, _COST_OF_METADATA * self._max_metadata_bytes)
+        if not (isinstance(metadata, Object) and metadata.name == f"{METADATA}Metadata" and metadata.attributes):
+            raise self._damaged("it is no description of a checkpoint")
+        return metadata.attributes
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path / '.metadata'} cannot be used: {problem}")
+
+    def _sort_out(self, described: Any, stored: Any) -> None:
+        """``tensors`` and ``objects`` from the two tables: what there is, and where."""
+        if not (isinstance(described, dict) and isinstance(stored, dict)):
+            raise self._damaged("it does not say what is stored where")
+        places = self._places(stored)
+        for name, entry in described.items():
+            if not isinstance(name, str) or not isinstance(entry, Object):
+                raise self._damaged(f"{str(name)[:200]!r} is described by something unknown")
+            if entry.name == f"{METADATA}BytesStorageMetadata":
+                self.objects[name] = self._found(places, name, None)
+            elif entry.name == f"{METADATA}TensorStorageMetadata":
+                self.tensors[name] = self._tensor(name, entry.attributes, places)
+            else:
+                raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
+
+    def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], Place]:
+        """Byte ranges by name and offsets (None for what is no tensor)."""
+        places: dict[tuple[str, Any], Place] = {}
+        for index, info in stored.items():
+            if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
+                raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known here")
+            at, where = index.attributes, info.attributes
+            file, transforms = where.get("relative_path"), where.get("transform_descriptors")
+            if transforms:
+                raise self._damaged(f"its files went through {', '.join(map(str, transforms))[:200]}: save it without extensions")
+            plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
+            if not plain or not is_count(where.get("offset")) or not is_count(where.get("length")):
+                raise self._damaged(f"{str(file)[:200]!r} is no file of this folder with a place in it")
+            places[str(at.get("fqn")), at.get("offset")] = Place(str(file), where["offset"], where["length"])
+        return places
+
+    def _found(self, places: Mapping[tuple[str, Any], Place], name: str, offsets: Any) -> Place:
+        if (name, offsets) not in places:
+            raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is stored")
+        return places[name, offsets]
+
+    def _tensor(self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], Place]) -> StoredTensor:
+        shape, chunks = described.get("size"), described.get("chunks")
+        properties = described.get("properties")
+        dtype = properties.state[0] if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state else None
+        if isinstance(properties, Object) and dtype is None:
+            dtype = properties.attributes.get("dtype")
+        if not (_are_counts(shape) and isinstance(chunks, list) and isinstance(dtype, Name)):
+            raise self._damaged(f"{name[:200]!r} is a tensor without shape, dtype or chunks")
+        found = []
+        for chunk in chunks:
+            offsets, sizes = (chunk.attributes.get(key) for key in ("offsets", "sizes")) if isinstance(chunk, Object) else (None, None)
+            if not (_are_counts(offsets) and _are_counts(sizes)):
+                raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
+            if math.prod(sizes):  # an empty one has nothing to read, and may be where another begins
+                found.append(Chunk(Rect(offsets, sizes), self._found(places, name, offsets)))
+        if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
+            raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
+        return StoredTensor(shape, dtype.name.removeprefix("torch."), tuple(found))
+
+
+_KNOWN = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+
+
+def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(value, tuple) and all(map(is_count, value))
+
+
+def _with_tensors(file: TorchFile, tree: Any) -> Any:
+    """The tree with every TensorRecord read."""
+    if isinstance(tree, TensorRecord):
+        return file.read(tree)
+    if isinstance(tree, dict):
+        return {key: _with_tensors(file, value) for key, value in tree.items()}
+    if isinstance(tree, Object):
+        return Object(tree.name, tree.args, _with_tensors(file, tree.state), tree.items)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_with_tensors(file, value) for value in tree)
+    return tree

@@ -1,0 +1,439 @@
+"""An interpreter of pickles that makes plain data and can do nothing else.
+
+A pickle is a program for a stack machine. This one has the stack, the marks and the memo, and in place of every class and function a
+record that carries its name: nothing is imported, looked up, called or constructed, whatever the pickle says. Opcodes
+that only a hand-made pickle or one from Python 2's text protocol uses are refused by name.
+
+Values are JSON as far as possible: None, booleans, numbers and strings stand for themselves, bytes stay bytes, and everything
+else is a list that begins with a tag::
+
+    ["[", item, ...]  ["(", item, ...]  ["{", key, value, ...]       list, tuple, dict (in order, a key may come twice)
+    ["s", item, ...]  ["f", item, ...]                               set, frozenset
+    ["g", name]                                                      a class, function or constant that is only named
+    ["o", name, args, state, item, ...]                              what a call of the name would have made; state: from BUILD
+    ["S", key, dtype, numel]                                         a storage; its bytes are elsewhere in the file
+    ["T", storage, offset, size, stride, requires_grad, dtype]       a tensor; offset and stride in elements, dtype or None
+
+Shared parts stay shared here and would be written out in full for the reader ("billion laughs"): ``check`` bounds that before it happens,
+and refuses cycles. What an opcode itself may take is bounded from outside, by the process (``pickle_worker.py``).
+Only the standard library is imported. Source: the comments of CPython's ``pickletools``; torch/_utils.py for the tensors' arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from megatron_sp.convert.archive import pickle_globals as names
+
+MAX_DEPTH = 100  # of nesting; checkpoints have some ten levels
+MAX_DIMS = 64
+MAX_LONG_BYTES = 32
+MAX_DEVICES = 64  # that one process has
+_DEVICE = re.compile(r"[a-z]{1,20}:[0-9]{1,4}")
+_NODE_COST = 32  # bytes that any value is counted as, beside its own text
+_LIST_COST = 96  # likewise, of what holds others: lists, dicts, tensors, objects
+
+Node = Any  # as above
+
+
+class Refused(Exception):
+    """Why a pickle is not read; a clause for a message that begins with the file's name."""
+
+
+class Machine:
+    """One pickle, from its first byte to its STOP.
+
+    Args:
+        data: holds the pickle; bytes behind its end are not looked at.
+        start: where it begins.
+    """
+
+    def __init__(self, data: bytes, start: int = 0) -> None:
+        self.data, self.at = data, start
+        self.stack: list[Node] = []
+        self.outer: list[list[Node]] = []  # stacks below each open mark
+        self.memo: dict[int, Node] = {}
+        self.storages: dict[str, Node] = {}
+        self.devices: set[str] = set()  # on which storages were, those with a number: cuda:1
+
+    def run(self) -> Node:
+        """Its value; afterwards ``at`` is the first byte behind it, ``storages`` what it asks for by key.
+
+        Raises:
+            Refused: it names something else than checkpoints do, is cut short, or is no pickle.
+        """
+        while True:
+            opcode = self.take(1)
+            if opcode == b".":
+                return self.pop()
+            action = _ACTIONS.get(opcode)
+            if action is None:
+                name = _REFUSED.get(opcode)
+                what = f"uses {name}, which checkpoints do not need" if name else f"has {opcode!r} where an opcode should be: it is damaged"
+                raise Refused(f"{what} (byte {self.at - 1:,} of the pickle)")
+            action(self)
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self.data):
+            raise Refused(f"ends at byte {len(self.data):,} of its pickle in the middle of a value: it is cut short")
+        part, self.at = self.data[self.at : end], end
+        return part
+
+    def number(self, layout: str) -> int:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]  # type: ignore[no-any-return]
+
+    def text(self, count: int) -> str:
+        try:
+            return self.take(count).decode("utf-8")
+        except UnicodeDecodeError:
+            raise Refused("has a string that is not UTF-8") from None
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + 1000)
+        if end < 0:
+            raise Refused("has a name without an end: it is damaged")
+        return self.text(end + 1 - self.at)[:-1]
+
+    def push(self, value: Node) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Node:
+        if not self.stack:
+            raise Refused("takes a value from an empty stack: it is damaged")
+        return self.stack.pop()
+
+    def top(self, tags: str, what: str) -> list[Node]:
+        """The container on top of the stack, which must have one of these tags."""
+        node = self.stack[-1] if self.stack else None
+        if not (isinstance(node, list) and node[0] in tags):
+            raise Refused(f"{what}: it is damaged")
+        return node
+
+    def pop_mark(self) -> list[Node]:
+        if not self.outer:
+            raise Refused("ends a group that it did not begin: it is damaged")
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def global_(self, module: str, name: str) -> None:
+        full = names.full_name(module, name)
+        if full is None:
+            raise Refused(f"names {f'{module}.{name}'[:200]!r}, which is no part of the checkpoints that are read here")
+        self.push(["g", full])
+
+    def remember(self, index: int) -> None:
+        self.memo[index] = self.pop()
+        self.push(self.memo[index])
+
+    def recall(self, index: int) -> None:
+        if index not in self.memo:
+            raise Refused("refers to a value that it does not have: it is damaged")
+        self.push(self.memo[index])
+
+    def mark(self) -> None:
+        self.outer.append(self.stack)
+        self.stack = []
+
+    def duplicate(self) -> None:
+        self.remember(-1)
+        self.push(self.memo[-1])
+
+    def tuple_of(self, count: int) -> None:
+        items = [self.pop() for _ in range(count)]
+        self.push(["(", *reversed(items)])
+
+    def long(self, count: int) -> None:
+        if count > MAX_LONG_BYTES:
+            raise Refused(f"has an integer of {count:,} bytes")
+        self.push(int.from_bytes(self.take(count), "little", signed=True))
+
+    def stack_global(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not (isinstance(name, str) and isinstance(module, str)):
+            raise Refused("has a name that is no string: it is damaged")
+        self.global_(module, name)
+
+    def short_string(self, count: int) -> None:
+        """A string of Python 2: text if it is UTF-8, otherwise bytes."""
+        data = self.take(count)
+        try:
+            self.push(data.decode("utf-8"))
+        except UnicodeDecodeError:
+            self.push(data)
+
+    def append(self, items: list[Node]) -> None:
+        self.top("[o", "appends to what is no list").extend(items)
+
+    def set_items(self, items: list[Node]) -> None:
+        if len(items) % 2:
+            raise Refused("has a key without a value: it is damaged")
+        self.top("{o", "sets an item of what is no dict").extend(items)
+
+    def call(self, args: Node) -> None:
+        """REDUCE and NEWOBJ: what the name would have made of the arguments, as plain data."""
+        function = self.pop()
+        if not (isinstance(function, list) and function[0] == "g"):
+            raise Refused("calls something that is no name")
+        if not (isinstance(args, list) and args[0] == "("):
+            raise Refused(f"calls {function[1]} with something that is no tuple")
+        self.push(result_of(function[1], args[1:]))
+
+    def build(self) -> None:
+        """BUILD: attributes of the object below; those of an ordered dict (torch's ``_metadata``) have no use here."""
+        state = self.pop()
+        node = self.top("o{", "gives attributes to what has none")
+        if node[0] == "o":
+            node[3] = state
+
+    def persistent(self) -> None:
+        """A storage, ("storage", class, key, device, number of elements[, view])."""
+        args = self.pop()
+        parts = args[1:] if isinstance(args, list) and args[0] == "(" else []
+        if len(parts) == 6 and parts[5] is None:
+            parts = parts[:5]
+        if len(parts) != 5 or parts[0] != "storage":
+            raise Refused("refers to something outside that is no storage: save state dicts, not modules")
+        kind, key, numel = parts[1], parts[2], parts[4]
+        dtype = names.storage_dtype(kind[1]) if isinstance(kind, list) and kind[0] == "g" else None
+        if dtype is None or not (isinstance(key, str) and 0 < len(key) <= 100) or not is_count(numel):
+            raise Refused("describes a storage without a known class, a key and a size")
+        if isinstance(parts[3], str) and len(self.devices) < MAX_DEVICES and _DEVICE.fullmatch(parts[3]):
+            self.devices.add(parts[3])
+        node = self.storages.setdefault(key, ["S", key, dtype, numel])
+        if node[2:] != [dtype, numel]:
+            raise Refused(f"describes the storage {key!r} in two ways: {node[2]} of {node[3]:,} and {dtype} of {numel:,}")
+        self.push(node)
+
+
+def is_count(value: Node) -> bool:
+    """Whether it is a non-negative integer of at most 62 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def result_of(name: str, args: list[Node]) -> Node:
+    """What a call of the name with these arguments stands for.
+
+    Raises:
+        Refused: the name makes plain data, and not from such arguments.
+    """
+    for group, make in _MAKERS:
+        if name in group:
+            result = make(name, args)
+            if result is None:
+                raise Refused(f"calls {name} with arguments that it does not take")
+            return result
+    return ["o", name, ["(", *args], None]
+
+
+def _items(args: list[Node]) -> list[Node] | None:
+    """The items of the one list, tuple or set given, or none if nothing is given."""
+    if not args:
+        return []
+    return args[0][1:] if len(args) == 1 and isinstance(args[0], list) and args[0][0] in "[(sf" else None
+
+
+def _container(tag: str) -> Callable[[str, list[Node]], Node]:
+    def make(name: str, args: list[Node]) -> Node:
+        items = _items(args[:1] if name == "collections.deque" else args)  # its second argument is a maximum length
+        return None if items is None else [tag, *items]
+
+    return make
+
+
+def _dict(name: str, args: list[Node]) -> Node:
+    if name == "collections.defaultdict":
+        args = args[1:]  # its factory makes values for missing keys, which a checkpoint has none of
+    if len(args) == 1 and isinstance(args[0], list) and args[0][0] == "{":
+        return list(args[0])
+    pairs = _items(args)
+    if pairs is None or any(not (isinstance(p, list) and len(p) == 3 and p[0] in "[(") for p in pairs):
+        return None
+    return ["{", *(part for pair in pairs for part in pair[1:])]
+
+
+def _set(name: str, args: list[Node]) -> Node:
+    return _container(names.SETS[name])(name, args)
+
+
+def _bytes(name: str, args: list[Node]) -> Node:
+    if not args:
+        return b""
+    if len(args) == 1 and isinstance(args[0], bytes):
+        return args[0]
+    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+        try:
+            return args[0].encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    return None
+
+
+def _string(_name: str, args: list[Node]) -> Node:
+    return args[0] if len(args) == 1 and isinstance(args[0], str) else None
+
+
+def _tensor(name: str, args: list[Node]) -> Node:
+    """_rebuild_tensor(storage, offset, size, stride), _v2(..., requires_grad, hooks[, metadata]), _v3(..., dtype[, metadata])."""
+    least = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}[name.rsplit(".", 1)[1]]
+    extra = args[least:] if least > 4 else []
+    if not least <= len(args) <= least + 1 or any(node is not None and node != ["{"] for node in extra):
+        return None  # what is behind the rest are bits for conjugate and negative views
+    storage, offset, size, stride = args[:4]
+    shapes = all(isinstance(n, list) and n[0] == "(" and len(n) <= MAX_DIMS and all(map(is_count, n[1:])) for n in (size, stride))
+    if not (isinstance(storage, list) and storage[0] == "S" and is_count(offset) and shapes and len(size) == len(stride)):
+        return None
+    dtype = args[6] if least == 7 else None
+    if least == 7 and not (isinstance(dtype, list) and dtype[0] == "g" and dtype[1].removeprefix("torch.") in names.DTYPE_NAMES):
+        return None
+    return ["T", storage, offset, size, stride, least > 4 and args[4] is True, dtype and dtype[1].removeprefix("torch.")]
+
+
+def _parameter(_name: str, args: list[Node]) -> Node:
+    """_rebuild_parameter(tensor, requires_grad, hooks[, state])."""
+    tensor = args[0] if len(args) in (3, 4) else None
+    return [*tensor[:5], args[1] is True, tensor[6]] if isinstance(tensor, list) and tensor[0] == "T" else None
+
+
+def _tensor_subclass(_name: str, args: list[Node]) -> Node:
+    """_rebuild_from_type_v2(function, class, arguments, state): the tensor without the attributes that were set on it."""
+    known = len(args) == 4 and isinstance(args[0], list) and args[0][0] == "g" and args[0][1] in names.TENSORS | names.PARAMETERS
+    plain = known and args[1] in (["g", "torch.Tensor"], ["g", "torch.nn.parameter.Parameter"], ["g", "torch.nn.parameter.Buffer"])
+    return result_of(args[0][1], args[2][1:]) if plain and isinstance(args[2], list) and args[2][0] == "(" else None
+
+
+def _reconstructor(_name: str, args: list[Node]) -> Node:
+    """copyreg._reconstructor(class, object, None), how protocols before 2 make an object."""
+    known = len(args) == 3 and isinstance(args[0], list) and args[0][0] == "g" and args[1] == ["g", "builtins.object"]
+    return ["o", args[0][1], ["("], None] if known else None
+
+
+def _enum_by_name(_name: str, args: list[Node]) -> Node:
+    """getattr(class, "member"), how some versions of Python store the member of an enumeration."""
+    known = len(args) == 2 and isinstance(args[0], list) and args[0][0] == "g" and isinstance(args[1], str) and args[1].isidentifier()
+    return ["o", args[0][1], ["(", args[1]], None] if known else None
+
+
+_MAKERS: list[tuple[Any, Callable[[str, list[Node]], Node]]] = [
+    (names.DICTS, _dict), (names.LISTS, _container("[")), (names.TUPLES, _container("(")), (names.SETS, _set),
+    (names.BYTES, _bytes), (names.STRINGS, _string), (names.TENSORS, _tensor), (names.PARAMETERS, _parameter),
+    ((names.TENSOR_SUBCLASS,), _tensor_subclass), ((names.RECONSTRUCTOR,), _reconstructor), ((names.ENUM_BY_NAME,), _enum_by_name),
+]  # fmt: skip
+
+
+def _dict_of_mark(m: Machine) -> None:
+    items = m.pop_mark()
+    m.push(["{"])
+    m.set_items(items)
+
+
+def _add_to_set(m: Machine) -> None:
+    items = m.pop_mark()
+    m.top("s", "adds to what is no set").extend(items)
+
+
+def _new_object_with_keywords(m: Machine) -> None:
+    if m.pop() != ["{"]:
+        raise Refused("makes an object with keyword arguments")
+    m.call(m.pop())
+
+
+_ACTIONS: dict[bytes, Callable[[Machine], Any]] = {
+    b"\x80": lambda m: m.take(1),  # PROTO
+    b"\x95": lambda m: m.take(8),  # FRAME: a hint for reading ahead
+    b"(": Machine.mark,
+    b"0": Machine.pop,
+    b"1": Machine.pop_mark,
+    b"2": Machine.duplicate,
+    b"N": lambda m: m.push(None),
+    b"\x88": lambda m: m.push(True),
+    b"\x89": lambda m: m.push(False),
+    b"K": lambda m: m.push(m.number("<B")),
+    b"M": lambda m: m.push(m.number("<H")),
+    b"J": lambda m: m.push(m.number("<i")),
+    b"\x8a": lambda m: m.long(m.number("<B")),
+    b"\x8b": lambda m: m.long(m.number("<I")),
+    b"G": lambda m: m.push(m.number(">d")),
+    b"X": lambda m: m.push(m.text(m.number("<I"))),
+    b"\x8c": lambda m: m.push(m.text(m.number("<B"))),
+    b"\x8d": lambda m: m.push(m.text(m.number("<Q"))),
+    b"U": lambda m: m.short_string(m.number("<B")),
+    b"T": lambda m: m.short_string(m.number("<I")),
+    b"C": lambda m: m.push(m.take(m.number("<B"))),
+    b"B": lambda m: m.push(m.take(m.number("<I"))),
+    b"\x8e": lambda m: m.push(m.take(m.number("<Q"))),
+    b"\x96": lambda m: m.push(m.take(m.number("<Q"))),  # BYTEARRAY8
+    b"]": lambda m: m.push(["["]),
+    b"}": lambda m: m.push(["{"]),
+    b")": lambda m: m.push(["("]),
+    b"\x8f": lambda m: m.push(["s"]),
+    b"l": lambda m: m.push(["[", *m.pop_mark()]),
+    b"t": lambda m: m.push(["(", *m.pop_mark()]),
+    b"\x91": lambda m: m.push(["f", *m.pop_mark()]),
+    b"\x85": lambda m: m.tuple_of(1),
+    b"\x86": lambda m: m.tuple_of(2),
+    b"\x87": lambda m: m.tuple_of(3),
+    b"d": _dict_of_mark,
+    b"a": lambda m: m.append([m.pop()]),
+    b"e": lambda m: m.append(m.pop_mark()),
+    b"s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
+    b"u": lambda m: m.set_items(m.pop_mark()),
+    b"\x90": _add_to_set,
+    b"q": lambda m: m.remember(m.number("<B")),
+    b"r": lambda m: m.remember(m.number("<I")),
+    b"\x94": lambda m: m.remember(len(m.memo)),
+    b"h": lambda m: m.recall(m.number("<B")),
+    b"j": lambda m: m.recall(m.number("<I")),
+    b"c": lambda m: m.global_(m.line(), m.line()),
+    b"\x93": Machine.stack_global,
+    b"R": lambda m: m.call(m.pop()),
+    b"\x81": lambda m: m.call(m.pop()),  # NEWOBJ
+    b"\x92": _new_object_with_keywords,
+    b"b": Machine.build,
+    b"Q": Machine.persistent,
+}
+
+_REFUSED = {
+    b"i": "INST", b"o": "OBJ", b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER",
+    b"P": "PERSID", b"S": "STRING", b"V": "UNICODE", b"I": "INT", b"L": "LONG", b"F": "FLOAT", b"g": "GET", b"p": "PUT",
+}  # fmt: skip
+
+
+def check(root: Node, max_cost: int) -> None:
+    """Refuse a value that is nested too deeply, contains itself, or would be too large with every shared part written out.
+
+    Args:
+        max_cost: characters of strings and bytes, and ``_NODE_COST`` or ``_LIST_COST`` for every value.
+    """
+    known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are looked at
+
+    def visit(node: Node, depth: int) -> tuple[int, int]:
+        if not isinstance(node, list):
+            return _NODE_COST + (len(node) if isinstance(node, (str, bytes)) else 0), 0
+        key = id(node)
+        if key in known:
+            found = known[key]
+            if found is None:
+                raise Refused("contains itself")
+        else:
+            if depth > MAX_DEPTH:
+                raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
+            known[key] = None
+            cost = height = 0
+            for part in node:
+                part_cost, part_height = visit(part, depth + 1)
+                cost, height = cost + part_cost, max(height, part_height)
+                if cost > max_cost:
+                    raise Refused(
+                        f"comes to more than {max_cost >> 20:,} MiB of values: it has very many, or is a small file for very much data,"
+                        " whose shared parts are nested in shared parts"
+                    )
+            known[key] = found = (cost + _LIST_COST, height + 1)
+        if depth + found[1] > MAX_DEPTH + 1:
+            raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
+        return found
+
+    visit(root, 0)

@@ -1,0 +1,89 @@
+"""The process in which foreign pickles are interpreted: it has its three pipes, little memory, and gives up everything else first.
+
+The interpreter makes plain data only (``pickle_machine.py``); this is the second fence, for its faults: no file can be opened,
+no process started, no module imported, and memory and time are bounded. Started by ``pickle_tree.PickleReader`` as
+
+    python -I -S -c "..." HEADROOM_BYTES CPU_SECONDS
+
+A request on standard input is 24 bytes, little endian (length of the data, number of pickles to read one after the other, bound of
+``check``), and the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...], "devices": [...]}
+or {"refused": "..."}. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import json
+import os
+import resource
+import struct
+import sys
+from typing import Any
+
+from megatron_sp.convert.archive.pickle_machine import Machine, Refused, check
+
+
+def main() -> None:
+    headroom_bytes, cpu_seconds = int(sys.argv[1]), int(sys.argv[2])
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    _give_up_everything(headroom_bytes, cpu_seconds)
+    while len(header := requests.read(24)) == 24:
+        length, count, max_cost = struct.unpack("<QQQ", header)
+        text = _answer(requests.read(length), count, max_cost)
+        answers.write(struct.pack("<Q", len(text)) + text)
+        answers.flush()
+    os._exit(0)  # an ordinary exit would run into the fence
+
+
+def _give_up_everything(headroom_bytes: int, cpu_seconds: int) -> None:
+    for limit, value in (
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_FSIZE", 0),
+        ("RLIMIT_NPROC", 0),
+        ("RLIMIT_CPU", cpu_seconds),
+        ("RLIMIT_AS", _address_space() + headroom_bytes),
+        ("RLIMIT_NOFILE", 3),
+    ):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has, or keeps to, each of them
+            resource.setrlimit(getattr(resource, limit), (value, value))
+    gc.disable()  # the values have no cycles that outlive a request, and looking for them takes most of the time
+    sys.addaudithook(_no_event)
+
+
+def _no_event(event: str, _args: Any) -> None:
+    """Python announces what touches the world outside (open, import, exec, ...); none of it belongs here, so the process ends."""
+    if event != "builtins.id":  # the one that ``check`` needs
+        os._exit(9)
+
+
+def _address_space() -> int:
+    """Bytes of address space in use, or a guess where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 1 << 30
+
+
+def _answer(data: bytes, count: int, max_cost: int) -> bytes:
+    try:
+        values, storages, devices, end = [], {}, set(), 0
+        for _ in range(count):
+            machine = Machine(data, end)
+            values.append(machine.run())
+            end = machine.at
+            storages.update(machine.storages)
+            devices |= machine.devices
+        check(["(", *values], max_cost)
+        result: dict[str, Any] = {"values": values, "end": end, "storages": list(storages.values()), "devices": sorted(devices)}
+        return json.dumps(result, default=_bytes, separators=(",", ":")).encode("ascii")
+    except Refused as error:
+        return json.dumps({"refused": str(error)}).encode("ascii")
+    except (MemoryError, RecursionError):
+        return json.dumps({"refused": "needs more memory than a checkpoint's pickle of its size does"}).encode("ascii")
+
+
+def _bytes(value: bytes) -> list[str]:
+    return ["b", base64.b64encode(value).decode("ascii")]

@@ -1,0 +1,83 @@
+"""Safetensors files as everyone writes them: whole tensors, each in one file. Read by byte ranges, written one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_sp.checkpoint.pieces import Piece
+from megatron_sp.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    NamedPiece,
+    StoredPiece,
+    read_header,
+    read_rows,
+    write_plain_file,
+)  # fmt: skip
+from megatron_sp.convert.copies import TensorInfo, TensorStore
+from megatron_sp.utils.errors import CheckpointError
+from megatron_sp.utils.strict_json import open_regular
+
+
+class SafetensorsFiles:
+    """The tensors of some files (a ``TensorStore``).
+
+    Args:
+        folder: of the files.
+        names: of the files, plain names.
+    Raises:
+        CheckpointError: a damaged header, or a tensor that two files have.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self.folder = folder
+        self._pieces: dict[str, StoredPiece] = {}
+        for name in names:
+            for piece in read_header(folder / name, whole=True):
+                if piece.name in self._pieces:
+                    raise CheckpointError(f"{folder}: {piece.name[:200]} is in {self._pieces[piece.name].file} and again in {piece.file}")
+                self._pieces[piece.name] = piece
+        self._tensors = {name: TensorInfo(piece.rect.sizes, DTYPES[piece.dtype]) for name, piece in self._pieces.items()}
+
+    def file_of(self, name: str) -> str:
+        """In which file a tensor is."""
+        return self._pieces[name].file
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        piece = self._pieces[name]
+        with open(open_regular(self.folder / piece.file), "rb", buffering=0) as file:
+            return read_rows(file, piece, 0, piece.rect.sizes[0] if piece.rect.sizes else 1)
+
+
+def divide(store: TensorStore, max_bytes: int) -> list[list[NamedPiece]]:
+    """Which tensors go into which file, in their order: a new file begins where the next tensor would make it too large."""
+    files: list[list[NamedPiece]] = []
+    room = 0
+    for name, info in store.tensors().items():
+        stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        if not files or info.num_bytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(NamedPiece(name, info.shape, Piece((0,) * len(info.shape), stand_in)))
+        room -= info.num_bytes
+    return files
+
+
+def write_tensors(path: Path, items: Sequence[NamedPiece], store: TensorStore) -> None:
+    """Write one file, each tensor read when its turn comes.
+
+    Raises:
+        CheckpointError: a dtype that the format does not have.
+        OSError: as any write.
+    """
+    for item in items:
+        if item.piece.tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{item.name} is {item.piece.tensor.dtype}, which safetensors files cannot hold: give --dtype")
+    write_plain_file(path, items, lambda item: store.read(item.name))

@@ -1,0 +1,95 @@
+"""Arithmetic of a training step in closed form, in the two conventions people quote, and peaks to hold it against.
+
+*full* counts every attention score, *causal* only those a causal mask needs (half of them, fewer in a sliding window): that is what a good
+kernel computes, and the honest one for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as
+twice the forward pass, and recomputation not at all (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from megatron_sp.config.peaks import PEAK_TFLOPS
+from megatron_sp.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_NAME_TO_PEAK = (
+    ("H100 PCIe", "h100-pcie-bf16"), ("H100", "h100-bf16"), ("H200", "h200-bf16"), ("H800", "h800-bf16"), ("A100", "a100-bf16"),
+    ("B200", "b200-bf16"), ("L40S", "l40s-bf16"), ("A10", "a10-bf16"), ("V100", "v100-fp16"), ("4090", "rtx4090-bf16"),
+    ("MI300X", "mi300x-bf16"),
+)  # fmt: skip
+
+
+def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
+    """(without attention scores, attention scores of the full square) for one token of a full sequence.
+
+    ``head_share``: of the tokens, those whose entry in the vocabulary is predicted: BERT's masked ones.
+    """
+    assert config.num_layers and config.hidden_size and config.num_attention_heads and config.vocab_size and config.seq_length
+    heads_width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_groups * config.head_dim
+    qkv_and_proj = config.hidden_size * (heads_width + 2 * kv_width) + heads_width * config.hidden_size
+    mlp = config.hidden_size * config.ffn_size * (3 if config.is_gated else 2)
+    dense = config.num_layers * (qkv_and_proj + mlp) + head_share * config.hidden_size * config.vocab_size
+    dense += head_share * config.hidden_size**2 if config.is_bert else 0
+    scores = config.num_layers * 2 * config.seq_length * heads_width  # q k^T and probabilities times v
+    return 2.0 * dense, 2.0 * scores
+
+
+def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
+    """(causal, full) FLOPs of forward and backward for one token; BERT sees all of its sequence, so both are the same."""
+    dense, scores = forward_flops_per_token(config, head_share)
+    return 3.0 * (dense + scores * seen_share(config)), 3.0 * (dense + scores)
+
+
+def seen_share(config: ModelConfig) -> float:
+    """Of all pairs of a query and a key, those that the mask leaves, for long sequences: 1 for BERT, else a half; in a window of w of s
+    tokens w/s less half of its square."""
+    assert config.seq_length
+    if config.is_bert:
+        return 1.0
+    window = 1.0 if config.window_size is None else min(1.0, config.window_size / config.seq_length)
+    return window - window**2 / 2
+
+
+def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """The peak for MFU and its name.
+
+    Args:
+        choice: --peak-tflops: a number, a name of ``PEAK_TFLOPS``, or None for the device's own.
+    Returns:
+        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. A CPU's is measured: a short matrix product in ``dtype``
+        with the threads of this process.
+    """
+    if choice is not None:
+        return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")
+    if device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _NAME_TO_PEAK:
+            if part in name:
+                return PEAK_TFLOPS[peak], peak
+        return 0.0, "unknown"
+    return _measured_matmul_tflops(dtype), "measured matmul"
+
+
+def _measured_matmul_tflops(dtype: torch.dtype) -> float:
+    """Of products that grow until one can be timed: a small one will do where the CPU has no instructions for ``dtype``."""
+    import torch
+
+    rate = 0.0
+    for size in (128, 256, 512, 1024):
+        a = torch.ones(size, size, dtype=dtype)
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            torch.mm(a, a)
+            best = min(best, time.perf_counter() - start)
+        rate = max(rate, 2.0 * size**3 / best / 1e12)
+        if best > 0.005:
+            break
+    return rate

@@ -1,0 +1,34 @@
+"""Host memory that saving in the background keeps for its copy, in closed form: what a rank writes of a checkpoint.
+
+    16-bit weights    2 + 4 (master) + 4 + 4 (Adam)    = 14 bytes a parameter
+    fp32 weights      4 + 4 + 4                        = 12
+
+over the ranks that hold the same parameters: from ZeRO stage 1 on each writes its ranges; at stage 0 replicas are dealt out whole, so that
+none has less than the largest of them. This module does not load torch; a test holds it against the division that a run makes.
+"""
+
+from __future__ import annotations
+
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.memory_sizes import Sizes
+
+
+def copy_bytes(config: Config, world_size: int) -> int:
+    """Bytes of host memory on the rank that writes most; 0 without saves in the background."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
+        return 0
+    parallel = config.parallel
+    dp = parallel.dp_size(world_size)
+    sizes = Sizes(config.model, parallel, config.kernels, config.batch, config.precision, dp, "cpu", 1.0)
+    with_state = not checkpoint.no_save_optim
+    wide = sizes.wide
+    state = with_state * wide * (2 if config.optimizer.optimizer == "adam" else 1)
+    each = sizes.e + state + with_state * wide * sizes.is_16_bit
+    ranks = dp * parallel.sequence_parallel_size
+    tables = 1 + config.model.untie_embeddings_and_output_weights
+    padding = max(0, sizes.rows - (config.model.vocab_size or 0)) * sizes.h * tables  # rows that no checkpoint has
+    share = -(-(sizes.zero.num_params - padding) * each // ranks)
+    if parallel.zero_stage > 0 or ranks == 1:
+        return share
+    return max(share, min(sizes.rows, config.model.vocab_size or 0) * sizes.h * max(sizes.e, wide if with_state else 0))

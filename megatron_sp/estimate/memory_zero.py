@@ -1,0 +1,210 @@
+"""What ZeRO makes of parameters and gradients in a rank's memory, moment by moment (``optim/flat.py``, ``gradients.py``, ``weights.py``).
+
+    stage 0      gradients are whole from the first one of a step to its end
+    stage 1      the same up to the last backward pass, which makes ranges of them, a unit after the other
+    stage 2, 3   ranges from one micro-batch to the next; whole are the unit that backward is in, and the one whose reduction is under way
+    stage 3      of the parameters too there are ranges, and buffers in which units are made whole
+
+A reduction takes more than the gradients: its result, the rounded gradients where they travel in 16 bits, and with gloo, whose
+reduce_scatter we add up ourselves, what arrives from the other ranks. At a group of one rank nothing is reduced and nothing gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_sp.config.schema import ParallelConfig
+from megatron_sp.optim.residency import Pool, pools_of
+from megatron_sp.utils.numbers import round_up
+
+ALIGN_BYTES = 64  # of parameters in optim/flat.py; a test holds them together
+
+
+@dataclass(frozen=True)
+class Held:
+    """Gradients of one moment, in bytes.
+
+    Attributes:
+        whole: buffers of whole units.
+        ranges: reduced ones.
+        under_way: what reductions hold beside the gradients.
+    """
+
+    whole: int = 0
+    ranges: int = 0
+    under_way: int = 0
+
+
+@dataclass(frozen=True)
+class ZeroForm:
+    """Units of one rank, and how they are sharded.
+
+    Attributes:
+        units: elements of each: embedding, blocks, head; without the padding of the ranges.
+        parallel: of the run.
+        ranks: dp * sp.
+        element, wide: bytes of a parameter, and of a gradient.
+        accumulates: there is more than one micro-batch in a step.
+        tied: the embedding's gradient is begun at the head.
+        receives: a reduce_scatter has a buffer for what arrives (gloo).
+    """
+
+    units: Sequence[int]
+    parallel: ParallelConfig
+    ranks: int
+    element: int
+    wide: int
+    accumulates: bool
+    tied: bool
+    receives: bool
+
+    @property
+    def stage(self) -> int:
+        return self.parallel.zero_stage
+
+    @property
+    def parts(self) -> int:
+        """Ranges of a unit."""
+        return self.ranks if self.stage > 0 else 1
+
+    def size(self, unit: int) -> int:
+        """Elements of a unit with padding."""
+        return self._sizes[unit]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [round_up(count, ALIGN_BYTES // self.element * self.parts) for count in self.units]
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all units with padding."""
+        return sum(self._sizes)
+
+    @property
+    def kept_params(self) -> int:
+        """Elements of parameters from start to end, without the buffers of stage 3."""
+        return self.num_params // self.parts if self.stage == 3 else self.num_params
+
+    @cached_property
+    def pools(self) -> list[Pool]:
+        """Units that share buffers, at stage 3."""
+        alike = [0 < unit < self._last for unit in range(len(self.units))]
+        return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied, keep_all=self.parallel.zero3_gather_once)
+
+    @property
+    def buffers(self) -> int:
+        """Elements of the buffers in which units are made whole and that stay."""
+        return sum(min(pool.num_buffers, len(pool.units)) * self._buffer(pool) for pool in self.pools if pool.lasting)
+
+    @cached_property
+    def head_buffer(self) -> int:
+        """Elements of the buffer of the head if it is there only for its time: from the last block's forward pass on."""
+        return sum(self._buffer(pool) for pool in self.pools if not pool.lasting)
+
+    def _buffer(self, pool: Pool) -> int:
+        return max(map(self.size, pool.units)) if self.stage == 3 and self.ranks > 1 else 0
+
+    @property
+    def travel(self) -> int:
+        """Bytes of an element of a gradient on its way."""
+        return 2 if self._rounds else self.wide
+
+    @property
+    def _rounds(self) -> bool:
+        return self.parallel.grad_reduce_in_bf16 and self.ranks > 1
+
+    def _beside(self, units: Iterable[int], arrived: int | None) -> int:
+        """Of reductions under way: where we add up ourselves, only that of the unit that has arrived has a result."""
+        total = 0
+        for unit in units:
+            size = self.size(unit)
+            total += size * 2 if self._rounds else 0
+            if self.stage > 0 and self.ranks > 1:
+                total += size * self.travel if self.receives else 0
+                total += size // self.parts * self.travel if not self.receives or unit == arrived else 0
+        return total
+
+    def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None) -> Held:
+        """Units that are whole, those reduced to ranges, those of the whole ones that are on their way, and which of these is taken in."""
+        ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
+        widened = 0 if arrived is None or not self._rounds else self.size(arrived) // self.parts * 4
+        return Held(
+            sum(map(self.size, set(whole))) * self.wide, sum(self.size(u) for u in ranges) // self.parts * self.wide,
+            self._beside(going, arrived) + widened,
+        )  # fmt: skip
+
+    @property
+    def _last(self) -> int:
+        return len(self.units) - 1
+
+    @property
+    def _begun_early(self) -> set[int]:
+        """Units whose gradient exists from the head on, though backward comes to them last."""
+        return {0} if self.tied else set()
+
+    def _not_reached(self, unit: int) -> set[int]:
+        """Units below one whose gradients are whole when the last backward pass is in it (stage 1)."""
+        return set(range(unit)) if self.accumulates else self._begun_early
+
+    # moments; those of backward are of the last micro-batch
+
+    def forward(self) -> Held:
+        """Before the first backward pass of a micro-batch that is not the first one, if there is any."""
+        if not self.accumulates:
+            return Held()
+        if self.stage < 2:
+            return self._held(range(len(self.units)), ())
+        return self._held([0], (), [0])  # the embedding of the micro-batch before is on its way
+
+    def at_head(self) -> Held:
+        """The head's loss and backward."""
+        if self.stage < 2:
+            return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
+        if self.tied:  # the head begins the next gradient of the embedding's unit, and takes in the one before only then
+            return self._held([0], (), [0] if self.accumulates else [])
+        left = [0] if self.accumulates else []
+        return self._held([self._last, *left], (), left)
+
+    def at(self, unit: int) -> Held:
+        """Backward is in a unit that is not the head: its own gradients are there."""
+        above = range(unit + 1, len(self.units))
+        overlap = self.parallel.overlap_grad_reduce
+        if self.stage == 0 or (self.stage == 1 and not overlap):
+            whole = range(len(self.units)) if self.accumulates else [unit, *above, *self._begun_early]
+            return self._held(whole, (), above if overlap else ())
+        if self.stage == 1:
+            return self._held([unit, *above[:1], *self._not_reached(unit)], above[1:], above[:1])
+        if overlap:
+            return self._held([unit, unit + 1, *self._begun_early], above[1:], above[:1])
+        left = [0] if self.accumulates and not self.tied and unit > 0 else []
+        return self._held([unit, *above, *self._begun_early, *left], (), left)
+
+    def reducing(self, unit: int) -> list[Held]:
+        """Backward leaves a unit; for unit 0 everything that comes behind backward."""
+        above = range(unit + 1, len(self.units))
+        everything = range(len(self.units))
+        if self.stage == 0:
+            return [self._held(everything, (), everything)] if unit == 0 else [self.at(unit)]
+        if self.stage == 1 and self.parallel.overlap_grad_reduce:
+            going = {unit, *above[:1]}
+            return [self._held(going | self._not_reached(unit), above[1:], going, arrived=max(going))]
+        if self.stage == 1 and unit == 0:  # one after another, the first unit first
+            pairs = [everything[first : first + 2] for first in everything]
+            return [self._held(everything[pair[0] :], everything[: pair[0]], pair, arrived=pair[0]) for pair in pairs]
+        if self.parallel.overlap_grad_reduce:
+            left = {0} if unit == self._last and self.accumulates and not self.tied else set()
+            going = {unit, *above[:1], *left}
+            return [self._held(going | self._begun_early, above[1:], going, arrived=max(going))]
+        if unit > 0:
+            return [self.at(unit)]
+        found = []
+        for first in everything:  # one after another, the last unit first
+            pair = everything[first : first + 2]
+            found.append(self._held(everything[: first + 2], everything[first + 2 :], pair, arrived=max(pair)))
+        return found
+
+    def after(self) -> Held:
+        """The step's gradients when all are reduced."""
+        return self._held(range(len(self.units)), ()) if self.stage == 0 else self._held((), range(len(self.units)))

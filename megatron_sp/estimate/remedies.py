@@ -1,0 +1,154 @@
+"""Too little memory predicted: what would help, each change tried with the closed form before it is recommended."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from megatron_sp.config.rules import normalize, violations
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.memory import memory_plan
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan
+from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.utils.format import format_bytes
+
+Device = Literal["cpu", "cuda"]
+_NUMBER = 3
+_MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped it
+
+
+class Remedy(NamedTuple):
+    """A change of flags, and the peak that it brings."""
+
+    flags: str
+    peak: int
+
+
+def head_share(config: Config) -> float:
+    """Of the positions, those that the head sees: of BERT's the masked ones."""
+    return config.data.mask_prob if config.model.is_bert else 1.0
+
+
+def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
+    """The memory of one rank of a run, with the copy of its saves; its vocabulary size is known."""
+    plan = memory_plan(
+        config.model, config.parallel, config.kernels, config.batch, config.precision,
+        data_parallel_size=config.parallel.dp_size(world_size), optimizer=config.optimizer.optimizer, device=device,
+        head_share=head_share(config),
+    )  # fmt: skip
+    copy_of_saves = copy_bytes(config, world_size)
+    if device == "cuda":
+        return replace(plan, host=plan.host + copy_of_saves)
+    return replace(plan, stays=(*plan.stays, Line("copy for saving in the background", copy_of_saves)))
+
+
+def find_remedies(config: Config, world_size: int, device: Device, available: float = 0) -> list[Remedy]:
+    """Up to three changes that lower the peak, those that bring it below ``available`` first.
+
+    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone, the last is all
+    together that leave the layout as it is.
+    """
+    peak = plan_of(config, world_size, device).peak
+    found: list[Remedy] = []
+    together = copy.deepcopy(config)
+    for kind in _kinds(config):
+        tried = []
+        for flags, change in kind:
+            changed = copy.deepcopy(config)
+            change(changed)
+            normalize(changed)
+            if not violations(changed, world_size):
+                tried.append((Remedy(flags, plan_of(changed, world_size, device).peak), change))
+        tried = [each for each in tried if each[0].peak < 0.99 * peak]
+        if not tried:
+            continue
+        best = next((each for each in tried if each[0].peak <= available), None) or min(tried, key=lambda each: each[0].peak)
+        found.append(best[0])
+        if not best[0].flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16")):
+            best[1](together)
+    found.sort(key=lambda remedy: (remedy.peak > available, remedy.peak if remedy.peak > available else 0))
+    names = [r.flags for r in found if not r.flags.startswith(("--sequence-parallel-size", "--tensor-model-parallel-size", "--bf16"))]
+    if len(names) > 1 and found[0].peak > available:
+        normalize(together)
+        if not violations(together, world_size):
+            found = [*found[: _NUMBER - 1], Remedy(" ".join(names), plan_of(together, world_size, device).peak)]
+    return found[:_NUMBER]
+
+
+Change = tuple[str, Callable[[Config], None]]
+
+
+def _kinds(config: Config) -> Iterator[list[Change]]:
+    """Changes by kind, cheapest kind first, within a kind from the smallest change on."""
+
+    def setting(group: str, name: str, value: object) -> Callable[[Config], None]:
+        return lambda c: setattr(getattr(c, group), name, value)
+
+    parallel, model, batch = config.parallel, config.model, config.batch
+    yield [(f"--zero-stage {stage}", setting("parallel", "zero_stage", stage)) for stage in range(parallel.zero_stage + 1, 4)]
+    size = batch.micro_batch_size
+    smaller = [size // by for by in range(2, min(size, _MOST_TRIED) + 1) if size % by == 0]
+    smaller += [1] if size > _MOST_TRIED else []
+    yield [(f"--micro-batch-size {to}", setting("batch", "micro_batch_size", to)) for to in smaller]
+    if config.kernels.recompute_granularity != "full":
+        yield [("--recompute-granularity full", _recompute_all)]
+    yield [(f"--mlp-chunks {pieces}", setting("kernels", "mlp_chunks", pieces)) for pieces in (4, 16) if pieces > config.kernels.mlp_chunks]
+    if not config.kernels.offload_activations:
+        yield [("--offload-activations", setting("kernels", "offload_activations", True))]
+    yield [("--no-async-save", setting("checkpoint", "async_save", False))]
+    sizes = [parallel.sequence_parallel_size * 2**i for i in range(1, 11)]
+    yield [
+        (f"--sequence-parallel-size {size}", setting("parallel", "sequence_parallel_size", size))
+        for size in sizes if size <= (model.num_attention_heads or 0)
+    ]  # fmt: skip
+    sizes = [parallel.tensor_model_parallel_size * 2**i for i in range(1, 4)]
+    yield [(f"--tensor-model-parallel-size {size} --sequence-parallel", _split(size)) for size in sizes]
+    if config.precision.params_dtype == "float32":
+        yield [("--bf16", setting("precision", "bf16", True))]
+
+
+def _recompute_all(config: Config) -> None:
+    config.kernels.recompute_activations = False
+    config.kernels.recompute_granularity, config.kernels.recompute_method, config.kernels.recompute_num_layers = "full", None, None
+
+
+def _split(size: int) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel = size, True
+
+    return change
+
+
+def shortage(config: Config, world_size: int, device: Device, available: int, whose: str) -> list[str]:
+    """Lines of a warning if a rank is predicted to need more than there is; else none.
+
+    Args:
+        available: bytes for this rank.
+        whose: where they are, in words.
+    """
+    plan = plan_of(config, world_size, device)
+    if plan.peak <= available:
+        return []
+    first = f"warning: a rank is predicted to need {format_bytes(plan.peak)} and there are {format_bytes(available)} {whose}: "
+    return [first + breakdown(plan), *advice(config, world_size, device, available)]
+
+
+def breakdown(plan: MemoryPlan) -> str:
+    """Where the memory goes, in a line."""
+    worst = sorted((*plan.stays, *plan.worst.lines), key=lambda line: -line.num_bytes)[:4]
+    parts = ", ".join(f"{line.name} {format_bytes(line.num_bytes)}" for line in worst)
+    return (
+        f"{format_bytes(plan.resident)} that stay + {format_bytes(plan.worst.num_bytes)} in {plan.worst.phase}, {plan.worst.name}"
+        f" (the largest: {parts})"
+    )
+
+
+def advice(config: Config, world_size: int, device: Device, available: int) -> list[str]:
+    """A line for each remedy: what it brings, and whether that is enough."""
+    lines = []
+    for remedy in find_remedies(config, world_size, device, available):
+        fits = "fits" if remedy.peak <= available else "still too much"
+        lines.append(f"  {remedy.flags}: predicted {format_bytes(remedy.peak)}, {fits}")
+    return lines or ["  no change of layout, batch or precision helps: make the model or --seq-length smaller"]

@@ -1,0 +1,228 @@
+"""What a rank sends in a step, worked out from the configuration: number of collectives and bytes on the wire, by kind.
+
+Bytes are those of ring algorithms, of one rank, with N what the whole tensor has and W the ranks of the group:
+
+    all_gather, reduce_scatter    N (W-1)/W
+    all_reduce                    2 N (W-1)/W
+    all_to_all                    what the rank sends to others: (W-1)/W of what it sends, where shares are even
+
+(gloo's all_gather and all_reduce are rings; our reduce_scatter on gloo is an all_to_all of the same bytes. NCCL may choose trees, which
+send no less.) "Can hide" is what runs under computation given the flags: started before something that does not need it. Whether it is
+hidden is a matter of the link, and ``--report-overlap`` measures it.
+
+This module does not load torch. ``tests/dist/test_traffic.py`` holds it against the collectives of real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_sp.estimate.memory import Form
+from megatron_sp.models.unit_order import unit_order
+from megatron_sp.optim.residency import list_fetches
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind in one step.
+
+    Attributes:
+        kind: what travels.
+        op: how.
+        group: between whom.
+        ranks: of the group.
+        number: how many.
+        num_bytes: on the wire, sent by one rank, in all.
+        can_hide: how many of these bytes.
+        under: what they can run under; "" if nothing.
+    """
+
+    kind: str
+    op: Op
+    group: str
+    ranks: int
+    number: int
+    num_bytes: int
+    can_hide: int = 0
+    under: str = ""
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """All collectives of a step of the rank that sends most."""
+
+    flows: tuple[Flow, ...]
+
+    @property
+    def number(self) -> int:
+        return sum(flow.number for flow in self.flows)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(flow.num_bytes for flow in self.flows)
+
+    @property
+    def can_hide(self) -> int:
+        return sum(flow.can_hide for flow in self.flows)
+
+    def as_dict(self) -> dict[str, Any]:
+        totals = {"number": self.number, "num_bytes": self.num_bytes, "can_hide": self.can_hide}
+        return {**totals, "flows": [asdict(flow) for flow in self.flows]}
+
+
+def traffic_plan(
+    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
+    *, data_parallel_size: int = 1, device: Literal["cpu", "cuda"] = "cpu", head_share: float = 1.0,
+) -> TrafficPlan:  # fmt: skip
+    """The collectives of a training step.
+
+    Args:
+        model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
+        data_parallel_size: dp.
+        device: decides the chunks of the LM head.
+        head_share: of the positions, those that BERT's head sees on a CPU.
+    """
+    form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share)
+    samples = form.num_micro_batches * batch.micro_batch_size * data_parallel_size
+    counter = _Counter(form, parallel, kernels, data_parallel_size, 2 if model.has_order_head else 1, samples)
+    flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.ulysses(), *counter.scalars()]
+    return TrafficPlan(tuple(flow for flow in flows if flow.number))
+
+
+def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
+    """Sent by one rank of a ring for a tensor whose whole has ``num_bytes``; of an all_to_all: what the rank has to send, evenly."""
+    once = num_bytes * (ranks - 1) // ranks
+    return 2 * once if op == "all_reduce" else once
+
+
+class _Counter:
+    def __init__(self, form: Form, parallel: ParallelConfig, kernels: KernelConfig, dp: int, num_terms: int, num_samples: int) -> None:
+        self.form, self.parallel, self.kernels, self.num_terms, self.num_samples = form, parallel, kernels, num_terms, num_samples
+        self.tp, self.sp = form.tp, form.sp
+        self.ranks, self.world = dp * form.sp, dp * form.sp * form.tp
+        self.units = range(form.layers + 2)
+        self.recomputed = sum(last - first for first, last in form.recomputed)
+        self.forwards = (form.layers + self.recomputed) * form.num_micro_batches  # of blocks in a step
+        self.backwards = form.layers * form.num_micro_batches
+
+    def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
+        """Of whole tensors of these bytes; ``hidden``: of those among them that can hide."""
+        ranks = {"dp x sp": self.ranks, "tp": self.tp, "world": self.world}[group]
+        sizes = sizes if ranks > 1 else []
+        hidden = hidden or [] if ranks > 1 else []
+        sent, can_hide = (sum(wire_bytes(op, size, ranks) for size in some) for some in (sizes, hidden))
+        return Flow(kind, op, group, ranks, len(sizes), sent, can_hide, under if can_hide else "")
+
+    def gradients(self) -> Iterator[Flow]:
+        """Over dp x sp: once, or at stages 2 and 3 in every micro-batch; behind the backward pass nothing covers the embedding's."""
+        zero, stage = self.form.zero, self.parallel.zero_stage
+        times = self.form.num_micro_batches if stage >= 2 else 1
+        sizes = [zero.size(unit) * zero.travel for unit in self.units]
+        # at stages 2 and 3 the embedding's of all micro-batches but the last has the next one's forward pass
+        hidden = sizes[1:] * times + sizes[:1] * (times - 1)
+        op: Op = "all_reduce" if stage == 0 else "reduce_scatter"
+        yield self._flow(
+            "gradients", op, "dp x sp", sizes * times, hidden if self.parallel.overlap_grad_reduce else [], "the rest of the backward pass"
+        )
+        shared = [self.form.shared(unit) * self.form.wide for unit in self.units]
+        yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
+
+    def parameters(self) -> Iterator[Flow]:
+        """Over dp x sp: after the update, or at stage 3 before each use."""
+        zero, stage, overlap = self.form.zero, self.parallel.zero_stage, self.parallel.overlap_param_gather
+        sizes = [zero.size(unit) * self.form.e for unit in self.units]
+        if stage in (1, 2):
+            yield self._flow(
+                "parameters",
+                "all_gather",
+                "dp x sp",
+                sizes,
+                sizes[1:] if overlap else [],
+                "the rest of the update, and the next forward pass",
+            )
+        if stage == 3:
+            order = unit_order(self.kernels, self.form.layers, tied=zero.tied, backward=True)
+            fetches = list_fetches(zero.pools, order, self.form.num_micro_batches, ahead=overlap)
+            ahead = [sizes[unit] for unit, is_ahead in fetches if is_ahead]
+            yield self._flow(
+                "parameters", self.parallel.zero3_fetch, "dp x sp", [sizes[unit] for unit, _ in fetches], ahead, "the unit before"
+            )
+
+    def tensor_parallel(self) -> Iterator[Flow]:
+        """Entering and leaving the split parts of the layers, the embedding and the head."""
+        if self.tp == 1:
+            return
+        form, times = self.form, self.form.num_micro_batches
+        size, under = form.whole_stream, "products of the backward pass"
+        # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
+        # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
+        forwards, backwards, bert = self.forwards, self.backwards, form.model.is_bert
+        ends = 1 if bert else 2  # embedding and head; BERT's head leaves in another way
+        enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
+        entered, left = [size] * backwards, [size] * backwards
+        pieces = [tokens * form.parts * form.h * form.e for tokens in form.mlp_pieces]
+        enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
+        if form.chunked:  # a piece enters under the one before, and leaves under the one behind
+            under += ", and other pieces of the MLP"
+            entered = entered + pieces[1:] * (forwards + 2 * backwards)
+            left = left + pieces[:-1] * forwards + pieces * backwards
+        else:
+            entered, left = entered + pieces * backwards, left + pieces * backwards
+        if form.parts > 1:
+            yield self._flow("activations", "all_gather", "tp", enters, entered, under)
+            yield self._flow("activations", "reduce_scatter", "tp", leaves, left, under)
+        else:
+            yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
+        chunk, tokens = form.head_chunk, form.head_tokens
+        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * form.h * form.e] * times if bert else [])
+        chunks = [min(chunk, tokens - start) * form.wide for start in range(0, tokens, chunk)]
+        yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
+
+    def ulysses(self) -> Iterator[Flow]:
+        """Exchanges of heads, of the rank that sends most."""
+        form, ranks = self.form, self.sp
+        if ranks == 1:
+            return
+        hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
+        number = [sum(len(chunk.messages) + 1 for chunk in form.chunks) * n for n in (self.forwards, self.backwards)]
+        sent = [self._sent(rank, hides) for rank in range(ranks)]
+        most = max(sent, key=lambda s: self.forwards * sum(s[0]) + self.backwards * sum(s[1]))
+        forward, backward = ([n * bytes_ for bytes_ in both] for n, both in zip((self.forwards, self.backwards), most, strict=True))
+        under = "projections and attention of other heads"
+        for kind, count, (shown, hidden) in zip(("heads, forward", "heads, backward"), number, (forward, backward), strict=True):
+            yield Flow(kind, "all_to_all", "sp", ranks, count, shown + hidden, hidden, under if hidden else "")
+
+    def _sent(self, rank: int, hides: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes that a rank sends in a block's forward and backward pass, each (in the open, can hide)."""
+        form, chunks = self.form, self.form.chunks
+        per_head = form.inside * form.d * form.e
+        forward, backward = [0, 0], [0, 0]
+        messages = sum(len(chunk.messages) for chunk in chunks)
+        for index, chunk in enumerate(chunks):
+            last = index == len(chunks) - 1
+            of_ranks = [len(share.queries) for share in chunk.shares]
+            # forward: the last message of the first chunk has nothing left to run under but the next chunk's projection
+            for place, message in enumerate(chunk.messages):
+                widths = [len(rows) for rows in message.rows]
+                covered = hides and (len(chunks) > 1 or place < len(chunk.messages) - 1)
+                forward[covered] += (sum(widths) - widths[rank]) * per_head
+                # backward: whoever waits takes them in the order in which they were sent, the first at once if there is but one chunk
+                covered = hides and messages > 1 and (len(chunks) > 1 or message.part != "v")
+                backward[covered] += widths[rank] * (self.sp - 1) * per_head
+            forward[hides and not last] += of_ranks[rank] * (self.sp - 1) * per_head
+            backward[hides] += (sum(of_ranks) - of_ranks[rank]) * per_head  # the gradient of the output: under that of the projection
+        return (forward[0], forward[1]), (backward[0], backward[1])
+
+    def scalars(self) -> Iterator[Flow]:
+        """Token counts and the samples' digests, loss sums, the gradient norm."""
+        everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
+        holders = "world" if self.parallel.zero_stage > 0 else "tp"
+        yield self._flow(
+            "token counts, digests, loss", "all_reduce", "world", everybody, everybody, "the first forward pass, and the update"
+        )
+        yield self._flow("gradient norm", "all_reduce", holders, [8])

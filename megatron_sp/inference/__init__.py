@@ -1,0 +1,1 @@
+"""Trained models at work: generation with a key/value cache, evaluation, serving."""

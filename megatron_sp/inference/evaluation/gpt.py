@@ -1,0 +1,111 @@
+"""The evaluations of a GPT: from files to numbers. All are collective: every rank calls them and gets the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_sp.data.gpt_index import split_bounds
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.inference.evaluation import measures
+from megatron_sp.inference.evaluation.items import read_choices, read_documents, read_last_words
+from megatron_sp.inference.evaluation.measures import Numbers
+from megatron_sp.inference.evaluation.rows import Row, continuation, encoded, windows
+from megatron_sp.inference.evaluation.scoring import score_rows
+from megatron_sp.inference.team import Team
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.utils.errors import DataError
+
+PARTS = ("train", "valid", "test")
+
+
+class Reading(NamedTuple):
+    """How texts are read.
+
+    Attributes:
+        length: tokens at once.
+        stride: by how many the next window begins later.
+        batch_size: rows of a forward pass.
+        limit: documents or items, the first ones; None: all.
+    """
+
+    length: int
+    stride: int
+    batch_size: int
+    limit: int | None
+
+
+class GPTEvaluation:
+    """One model with its tokenizer, on every rank of a team."""
+
+    def __init__(self, model: GPTModel, tokenizer: Tokenizer, reading: Reading, team: Team) -> None:
+        self.model, self.tokenizer, self.reading, self.team = model, tokenizer, reading, team
+
+    def of_data(self, prefix: str | Path, split: str | None, part: str) -> Numbers:
+        """Loss on a data set, whose documents are joined as in training: a window may hold several, and their ends count.
+
+        Args:
+            split: weights of the parts, as in training; None: all of it is taken.
+            part: one of ``PARTS``.
+        Raises:
+            DataError: files that cannot be read, a token outside the vocabulary, fewer than two tokens.
+        """
+        with self.team.agree():
+            tokens = self._tokens_of(prefix, split, part)
+            rows = list(windows(tokens, self.reading.length, self.reading.stride))
+        return measures.perplexity(self._score(rows), None)
+
+    def _tokens_of(self, prefix: str | Path, split: str | None, part: str) -> np.ndarray:
+        indexed = IndexedDataset(prefix)
+        first, last = (0, len(indexed)) if split is None else split_bounds(split, len(indexed))[PARTS.index(part)]
+        last = last if self.reading.limit is None else min(last, first + self.reading.limit)
+        pieces, vocab_size = [], self.model.config.vocab_size or 0
+        for i in range(first, last):
+            pieces.append(indexed.get(i))
+            indexed.check_tokens(pieces[-1], i, 0, vocab_size)
+        tokens = np.concatenate([np.zeros(0, np.int64), *pieces])
+        if len(tokens) < 2:
+            which = "" if split is None else f", {part} part of --split {split}"
+            raise DataError(f"{indexed.prefix}{which}: {len(tokens)} tokens are too few to predict one from another")
+        return tokens
+
+    def of_text(self, path: str | Path) -> Numbers:
+        """Loss on texts, each by itself: its first token follows the end of a document, its end is not scored."""
+        with self.team.agree():
+            texts = read_documents(path, self.reading.limit)
+            rows = [
+                row for ids in encoded(self.tokenizer, texts, str(path))
+                for row in windows([self.tokenizer.eod, *ids], self.reading.length, self.reading.stride)
+            ]  # fmt: skip
+        return measures.perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
+
+    def of_last_words(self, path: str | Path) -> Numbers:
+        """Is the last word of a text what the model would have said (LAMBADA, arXiv:1606.06031)?"""
+        with self.team.agree():
+            items = read_last_words(path, self.reading.limit)
+            rows = [self._continuation(item.context, item.word, item.where) for item in items]
+        return measures.last_word(self._score(rows))
+
+    def of_choices(self, path: str | Path) -> Numbers:
+        """Which of several continuations is the likeliest? A space is put in front of each where neither side brings white space."""
+        with self.team.agree():
+            items = read_choices(path, self.reading.limit)
+            rows = [
+                self._continuation(item.context, choice if _joins(item.context, choice) else " " + choice, item.where)
+                for item in items for choice in item.choices
+            ]  # fmt: skip
+        scores = iter(self._score(rows))
+        return measures.multiple_choice(items, [[next(scores).loss for _ in item.choices] for item in items])
+
+    def _continuation(self, context: str, text: str, where: str) -> Row:
+        return continuation(self.tokenizer, context, text, self.reading.length, where)
+
+    def _score(self, rows: list[Row]) -> list[measures.RowScore]:
+        return score_rows(self.model, rows, self.reading.batch_size, self.team)
+
+
+def _joins(context: str, text: str) -> bool:
+    return not context or context[-1].isspace() or text[0].isspace()

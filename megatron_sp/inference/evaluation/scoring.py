@@ -1,0 +1,98 @@
+"""Running rows through a model in batches, which the copies of the model share.
+
+Batches are made before anybody looks at ranks: the longest rows first, so that rows of a batch are about equally long. Copy r of the
+model (dp) takes every dp-th batch; within a copy the tp and sp ranks work on it together. So every number is the one of one process, to
+rounding, in any layout.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_sp.inference.evaluation.rows import Row
+from megatron_sp.inference.team import Team
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.ops.attention import AttentionMask
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.utils.errors import NumericsError
+
+
+class RowScore(NamedTuple):
+    """What a model makes of a row's scored tokens: the sum of their losses (nats), how many there are, and how many it would have said."""
+
+    loss: float
+    num_tokens: int
+    hits: int
+
+
+class Progress:
+    """A line on stderr now and then."""
+
+    def __init__(self, total: int, what: str, say: Callable[[str], None], every_s: float = 10.0) -> None:
+        self.total, self.what, self.say, self.every_s = total, what, say, every_s
+        self.began = self.told = time.monotonic()
+
+    def at(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.told >= self.every_s and done < self.total:
+            self.told = now
+            left = (now - self.began) / done * (self.total - done)
+            self.say(f"{done:,} of {self.total:,} {self.what}, about {left:.0f} s left")
+
+
+def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]:
+    """The results of batches 0 to ``number - 1`` on every rank, as JSON. Collective.
+
+    Args:
+        run: computes one of them, together with the tp and sp ranks.
+    """
+    progress = Progress(number, "batches", team.say if sys.stderr is not None else lambda line: None)
+    mine = {}
+    for index in range(team.dp_rank, number, team.dp_size):
+        mine[index] = run(index)
+        progress.at(index + 1)
+    found = team.gather([[index, result] for index, result in mine.items()] if team.is_first_of_replica else [])
+    by_index = {index: result for of_rank in found for index, result in of_rank}
+    return [by_index[index] for index in range(number)]
+
+
+def score_rows(model: GPTModel, rows: Sequence[Row], batch_size: int, team: Team) -> list[RowScore]:
+    """Every row's score, in order, on every rank. Collective.
+
+    Raises:
+        NumericsError: a loss is not finite.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    results = run_batches(len(batches), lambda index: _score_batch(model, [rows[i] for i in batches[index]]), team)
+    scores: list[RowScore] = [RowScore(0.0, 0, 0)] * len(rows)
+    for batch, result in zip(batches, results, strict=True):
+        for i, score in zip(batch, result, strict=True):
+            scores[i] = RowScore(*score)
+    bad = next((i for i, score in enumerate(scores) if score.loss != score.loss or score.loss == float("inf")), None)
+    if bad is not None:
+        raise NumericsError(f"the loss of row {bad} is not finite: the weights are damaged, or overflow; try --dtype float32")
+    return scores
+
+
+def _score_batch(model: GPTModel, rows: Sequence[Row]) -> list[list[float]]:
+    longest = max(len(row.tokens) for row in rows) - 1
+    tokens, labels = (np.zeros((len(rows), longest), np.int64) for _ in range(2))  # what fills up is behind the row: nobody sees it
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens) - 1], labels[i, : len(row.tokens) - 1] = row.tokens[:-1], row.tokens[1:]
+    device = model.embedding.word_embeddings.weight.device
+    losses, hits = model.score(
+        torch.from_numpy(tokens).to(device), torch.from_numpy(labels).to(device), ForwardContext(AttentionMask())
+    )  # [b, s]
+    losses, hits = losses.double().cpu(), hits.cpu()
+    found = []
+    for i, row in enumerate(rows):
+        part = slice(row.first, len(row.tokens) - 1)
+        found.append([float(losses[i, part].sum()), row.num_scored, int(hits[i, part].sum())])
+    return found

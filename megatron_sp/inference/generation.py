@@ -1,0 +1,283 @@
+"""Continuing prompts token by token: greedy or sampled, with a key/value cache, reproducible to the token.
+
+The choice at a position depends on (logits, seed, sample, position) and on nothing else: a hash of the last three gives one
+uniform number, which is looked up in the cumulative distribution of the candidates. So a sample comes out the same whatever else
+is generated beside it and in whatever order, and no random state is touched.
+
+Sequences run one after the other, not as a batch: a batched matrix product rounds differently, and the same prompt would then have
+different continuations alone and in company. Samples of one prompt share its first pass through the model.
+
+A model that is split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments and
+gets the same tokens (``inference/kv_cache.py`` says how).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_sp.inference.kv_cache import KVCache
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.ops.attention import AttentionMask, KernelName
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.gather import agreed
+from megatron_sp.utils.errors import ConfigError, NumericsError
+
+FinishReason = Literal["", "eod", "stop", "max_new_tokens", "context"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0: always the most probable token (the lowest id among equals).
+        top_k: only the k most probable tokens; 0: all.
+        top_p: only the smallest set of most probable tokens (of those that top_k left, renormalised) that reaches this probability; 1: all.
+        seed: of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature ({self.temperature}) must be a finite number >= 0; 0 means greedy")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k ({self.top_k}) must be >= 0; 0 keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p ({self.top_p}) must be in (0, 1]; 1 keeps all tokens")
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One generated token.
+
+    Attributes:
+        prompt, sample: whose it is, as indices.
+        position: in its sequence, prompt included.
+        token: the id.
+        finish: why the sequence ends with this token; empty while it goes on. ``context``: max_position_embeddings is reached.
+    """
+
+    prompt: int
+    sample: int
+    position: int
+    token: int
+    finish: FinishReason
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that may come next.
+
+    Args:
+        logits: [v], finite.
+        sampling: temperature > 0.
+    Returns:
+        (ids int64 [c], most probable first and lower ids first among equals; probabilities fp64 [c], their sum is 1).
+    """
+    wide = logits.detach().to("cpu", torch.float64)
+    ordered, ids = torch.sort(wide, descending=True, stable=True)
+    if 0 < sampling.top_k < ids.numel():
+        ordered, ids = ordered[: sampling.top_k], ids[: sampling.top_k]
+    # the maximum is subtracted before the division, so that no temperature overflows
+    probs = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
+    if sampling.top_p < 1:
+        reached_before = torch.cumsum(probs, dim=0) - probs
+        number = max(1, int((reached_before < sampling.top_p).sum()))
+        ids, probs = ids[:number], probs[:number] / probs[:number].sum()
+    return ids, probs
+
+
+def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> int:
+    """The next token id from logits [v].
+
+    Raises:
+        NumericsError: logits are NaN or infinite.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise NumericsError(
+            f"the logits at position {position} are not finite: the weights are damaged, or overflow in {logits.dtype}; try --dtype float32"
+        )
+    if sampling.temperature == 0:
+        return int((logits == logits.max()).nonzero()[0, 0])
+    ids, probs = candidates(logits, sampling)
+    cumulative = torch.cumsum(probs, dim=0)
+    index = int(torch.searchsorted(cumulative, uniform(sampling.seed, sample, position) * cumulative[-1], right=True))
+    return int(ids[min(index, ids.numel() - 1)])
+
+
+def uniform(seed: int, sample: int, position: int) -> float:
+    """A number in [0, 1), uniform over its arguments."""
+    digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def generate(
+    model: GPTModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eod: int | None = None,
+    stop: Sequence[Sequence[int]] = (),
+    vocab_size: int | None = None,
+    num_samples: int = 1,
+    use_cache: bool = True,
+    kernel: KernelName = "sdpa",
+) -> Iterator[NewToken]:
+    """Continue prompts; yields each token as soon as it is known.
+
+    Args:
+        model: its parameters' device is where everything runs.
+        prompts: token ids; an empty one starts from ``eod``.
+        max_new_tokens: for each sequence, at least 1.
+        sampling: how tokens are chosen; None: temperature 1.
+        eod: ends a sequence; it is the last token yielded.
+        stop: token sequences that end a sequence when they have been generated.
+        vocab_size: only ids below this are generated (a model may have more entries than its tokenizer); None: all.
+        num_samples: continuations of each prompt.
+        use_cache: keep keys and values of past positions; without, each token runs the whole sequence again (for proofs).
+        kernel: attention kernel.
+    Raises:
+        ConfigError: a prompt that is longer than the model's context, an id outside the vocabulary, an empty prompt without ``eod``.
+            Everything is checked at the call, before any token is generated.
+    """
+    starts = [_checked_start(model, index, prompt, eod) for index, prompt in enumerate(prompts)]
+    if max_new_tokens < 1 or num_samples < 1:
+        raise ConfigError(f"max_new_tokens ({max_new_tokens}) and num_samples ({num_samples}) must be at least 1")
+    ending = _Ending(max_new_tokens, model.config.max_positions, eod, [list(s) for s in stop if len(s)])
+
+    def next_logits(tokens: list[int], cache: KVCache | None) -> Tensor:
+        return _next_logits(model, tokens, cache, kernel)[:vocab_size]
+
+    def pick(logits: Tensor, sample: int, position: int) -> int:
+        return agreed(choose(logits, sampling or Sampling(), sample, position), model.layout, logits.device)
+
+    num_layers = len(model.stack.layers) if use_cache else None
+    return _generate(next_logits, pick, starts, ending, num_samples, num_layers)
+
+
+def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
+    """``generate`` collected: [prompt][sample] -> new token ids (``eod`` included where it ended the sequence)."""
+    results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
+    for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
+        results[new.prompt][new.sample].append(new.token)
+    return results
+
+
+@dataclass(frozen=True)
+class _Ending:
+    max_new_tokens: int
+    max_positions: int
+    eod: int | None
+    stop: list[list[int]]
+
+    def reason(self, tokens: list[int], num_new: int) -> FinishReason:
+        """Why a sequence with these tokens, of which the last ``num_new`` are new, goes no further."""
+        if self.eod is not None and tokens[-1] == self.eod:
+            return "eod"
+        if any(len(s) <= num_new and tokens[-len(s) :] == s for s in self.stop):
+            return "stop"
+        if num_new >= self.max_new_tokens:
+            return "max_new_tokens"
+        # the token behind the last position can be predicted, but not be read again
+        return "context" if len(tokens) > self.max_positions else ""
+
+
+def _checked_start(model: GPTModel, index: int, prompt: Sequence[int], eod: int | None) -> list[int]:
+    tokens, limit, vocab = [int(t) for t in prompt], model.config.max_positions, model.config.vocab_size or 0
+    if not tokens:
+        if eod is None:
+            raise ConfigError(f"prompt {index} is empty and the tokenizer has no end-of-document token to start from: give some text")
+        tokens = [eod]
+    if len(tokens) > limit:
+        raise ConfigError(
+            f"prompt {index} has {len(tokens)} tokens, the model's context (max_position_embeddings) is {limit}:"
+            f" shorten it by at least {len(tokens) - limit}"
+        )
+    outside = [t for t in tokens if not 0 <= t < vocab]
+    if outside:
+        raise ConfigError(f"prompt {index} has the token id {outside[0]}, the model's vocabulary is 0 to {vocab - 1}: use its tokenizer")
+    return tokens
+
+
+def _generate(
+    next_logits: Callable[[list[int], KVCache | None], Tensor],
+    pick: Callable[[Tensor, int, int], int],
+    starts: list[list[int]],
+    ending: _Ending,
+    num_samples: int,
+    num_cached_layers: int | None,
+) -> Iterator[NewToken]:
+    for prompt, start in enumerate(starts):
+        length = min(len(start) + ending.max_new_tokens, ending.max_positions)
+        cache = KVCache(num_cached_layers, length) if num_cached_layers is not None else None
+        first_logits = next_logits(start, cache)
+        for sample in range(num_samples):
+            tokens, logits = list(start), first_logits
+            finish: FinishReason = ""
+            if cache is not None:
+                cache.length = len(start)  # the prompt's keys and values are still there; a former sample's are overwritten
+            while not finish:
+                position = len(tokens)
+                tokens.append(pick(logits, sample, position))
+                finish = ending.reason(tokens, len(tokens) - len(start))
+                yield NewToken(prompt, sample, position, tokens[-1], finish)
+                if not finish:
+                    logits = next_logits(tokens, cache)
+
+
+def _next_logits(model: GPTModel, tokens: list[int], cache: KVCache | None, kernel: KernelName) -> Tensor:
+    """Logits [v] behind the last token; with a cache only what it does not hold yet is computed."""
+    unread = tokens[cache.length :] if cache is not None else tokens
+    ids = torch.tensor([unread], dtype=torch.int64, device=model.embedding.word_embeddings.weight.device)  # [1, s_new]
+    return model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel, cache=cache))[0]
+
+
+class TextStream:
+    """Turns tokens into text as they come, holding back what is not whole yet.
+
+    A character may be spread over several tokens (bytes of UTF-8), and a piece of SentencePiece may or may not begin with a space
+    depending on what is before it. So the text is always the difference of two decodings of a window that begins at an
+    earlier whole point, and nothing that ends in a replacement character is let out before ``flush``.
+
+    Args:
+        decode: of the tokenizer.
+        context: ids in front of the first token, whose text is not repeated.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(context)
+        self._window = max(0, len(self._ids) - 8)  # a few tokens are enough to tell how the next one joins on
+        self._read = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; often empty."""
+        self._ids.append(token)
+        new = self._unread_text()
+        if new.endswith("\ufffd"):
+            return ""
+        if new:
+            self._window, self._read = self._read, len(self._ids)
+        return new
+
+    def flush(self) -> str:
+        """What is left at the end, whole or not."""
+        new = self._unread_text()
+        self._window, self._read = self._read, len(self._ids)
+        return new
+
+    def _unread_text(self) -> str:
+        # only a context can end within a character (``add`` reads no further then); the next token may complete it
+        known = self._decode(self._ids[self._window : self._read]).rstrip("\ufffd")
+        return self._decode(self._ids[self._window :])[len(known) :]

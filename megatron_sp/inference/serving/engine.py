@@ -1,0 +1,254 @@
+"""The queue of requests and the thread that works on them, all that are there at once.
+
+    waiting --(a free row: the prompt is read)--> running --(a step: one token each, in one batch)--> done
+
+Requests join and leave between steps, so a short one never waits for a long one's end. While others run at most one prompt is read between
+two steps; the samples of a prompt share its reading. A sequence in company has the tokens of one alone up to rounding of the batched
+products; with one row, exactly.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.data.tokenizers import Tokenizer
+from megatron_sp.inference.serving.request import ApiError, Completion, Prompt
+from megatron_sp.inference.serving.sequence import Piece, Sequence
+from megatron_sp.inference.serving.slots import Slots
+
+Event = Piece | ApiError
+_IDLE_S = 30.0  # how often other ranks hear from rank 0 when nothing happens
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the engine.
+
+    Attributes:
+        emit: called in the engine's thread with each piece; an ``ApiError`` is the last thing it gets.
+        deadline: of time.monotonic().
+        cancelled: nobody waits for it any more; may be set at any time.
+    """
+
+    spec: Completion
+    emit: Callable[[Event], None]
+    deadline: float
+    cancelled: bool = False
+
+
+class _Entry(NamedTuple):
+    job: Job
+    sequence: Sequence
+
+
+class _Read(NamedTuple):
+    """A prompt that the model has read, of which more samples wait."""
+
+    job: Job
+    prompt: Prompt
+    logits: Tensor
+
+
+class Engine:
+    """Works on requests in a thread of its own, from ``start`` to ``stop``.
+
+    Args:
+        slots: the model.
+        tokenizer: the model's.
+        max_queue: sequences that may wait.
+        timeout_s: for a request, from its arrival to its last token.
+    """
+
+    def __init__(self, slots: Slots, tokenizer: Tokenizer, max_queue: int, timeout_s: float) -> None:
+        self._slots, self._tokenizer, self._timeout_s = slots, tokenizer, timeout_s
+        self.capacity = slots.max_rows + max_queue
+        self._waiting: deque[_Entry] = deque()
+        self._running: list[_Entry] = []  # entry i is row i
+        self._reading: Job | None = None  # whose prompt the model has now
+        self._shared: _Read | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._drain_until: float | None = None
+        self.broken: str = ""
+        self._thread = threading.Thread(target=self._work, args=(torch.get_num_threads(),), name="engine", daemon=True)
+
+    # from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, spec: Completion, emit: Callable[[Event], None]) -> Job:
+        """Queue a request.
+
+        Raises:
+            ApiError: 429, there is no room; 503, the server is going down.
+        """
+        job = Job(spec, emit, time.monotonic() + self._timeout_s)
+        entries = [
+            _Entry(job, Sequence(spec, prompt, i * spec.n + sample, sample, self._tokenizer))
+            for i, prompt in enumerate(spec.prompts) for sample in range(spec.n)
+        ]  # fmt: skip
+        with self._changed:
+            if self.broken or self._stopping or self._drain_until is not None:
+                raise ApiError(503, self.broken or "the server is shutting down", code="unavailable")
+            busy = len(self._waiting) + len(self._running)
+            if busy + len(entries) > self.capacity:
+                raise ApiError(
+                    429, f"the server has {busy} of {self.capacity} places taken, this request needs {len(entries)}: try again later",
+                    code="queue_full",
+                )  # fmt: skip
+            self._waiting.extend(entries)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for this request any more."""
+        job.cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def drain(self, grace_s: float) -> None:
+        """Take nothing new; what is there has this long to finish, the rest gets 503. May be called from a signal handler,
+        and again to make it shorter."""
+        until = time.monotonic() + grace_s
+        self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
+
+    def stop(self) -> None:
+        """End the thread, and the other ranks."""
+        self._stopping = True
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sequences run and wait."""
+        return {"running": len(self._running), "waiting": len(self._waiting)}
+
+    # in the engine's thread
+
+    def _work(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # OpenMP keeps the number for each thread
+        try:
+            while not self._stopping:
+                self._wait()
+                self._let_go()
+                try:
+                    self._read_prompts()
+                    self._take_step()
+                except Exception as error:
+                    self._fail(error)
+            self._end_all(ApiError(503, "the server is shutting down", code="unavailable"))
+        finally:
+            if not self.broken:
+                self._slots.stop()
+
+    def _wait(self) -> None:
+        with self._changed:
+            if not (self._waiting or self._running or self._stopping) and not self._changed.wait(_IDLE_S) and not self._stopping:
+                self._slots.idle()
+
+    def _let_go(self) -> None:
+        """End what is cancelled or late."""
+        now = time.monotonic()
+        drained = self._drain_until is not None and now > self._drain_until
+        with self._changed:
+            jobs = {entry.job for entry in (*self._waiting, *self._running)}
+        for job in jobs:
+            if job.cancelled:
+                self._end(job, None)
+            elif drained:
+                self._end(job, ApiError(503, "the server is shutting down", code="unavailable"))
+            elif now > job.deadline:
+                self._end(job, ApiError(504, f"the request took longer than {self._timeout_s:g} s", code="timeout"))
+
+    def _end(self, job: Job, error: ApiError | None) -> None:
+        with self._changed:
+            self._waiting = deque(entry for entry in self._waiting if entry.job is not job)
+        for row in range(len(self._running) - 1, -1, -1):
+            if self._running[row].job is job:
+                self._drop(row)
+        if self._shared is not None and self._shared.job is job:
+            self._shared = None
+            self._slots.forget()
+        if error is not None:
+            job.emit(error)
+
+    def _drop(self, row: int) -> None:
+        self._slots.drop(row)
+        last = self._running.pop()
+        if row < len(self._running):
+            self._running[row] = last
+
+    def _read_prompts(self) -> None:
+        while self._waiting and len(self._running) < self._slots.max_rows:
+            busy = bool(self._running)
+            entry = self._waiting[0]  # it keeps its place until it has a row
+            sequence, self._reading, stays = entry.sequence, entry.job, entry.sequence.spec.max_tokens > 1
+            is_read = self._shared is not None and self._shared.prompt is sequence.prompt
+            logits = self._logits_of(entry, stays)
+            with self._changed:
+                self._waiting.popleft()
+                self._running += [entry] if stays else []
+            self._emit(entry, sequence.begin(logits))
+            self._reading = None
+            if sequence.finished and stays:
+                self._drop(len(self._running) - 1)
+            if busy and not is_read:
+                return
+
+    def _logits_of(self, entry: _Entry, stays: bool) -> Tensor:
+        """Of a prompt; with ``stays`` it has a row then. Read for its first sample, kept until its last."""
+        prompt, spec = entry.sequence.prompt, entry.sequence.spec
+        more = entry.sequence.sample + 1 < spec.n
+        if self._shared is not None and self._shared.prompt is prompt:
+            logits = self._shared.logits
+            if stays:
+                self._slots.again(more)
+        else:
+            logits = self._slots.read(prompt.ids, stays, entry.sequence.wants_all_logits, more)
+        self._shared = _Read(entry.job, prompt, logits) if more else None
+        return logits
+
+    def _take_step(self) -> None:
+        if not self._running:
+            return
+        logits = self._slots.step([entry.sequence.tokens[-1] for entry in self._running])
+        for row in range(len(self._running) - 1, -1, -1):  # from the last: a row that goes is filled by one that has had its turn
+            entry = self._running[row]
+            self._emit(entry, entry.sequence.next(logits[row]))
+            if entry.sequence.finished:
+                self._drop(row)
+
+    def _emit(self, entry: _Entry, piece: Piece) -> None:
+        if not entry.job.cancelled:
+            entry.job.emit(piece)
+
+    def _fail(self, error: Exception) -> None:
+        """All that runs ends with an error. A single process goes on; other ranks may be anywhere in a pass, so that is the end."""
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        if self._slots.has_followers:
+            self.broken, self._stopping = f"the model failed: {message}", True
+        for job in {entry.job for entry in self._running} | ({self._reading} if self._reading is not None else set()):
+            job.emit(ApiError(500, f"the model failed: {message}", code="model_error"))
+            job.cancelled = True
+        self._running.clear()
+        self._reading = self._shared = None
+        self._slots.clear()
+
+    def _end_all(self, error: ApiError) -> None:
+        for job in {entry.job for entry in (*self._waiting, *self._running)}:
+            if not job.cancelled:
+                job.emit(error)
+        self._waiting.clear()
+        self._running.clear()

@@ -1,0 +1,115 @@
+"""The model and the tokenizer of a checkpoint, for tools that use a model and do not train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.pieces import GlobalTensor
+from megatron_sp.checkpoint.stored_config import stored_configuration
+from megatron_sp.config.schema import WORDPIECE, Config, DataConfig
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
+from megatron_sp.data.tokenizers.files import name_path
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.parallel.layers import shard_specs
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.utils.errors import CheckpointError, DataError
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
+_OF_A_CLASSIFIER = "classification_head.weight"
+_HAS_OWN_VOCABULARY = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    *WORDPIECE,
+)  # numbers-as-text take theirs from the model
+
+
+class Stored(NamedTuple):
+    """What a step folder holds: how to build its model, its tokenizer, and where it is in the run."""
+
+    folder: Path
+    config: Config
+    tokenizer: Tokenizer
+    step: object
+    checkpointer: Checkpointer
+
+    def load(
+        self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: Layout | None = None
+    ) -> LanguageModel:  # fmt: skip
+        """The model with its weights, to be used and not trained; no other tensor is read. Collective, if the checkpointer is.
+
+        Args:
+            cls: of the model; all its parameters must be in the checkpoint.
+            layout: which part of it; without one, all.
+        """
+        with torch.device("meta"):  # initial weights need not be drawn
+            model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype, layout=layout)
+        model.to_empty(device=device)
+        specs, wanted = shard_specs(model), {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if parameter.shape != specs[name].shape:
+                parameter.zero_()  # rows that pad the vocabulary are not on the disk
+            wanted[name] = GlobalTensor.of_shard(specs[name], parameter.detach())
+        self.checkpointer.load(self.folder, wanted, partial=True, cast=True)
+        return model.eval()
+
+
+def find_stored(
+    run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None], tokenizer_file: str | None = None,
+    checkpointer: Checkpointer | None = None,
+) -> Stored:  # fmt: skip
+    """What a run's checkpoint says, once it is clear that it is of the right kind.
+
+    Args:
+        run: a run, its checkpoints folder, or one step folder.
+        step: this one instead of the newest.
+        what: "GPT" or "BERT".
+        instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
+        warn: told about what the configuration has that this version does not know.
+        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of the run's own.
+        checkpointer: that has found ``run`` already, a step folder; None: a new one finds it.
+    Raises:
+        CheckpointError: there is none, or it is of another kind.
+        ConfigError, DataError: what is wrong with the tokenizer.
+    """
+    if checkpointer is None:
+        checkpointer = Checkpointer(None)
+        run = checkpointer.find(run, step)
+    folder = Path(run)
+    state = checkpointer.read_state(folder)
+    config, warnings = stored_configuration(state, normalize=True)
+    for warning in warnings:
+        warn(warning)
+    shapes = checkpointer.tensor_shapes(folder)
+    if WORD_EMBEDDINGS not in shapes:
+        raise CheckpointError(f"{folder} holds no {what}: it has no tensor {WORD_EMBEDDINGS}")
+    kind = "classifier" if _OF_A_CLASSIFIER in shapes else "BERT" if config.model.is_bert else "GPT"
+    if kind != what:
+        raise CheckpointError(f"{folder} holds a {kind}, {instead[kind]}")
+    vocab_size = config.model.vocab_size = shapes[WORD_EMBEDDINGS][0][0]
+    if tokenizer_file is not None:
+        _take_tokenizer(config.data, Path(tokenizer_file))
+    else:
+        kept.take(config.data, kept.Record.from_json(state.get("tokenizer")), folder)
+    has_own = config.data.tokenizer_type in _HAS_OWN_VOCABULARY or bool(config.data.tokenizer_model or config.data.vocab_file)
+    tokenizer = build_tokenizer(config.data, None if has_own else vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {vocab_size}: it is not the model's own;"
+            " give that with --tokenizer-model"
+        )
+    return Stored(folder, config, tokenizer, state.get("step"), checkpointer)
+
+
+def _take_tokenizer(data: DataConfig, path: Path) -> None:
+    if data.tokenizer_type in WORDPIECE and not path.is_dir() and path.suffix != ".json":
+        data.vocab_file = str(path)  # case is as in training
+    else:
+        name_path(data, path)

@@ -1,0 +1,234 @@
+"""One or several processes that use a stored model together: who they are, how they agree, and how they end.
+
+A single process needs no process group, no port and no launcher. Several are started by torchrun; what they read and write outside,
+prompts and results, goes through rank 0. Everything that can be known to be wrong without the other ranks is found before they are
+waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_sp.checkpoint import find
+from megatron_sp.checkpoint.checkpointer import Checkpointer
+from megatron_sp.checkpoint.stored_config import stored_configuration
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.comm.objects import broadcast_json, gather_json
+from megatron_sp.comm.peers import first_line, is_peer_failure
+from megatron_sp.config.rules import inference_violations
+from megatron_sp.config.schema import Config, raise_all
+from megatron_sp.inference.stored_model import Stored, find_stored
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
+from megatron_sp.utils.program import leave
+
+_TIMEOUT = timedelta(hours=1)  # the longest that the slowest rank may lag behind the fastest
+
+
+class Team:
+    """The processes of one tool.
+
+    Attributes:
+        launch, device: this process's place.
+        layout: as the layers see it.
+        dp_rank, dp_size: of the copies of the model.
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, groups: ParallelGroups | None) -> None:
+        self.launch, self.device, self._groups = launch, device, groups
+        self._control = None if groups is None else groups.control
+        self.layout = Layout() if groups is None else Layout.of(groups)
+        self.dp_rank, self.dp_size = (0, 1) if groups is None else (groups.dp_rank, groups.dp_size)
+        self.is_first_of_replica = groups is None or groups.is_first_of_replica
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
+
+    def say(self, line: str) -> None:
+        """Tell the user, once."""
+        if self.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank, as JSON. Collective."""
+        return broadcast_json(value, self._control)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank, as JSON. Collective."""
+        return gather_json(value, self._control)
+
+    def agree(self) -> contextlib.AbstractContextManager[None]:
+        """What fails inside on any rank fails on all. Collective."""
+        return contextlib.nullcontext() if self._control is None else all_ranks_agree(self._control)
+
+    def from_first(self, read: Callable[[], Any]) -> Any:
+        """What rank 0 reads, as JSON, on every rank; its error is everybody's. Collective."""
+        value = None
+        with self.agree():
+            if self.rank == 0:
+                value = read()
+        return self.broadcast(value)
+
+    def checkpointer(self) -> Checkpointer:
+        """To read with; the ranks share the work of verifying."""
+        return Checkpointer(None, rank=self.rank, world_size=self.size, group=self._control)
+
+
+class Loaded(NamedTuple):
+    """A model that is ready, what is known of it, and a line that says so."""
+
+    model: LanguageModel
+    stored: Stored
+    description: str
+
+
+def choose_device(choice: str, launch: Launch) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: a GPU was asked for and there is none, or more processes than GPUs run on this host.
+    """
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {launch.local_rank} has no GPU of its own: this host has {torch.cuda.device_count()};"
+            " start at most that many processes (--nproc-per-node), or use --device cpu"
+        )
+    if launch.world_size == 1:
+        return torch.device("cuda")
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def stored_config(options: argparse.Namespace) -> Config:
+    """What the checkpoint says of its model and run; weights are not looked at. On any rank alone. Raises CheckpointError."""
+    folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
+    return stored_configuration(Checkpointer(None).read_state(folder), normalize=True)[0]
+
+
+def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:
+    """Whether the model can be used by so many processes, from the checkpoint's state.json alone, on every rank by itself.
+
+    Args:
+        options: of ``add_model_flags``.
+        copies: the tool can use several copies of the model (dp).
+    Raises:
+        ConfigError: it cannot; values, rule, way out.
+        CheckpointError: there is no checkpoint.
+    """
+    for name, size in (("--tensor-model-parallel-size", options.tp_size), ("--sequence-parallel-size", options.sp_size)):
+        if size < 1:
+            raise ConfigError(f"{name} ({size}) must be at least 1")
+    if options.num_threads is not None and options.num_threads < 1:
+        raise ConfigError(f"--num-threads ({options.num_threads}) must be at least 1; leave it out to use all cores")
+    product = options.tp_size * options.sp_size
+    if world_size == product == 1:
+        return
+    config = stored_config(options)
+    config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size = options.tp_size, options.sp_size
+    config.batch.global_batch_size, config.batch.rampup_batch_size = None, None
+    raise_all(inference_violations(config, world_size))
+    if not copies and world_size != product:
+        raise ConfigError(
+            f"the number of processes ({world_size}) must be tensor_model_parallel_size * sequence_parallel_size"
+            f" ({options.tp_size} * {options.sp_size} = {product}): this tool uses one copy of the model; start {product} processes, or"
+            " raise one of the two"
+        )
+
+
+def join(options: argparse.Namespace, launch: Launch) -> Team:
+    """Choose the device and find the other processes. Collective.
+
+    Raises:
+        PeerError: not all of them came.
+    """
+    device = choose_device(options.device, launch)
+    if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread each wastes the other cores
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(options.num_threads or max(1, cores // launch.local_world_size))
+    if launch.world_size == 1:
+        return Team(launch, device, None)
+    try:
+        init_process_group(launch, device, "auto", _TIMEOUT)
+        return Team(launch, device, ParallelGroups.create(device, tp_size=options.tp_size, sp_size=options.sp_size, timeout=_TIMEOUT))
+    except RuntimeError as error:
+        if not is_peer_failure(error):
+            raise
+        raise PeerError(f"the {launch.world_size} processes did not find each other: {first_line(error)}") from error
+
+
+def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]) -> Loaded:
+    """This rank's part of a stored model. Collective.
+
+    Args:
+        options: of ``add_model_flags``.
+        cls, what, instead: as for ``find_stored`` and ``Stored.load``.
+    Raises:
+        CheckpointError, ConfigError, DataError: what is wrong with model or tokenizer.
+    """
+    reader = team.checkpointer()
+    folder = reader.find(options.load, options.ckpt_step)
+    with team.agree():
+        stored = find_stored(
+            folder, None, what, instead, lambda line: team.say(f"warning: {line}"), options.tokenizer_model, checkpointer=reader
+        )
+    on_gpu = team.device.type == "cuda"
+    dtype = options.dtype if options.dtype != "auto" else stored.config.precision.params_dtype if on_gpu else "float32"
+    model = stored.load(cls, team.device, getattr(torch, dtype), team.layout)
+    count = sum(p.numel() for p in model.parameters())
+    places = "" if team.size == 1 else f" of each of {team.size} processes (tp {options.tp_size}, sp {options.sp_size}, dp {team.dp_size})"
+    description = f"{stored.folder}: {count:,} parameters in {dtype} on {team.device.type}{places}, step {stored.step}"
+    return Loaded(model, stored, description)
+
+
+def run_tool(body: Callable[[Launch], None]) -> int:
+    """Run a tool's work and leave the process group; whatever a user can meet becomes one message and an exit code.
+
+    For the ``main`` of a program that is run by ``run_program``.
+
+    Args:
+        body: called with this process's place.
+    Returns:
+        The exit code.
+    """
+    launch = Launch.from_env()
+    failed: BaseException | None = None
+    try:
+        body(launch)
+        code = EXIT_OK
+    except ReportedError as error:
+        failed, code = error, error.exit_code
+        if launch.rank == 0 or not error.on_all_ranks:
+            prefix = "" if error.on_all_ranks or launch.world_size == 1 else f"[rank {launch.rank}] "
+            print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        failed, code = error, EXIT_INTERRUPTED
+        print(file=sys.stderr)
+    except RuntimeError as error:
+        if launch.world_size == 1 or not is_peer_failure(error):
+            raise
+        failed, code = error, EXIT_PEER
+        print(f"[rank {launch.rank}] error: another process is gone: {first_line(error)}", file=sys.stderr, flush=True)
+    if failed is None or launch.world_size == 1:
+        destroy_process_group()
+        return code
+    leave(code, as_usual=False)  # a broken process group would hold an orderly exit up

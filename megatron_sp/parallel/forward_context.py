@@ -1,0 +1,136 @@
+"""What a forward pass carries beside the activations (``ForwardContext``), and the units in which a model's parameters are handled.
+
+A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block, the head. Its boundary
+tells the optimizer's side (``UnitEvents``) when its parameters are read next and when its gradients are complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
+from megatron_sp.ops.dropout import DropoutKeys
+
+MicroBatch = dict[str, Tensor]
+
+
+class Unit(NamedTuple):
+    """A part of the model whose parameters are reduced, sharded and gathered together.
+
+    Attributes:
+        alike: one of many of about the same size, which are used one after another and can share buffers.
+    """
+
+    name: str
+    module: nn.Module
+    alike: bool = False
+
+
+class Cache(Protocol):
+    """Keys and values of past positions, for generation (``inference/kv_cache.py``)."""
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v [s_new, m, 1, d] of a layer; returns all keys and values so far [s, m, 1, d]."""
+
+    def advance(self, num_positions: int) -> None:
+        """A forward pass over so many positions is through."""
+
+    def positions(self, num_new: int, device: torch.device) -> Tensor:
+        """int64 [num_new] or [b, num_new]: where the next positions are in their sequences."""
+
+
+@dataclass
+class ForwardContext:
+    """What a forward pass needs beside the activations.
+
+    Attributes:
+        mask: who attends to whom.
+        kernel: attention kernel.
+        length: real positions of the sequence; 0: not known yet.
+        positions: int64 [b, s], of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
+        rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
+        dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
+        cache: past keys and values, for generation.
+        recompute_core: compute the attention core again in backward instead of storing it.
+        mlp_chunks: pieces of the positions over which the MLP is computed.
+    """
+
+    mask: AttentionMask
+    kernel: KernelName = "sdpa"
+    length: int = 0
+    positions: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    dropout: DropoutKeys | None = None
+    local_dropout: DropoutKeys | None = None
+    cache: Cache | None = None
+    recompute_core: bool = False
+    mlp_chunks: int = 1
+
+
+class ResidualDropout(NamedTuple):
+    """Dropout of a branch before it joins the residual stream: the rate and the rows' keys, int32 [s, b]."""
+
+    rate: float
+    row_keys: Tensor
+
+
+def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
+    """The forward context of a micro-batch; ``drops`` says whether dropout is on.
+
+    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
+    sequence, where what follows is padding.
+    """
+    keys = None
+    if drops:
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        keys = DropoutKeys.create(seed, step, batch["sample_ids"], positions)
+    documents = document_ends(batch["documents"]) if "documents" in batch else None
+    mask = AttentionMask(causal=causal, documents=documents)
+    if "length" in batch:
+        on_host, device = batch["length"].device.type == "cpu", batch["tokens"].device
+        lengths = tuple(batch["length"].tolist()) if on_host else None
+        mask = AttentionMask(causal, batch["length"].to(device, non_blocking=True), lengths=lengths)
+    return ForwardContext(mask=mask, kernel=kernel, dropout=keys, positions=batch.get("positions"))
+
+
+class UnitEvents(Protocol):
+    """Who wants to know where a pass is (``optim/weights.py`` implements it)."""
+
+    def before_use(self, unit: int) -> None:
+        """The parameters of a unit are about to be read, in a forward or a backward pass."""
+
+    def backward_done(self, unit: int) -> None:
+        """All weight gradients of a unit are complete."""
+
+
+def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
+    """Identity on the input of a unit; in backward it tells that all of the unit's weight gradients are complete.
+
+    They are: every op computes its weight gradient in the same backward that produces its input gradient, and the
+    unit's input gradient comes last.
+
+    Args:
+        x: what the unit works on.
+        events: told; None: nobody is.
+        unit: whose input it is.
+        below: the unit whose backward comes next; None: it does not read parameters, or reads them in a forward pass first.
+    """
+    return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
+
+
+class _UnitBoundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: UnitEvents, unit: int, below: int | None) -> Tensor:
+        ctx.events, ctx.unit, ctx.below = events, unit, below
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        ctx.events.backward_done(ctx.unit)
+        if ctx.below is not None:
+            ctx.events.before_use(ctx.below)
+        return grad, None, None, None

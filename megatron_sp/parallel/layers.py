@@ -1,0 +1,227 @@
+"""The parallel layers: modules that hold a tensor-parallel rank's part of a weight.
+
+Activations are [s, b, h]; ``s/parts`` are the positions that a rank keeps between these layers: all of them, or with --sequence-parallel a
+1/tp of them. Shapes of parameters, on each of tp ranks, and what a backward pass must sum over tp beside what the layer itself sums:
+
+    layer                    parameter       on a rank            summed over tp
+    Norm                     weight, bias    [h]                  with --sequence-parallel, or where it norms heads
+    ColumnParallelLinear     weight          [out/tp, in]         only rows that several ranks hold (shared key/value heads)
+                             bias            [out/tp]             likewise
+    RowParallelLinear        weight          [out, in/tp]         never
+                             bias            [out]                with --sequence-parallel
+    VocabParallelEmbedding   weight          [rows/tp, h]         never
+    Table                    weight          [rows, h]            with --sequence-parallel
+
+Each parameter's ``ShardSpec`` says so (``shard_specs``): optimizer, checkpoints and converters read nothing else. The algebra is that of
+``linear.py``, ``embedding.py`` and ``lm_head.py``. When gradient buffers are attached (``attach_sink``) weight gradients are added into
+them, and autograd sees none. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.shard_spec import ShardSpec, Sum
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.norm import NormInFront, NormSpec, norm
+from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.init import draw_normal
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
+from megatron_sp.utils.numbers import round_up
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm; whole on every rank.
+
+    Args:
+        sees: "positions" if tp_seq gives each tp rank a share of what is normed, "heads" if tp itself does.
+    """
+
+    def __init__(
+        self, config: ModelConfig, width: int, dtype: torch.dtype, layout: Layout, sees: Literal["positions", "heads"] = "positions"
+    ) -> None:
+        super().__init__()
+        self.spec_of_shard = ShardSpec.whole((width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads")
+        self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
+        self.sink: GradSink | None = None
+        start = torch.zeros if self.spec.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(width, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias, self.spec, sink=self.sink)
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {name: self.spec_of_shard for name, _ in self.named_parameters()}
+
+    def in_front(self) -> NormInFront:
+        """This norm as the front of a linear layer, which then stores the norm's input instead of its output."""
+        return NormInFront(self.spec, self.weight, self.bias)
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer of which this rank holds a part: what column- and row-parallel layers have in common.
+
+    Args:
+        name: of the layer in the model; with ``seed`` it names the random numbers of the initial weight.
+        weight_spec: which part of the whole weight [out, in] this rank holds; it is drawn as a slice of the whole, in any layout the same.
+        bias_spec: likewise of the bias [out]; None: there is none.
+        std: of the initial weights.
+        layout: the tp group.
+    """
+
+    def __init__(
+        self, name: str, weight_spec: ShardSpec, bias_spec: ShardSpec | None, *, std: float, seed: int, dtype: torch.dtype, layout: Layout
+    ) -> None:
+        super().__init__()
+        self.sink: GradSink | None = None
+        self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
+        whole = draw_normal(weight_spec.shape, std, seed, f"{name}.weight")
+        self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
+        self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = norm(x) @ W.T + b with the outputs split over tp: rank r computes the columns of y that its rows of W give.
+
+                 on rank r                 communication
+        x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else there already
+        W_r      [out/tp, in]              none
+        y_r      [s, b, out/tp]            none
+
+        forward    y_r = norm(all_gather(x)) @ W_r.T + b_r
+        backward   dW_r = dy_r.T @ norm(all_gather(x)),  db_r = sum of dy_r
+                   dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
+
+    Args:
+        in_features, out_features: of the whole layer.
+        runs: (first row, number of rows) of the whole weight, for each run of rows that this rank holds.
+        sums: rows that other ranks hold too, and whose gradients are summed over them.
+        counted: runs of this rank's rows that it counts as its own in norms of gradients; None: all of them.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, runs: tuple[tuple[int, int], ...], *, bias: bool, std: float, seed: int,
+        dtype: torch.dtype, layout: Layout, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
+    ) -> None:  # fmt: skip
+        weight = replace(ShardSpec.split((out_features, in_features), 0, runs), sums=sums)
+        weight = weight if counted is None else replace(weight, counted=counted)
+        bias_spec = replace(weight, shape=(out_features,)) if bias else None
+        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
+
+    def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
+        """[s/parts, b, in] -> ([s, b, out/tp]; x again, for the residual branch)."""
+        return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, sink=self.sink)
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = act(x) @ W.T + b with the inputs split over tp: each rank has a partial sum of y, and the layer sums them.
+
+                 on rank r                 communication
+        x_r      [s, b, in/tp]             none: a column-parallel layer has made it
+        W_r      [out, in/tp]              none
+        y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
+
+        forward    y = sum over r of act(x_r) @ W_r.T, + b (+ residual)
+        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r); dy is whole already without --sequence-parallel
+                   db = sum of dy, over this rank's positions
+
+    Args:
+        in_features, out_features: of the whole layer.
+        activation: in front of the product; computed again in the backward pass instead of stored.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype, layout: Layout,
+        activation: Activation | None = None,
+    ) -> None:  # fmt: skip
+        tp = layout.tp
+        mine = in_features // tp.size
+        weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * mine, mine),))
+        bias_spec = ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq) if bias else None
+        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
+        self.activation = activation
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """[s, b, in/tp] -> [s/parts, b, out], the residual added."""
+        return row_linear(x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, sink=self.sink)
+
+
+class Table(nn.Module):
+    """An embedding table that every rank holds whole: positions, token types."""
+
+    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+        super().__init__()
+        self.sink: GradSink | None = None
+        self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
+        self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.spec}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight, tp=NOT_SPLIT, sink=self.sink)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are split over tp; with tied weights also the LM head (``lm_head.py``), where it is column-parallel.
+
+        forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r of out_r: one all_reduce or reduce_scatter
+        backward   dW_r[id] = sum of all_gather(d_out) at the positions of id; nothing is communicated without --sequence-parallel
+        as head    logits_r = x @ W_r.T; softmax over the ranks' columns by their maxima and sums, logits are never gathered
+
+    The rows are padded to a multiple of ``divisible_by`` * tp; those from ``rows`` on are zero, never trained, never written to disk.
+    """
+
+    def __init__(
+        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout
+    ) -> None:
+        super().__init__()
+        self.sink: GradSink | None = None
+        self.rows, self.tp = rows, layout.tp
+        mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
+        first = min(rows, layout.tp.rank * mine)
+        self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
+        weight = torch.zeros(mine, width, dtype=dtype)
+        taken = self.spec.take(draw_normal((rows, width), std, seed, f"{name}.weight"))
+        weight[: len(taken)] = taken
+        self.weight = nn.Parameter(weight)
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Of the parameters, by their names in this module."""
+        return {"weight": self.spec}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
+        return embedding(ids, self.weight, tp=self.tp, sink=self.sink)
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """Where each parameter of a model lies in the whole one, by the parameter's name."""
+    found: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
+    for prefix, module in model.named_modules():
+        of_module = getattr(module, "shard_specs", None)
+        if of_module is not None and module is not model:
+            found |= {f"{prefix}.{name}": spec for name, spec in of_module().items()}
+    return found
+
+
+def attach_sink(model: nn.Module, sink: GradSink | None) -> None:
+    """Make every layer of ours write its weight gradients into ``sink`` (None: through autograd again)."""
+    for module in model.modules():
+        if hasattr(module, "sink"):
+            module.sink = sink  # type: ignore[assignment]

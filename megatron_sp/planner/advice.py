@@ -1,0 +1,141 @@
+"""Nothing fits: by how much, and which changes would help, each tried before it is recommended."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_sp.config.rules import violations
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.hardware import GPUS
+from megatron_sp.estimate.remedies import plan_of
+from megatron_sp.planner.layouts import Given, Layout, default_batch, frames, micro_batches, most_saving, savings
+from megatron_sp.planner.machine import Machine, reserve
+from megatron_sp.planner.search import num_groups
+
+_NUMBER = 3
+_MOST_GPUS = 8  # doublings
+
+
+class Change(NamedTuple):
+    """What to change, in words or flags; what the layout that needs least needs then; and what a GPU has then."""
+
+    what: str
+    needs: int
+    have: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needs <= self.have
+
+
+def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Layout] | None:
+    """Bytes and layout of what needs least memory of all layouts; None if the rules allow none."""
+    found: list[tuple[int, Layout]] = []
+    # how exchanges are overlapped hardly matters here, and tp_seq always saves
+    distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
+    for frame in distinct.values():
+        dp = frame.dp(machine.gpus)
+        size = micro_batches(base, given, dp, frame.sp)[0]
+        for stage, kind in most_saving(savings(base, given, dp * frame.sp)):
+            layout = Layout(**{**vars(frame), "zero": stage, "recompute": kind, "micro_batch": size})
+            config = layout.apply(base)
+            if not violations(config, machine.gpus):
+                peak = plan_of(config, machine.gpus, "cpu" if machine.is_cpu else "cuda").peak
+                found.append((peak + reserve(machine, peak, num_groups(layout, machine.gpus)), layout))
+    return min(found, key=lambda each: each[0]) if found else None
+
+
+def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
+    """Up to three, those that suffice first: each change alone, and if few suffice the gentle ones together with each other."""
+    now = least_memory(base, given, machine)
+    tried = list(_tried(base, given, machine, now[0] if now else 0))
+    found = [change for change, _ in tried]
+    enough = {change.what.split()[0] for change in found if change.fits}  # these need nothing beside
+    state, words = (base, given, machine), ""
+    for _ in range(_TOGETHER):
+        gentle = [(change, after) for change, after in tried if not change.fits and not change.what.startswith(_HARSH)]
+        if not gentle or sum(change.fits for change in found) >= _NUMBER:
+            break
+        step, state = min(gentle, key=lambda each: each[0].needs)
+        words = f"{words}{step.what} and "
+        tried = [each for each in _tried(*state, step.needs) if each[0].what.split()[0] not in enough]
+        found += [change._replace(what=words + change.what) for change, _ in tried if change.fits]
+    found.sort(key=lambda change: (not change.fits, 0 if change.fits else change.needs - change.have))
+    return found[:_NUMBER]
+
+
+_TOGETHER = 3  # gentle changes that are put together
+_HARSH = ("--gpus", "--gpu ", "--seq-length", "--num-layers")
+
+_State = tuple[Config, Given, Machine]
+
+
+def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[Change, _State]]:
+    """Each change that helps, and what it leads to; ``now``: bytes that are needed without; 0: no layout is possible."""
+    for what, config, fixed, where in _changes(base, given, machine, now):
+        least = least_memory(config, fixed, where)
+        if least is not None and (not now or least[0] < 0.97 * now or where.memory_bytes > machine.memory_bytes):
+            yield Change(what, least[0], where.memory_bytes), (config, fixed, where)
+
+
+def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[str, Config, Given, Machine]]:
+    """(words, configuration, fixed fields, machine), the gentlest first; ``now``: bytes that are needed as it is."""
+    for pair in sorted(given & _LAYOUT_FIELDS):
+        yield f"leave --{pair[1].replace('_', '-')} to the planner", _freed(base, pair), given - {pair}, machine
+    if base.precision.params_dtype == "float32":
+        config = copy.deepcopy(base)
+        config.precision.bf16 = True
+        yield "--bf16", config, given, machine
+    if not base.kernels.offload_activations and not machine.is_cpu:
+        config = copy.deepcopy(base)
+        config.kernels.offload_activations = True
+        yield "--offload-activations", config, given, machine
+    yield from _more_gpus(base, given, machine)
+    bigger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory_bytes), key=lambda gpu: gpu.memory_bytes)
+    if bigger and not machine.is_cpu:
+        enough = [gpu for gpu in bigger if now <= gpu.memory_bytes]
+        gpu = (enough or bigger[-1:])[0]
+        yield f"--gpu {gpu.name}", base, given, replace(machine, gpu=gpu, memory_bytes=gpu.memory_bytes)
+    config = copy.deepcopy(base)
+    if config.model.seq_length and config.model.seq_length > 1:
+        config.model.seq_length //= 2
+        config.model.max_position_embeddings = None
+        yield f"--seq-length {config.model.seq_length}", config, given, machine
+    config = copy.deepcopy(base)
+    if config.model.num_layers and config.model.num_layers > 1:
+        config.model.num_layers //= 2
+        yield f"--num-layers {config.model.num_layers}", config, given, machine
+
+
+def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[str, Config, Given, Machine]]:
+    """The smallest multiple that suffices, else the largest tried."""
+    for doublings in range(1, _MOST_GPUS + 1):
+        times = 2**doublings
+        inside = min(times, max(1, 8 // machine.per_node)) if machine.nodes == 1 else 1
+        nodes = machine.nodes * times // inside
+        where = replace(machine, gpus=machine.gpus * times, nodes=nodes)
+        config = copy.deepcopy(base)
+        fixed = ("batch", "global_batch_size") in given or machine.is_cpu
+        config.batch.global_batch_size = (base.batch.global_batch_size or 1) * times if fixed else default_batch(base, where.gpus)
+        least = least_memory(config, given, where)
+        if (least is not None and least[0] <= machine.memory_bytes) or doublings == _MOST_GPUS:
+            more = f" --nodes {nodes}" if nodes > 1 else ""
+            larger = f" (with a global batch {times} times as large)" if fixed else ""
+            yield f"--gpus {where.gpus}{more}{larger}", config, given, where
+            return
+
+
+_LAYOUT_FIELDS = frozenset(
+    [("parallel", name) for name in ("tensor_model_parallel_size", "sequence_parallel_size", "zero_stage", "sequence_parallel")]
+    + [("kernels", "recompute_granularity"), ("batch", "micro_batch_size")]
+)
+
+
+def _freed(base: Config, pair: tuple[str, str]) -> Config:
+    config = copy.deepcopy(base)
+    group = getattr(config, pair[0])
+    setattr(group, pair[1], type(group)().__dict__[pair[1]])
+    return config

@@ -1,0 +1,211 @@
+"""``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all processes at once as in a run.
+
+Each process has its share of the cores, as ``training/setup.py`` gives it; with more processes than cores the rates come out lower by so
+much. Measured are matrix products and attention of the model's own shape, the activation and a norm, AdamW, and collectives of gloo,
+small and large. Every figure is the median of a few rounds, in which all are measured in turn. Communication hides nothing here: it is
+the same cores that copy and that compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce, all_to_all_async, barrier
+from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.hardware import CPU, Gpu, Link
+from megatron_sp.ops.activation import Activation
+from megatron_sp.ops.attention import AttentionMask, core_attention
+from megatron_sp.ops.norm import NormSpec, norm
+from megatron_sp.planner.machine import Machine
+from megatron_sp.training.foresight import host_memory_bytes
+from megatron_sp.utils.errors import ConfigError
+
+ROUNDS = 5
+_TOKENS = 1024  # of a measured product
+_SEQUENCE = 2048  # of a measured attention, at most
+_LARGE, _SMALL = 4 * 2**20, 256  # bytes of a measured collective
+_ELEMENTS = 2**21  # of the measured update
+_UNKNOWN_MEMORY = 2**40
+
+Times = dict[str, float]  # seconds
+
+
+def measure_machine(processes: int, base: Config, reserve_gib: float | None = None, rounds: int = ROUNDS) -> Machine:
+    """So many processes of this machine.
+
+    Raises:
+        ConfigError: there are more than four for each core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if processes > 4 * cores:
+        raise ConfigError(f"--gpus ({processes}) must be at most four times the cores of this machine ({cores}) with --gpu {CPU}")
+    times = _measure(processes, max(1, cores // processes), base, rounds)
+    memory = (host_memory_bytes() or _UNKNOWN_MEMORY) // processes
+    gpu, link = rates(times, base, memory, processes)
+    return Machine(gpu, processes, 1, link, None, 1, memory, reserve_gib)
+
+
+def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu, Link]:
+    """Seconds of the measured things as rates."""
+    shape = _Shape(base)
+    matmul = shape.product_flops / times["products"] / 1e12
+    large, small = times.get("collective", 0.0), times.get("small collective", 0.0)
+    once = _LARGE * (processes - 1) / processes
+    moved = once + 2 * once  # an all_to_all and an all_reduce
+    gbs = moved / max(large - 2 * small, 0.1 * large) / 1e9 if large else 1.0
+    gpu = Gpu(
+        CPU, memory, matmul, matmul, shape.attention_flops / times["attention forward"] / 1e12,
+        2.5 * shape.attention_flops / times["attention backward"] / 1e12, shape.norm_bytes / times["norm"] / 1e9, 0, "loopback",
+        "measured now", narrow_heads=1.0, launch_us=5.0, host_us=(0.0, 0.0), overlap_cost=1.0, sustained=1.0,
+        activation_gbs=shape.activation_bytes / times["activation"] / 1e9, update_gbs=_ELEMENTS * 28 / times["update"] / 1e9,
+    )  # fmt: skip
+    return gpu, Link("loopback", gbs, 1.0, 1e6 * small, 0.0, False, "measured now")
+
+
+class _Shape:
+    """Sizes of what is measured."""
+
+    def __init__(self, base: Config) -> None:
+        model = base.model
+        assert model.hidden_size and model.num_attention_heads and model.seq_length
+        self.model, self.h, self.f, self.d = model, model.hidden_size, model.ffn_size, model.head_dim
+        self.s = min(model.seq_length, _SEQUENCE)
+        self.heads = min(model.num_attention_heads, 4)
+        self.tokens = min(model.seq_length, _TOKENS)
+
+    @property
+    def product_flops(self) -> float:
+        return 6.0 * self.tokens * self.h * self.f
+
+    @property
+    def attention_flops(self) -> float:
+        return 2.0 * self.s * self.s * self.heads * self.d
+
+    @property
+    def norm_bytes(self) -> float:
+        return 6.0 * self.tokens * self.h * 4  # read and written, twice as much backward
+
+    @property
+    def activation_bytes(self) -> float:
+        return 8.0 * self.tokens * self.f * 4  # forward twice, and backward
+
+
+def _measure(processes: int, threads: int, base: Config, rounds: int) -> Times:
+    import torch.multiprocessing as mp
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_worker, (processes, threads, base, rounds, port, folder), nprocs=processes, start_method="fork")  # type: ignore[no-untyped-call]
+        return dict(json.loads((Path(folder) / "times.json").read_text()))
+
+
+def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, port: int, folder: str) -> None:
+    torch.set_num_threads(threads)  # first: after a fork
+    if processes > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    launch = Launch(rank, rank, processes, processes, 0)
+    device = torch.device("cpu")
+    init_process_group(launch, device, "gloo", timedelta(minutes=5))
+    try:
+        groups = ParallelGroups.create(device)
+        times = _rounds(_things(_Shape(base), groups), groups, rounds)
+        if rank == 0:
+            (Path(folder) / "times.json").write_text(json.dumps(times))
+    finally:
+        destroy_process_group()
+
+
+def _rounds(things: dict[str, Callable[[], object]], groups: ParallelGroups, rounds: int) -> Times:
+    """Medians over rounds of the mean over ranks."""
+    found: dict[str, list[float]] = {name: [] for name in things}
+    for index in range(rounds + 1):
+        for name, thing in things.items():
+            barrier(groups.control)
+            began = time.perf_counter()
+            thing()
+            spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            if index > 0:  # the first is for warming up
+                found[name].append(float(all_reduce(spent, groups.control)) / groups.world.size())
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _things(shape: _Shape, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
+    """What is measured, by name."""
+    x, w = torch.randn(shape.tokens, shape.h), torch.randn(shape.f, shape.h)
+    y = torch.randn(shape.tokens, shape.f)
+
+    def products() -> None:
+        torch.mm(x, w.t())
+        torch.mm(y, w)
+        torch.mm(y.t(), x)
+
+    things = {"products": products, **_attention(shape), **_elementwise(shape, x), "update": _update()}
+    if groups.world.size() > 1:
+        things |= _collectives(groups)
+    return things
+
+
+def _attention(shape: _Shape) -> dict[str, Callable[[], object]]:
+    made = torch.randn(shape.s, shape.heads, 3, shape.d, requires_grad=True)
+    out: list[Tensor] = []
+
+    def forward() -> None:
+        q, k, v = (made[:, :, i : i + 1] for i in range(3))
+        out[:] = [core_attention(q, k, v, AttentionMask(), kernel="sdpa")]
+
+    def backward() -> None:
+        torch.autograd.grad(out[0], made, torch.ones_like(out[0]))
+
+    return {"attention forward": forward, "attention backward": backward}
+
+
+def _elementwise(shape: _Shape, x: Tensor) -> dict[str, Callable[[], object]]:
+    weight, bias = torch.ones(shape.h, requires_grad=True), torch.zeros(shape.h, requires_grad=True)
+    spec, source = NormSpec("LayerNorm", 1e-5), x.clone().requires_grad_()
+    activation = Activation(shape.model.activation)
+    u, grad = torch.randn(shape.tokens, shape.f * activation.width_factor), torch.randn(shape.tokens, shape.f)
+
+    def normed() -> None:
+        y = norm(source, weight, bias, spec)
+        torch.autograd.grad(y, (source, weight, bias), x)
+
+    def activated() -> None:
+        activation.forward(u)
+        activation.forward(u)
+        activation.backward_(grad.clone(), u)
+
+    return {"norm": normed, "activation": activated}
+
+
+def _update() -> Callable[[], object]:
+    parameter = torch.nn.Parameter(torch.randn(_ELEMENTS))
+    parameter.grad = torch.randn(_ELEMENTS)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
+def _collectives(groups: ParallelGroups) -> dict[str, Callable[[], object]]:
+    size, group = groups.world.size(), groups.world
+
+    def exchange(num_bytes: int) -> Callable[[], object]:
+        count = max(1, num_bytes // 4 // size)
+        send, receive = torch.zeros(count * size), torch.zeros(count * size)
+        return lambda: all_to_all_async(send, [count] * size, receive, [count] * size, group).wait()
+
+    def both(num_bytes: int) -> Callable[[], object]:
+        one, whole = exchange(num_bytes), torch.zeros(max(size, num_bytes // 4))
+        return lambda: (one(), all_reduce(whole, group))
+
+    return {"collective": both(_LARGE), "small collective": exchange(_SMALL)}

@@ -1,0 +1,181 @@
+"""``megatron-sp plan``: words of the command line to a machine and a model, then the search, then the answer."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import math
+
+from megatron_sp.config.flags.arguments import draft_config
+from megatron_sp.config.rules import normalize, violations
+from megatron_sp.config.schema import Config, raise_all
+from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
+from megatron_sp.planner import report
+from megatron_sp.planner.advice import find_changes, least_memory
+from megatron_sp.planner.dry_run import complete
+from megatron_sp.planner.layouts import Given, default_batch
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.search import search
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.format import format_bytes
+
+MOST_GPUS = 1 << 20
+
+
+def run(args: argparse.Namespace, words: list[str]) -> int:
+    """Print the plan.
+
+    Args:
+        args: the planner's flags.
+        words: those of the model.
+    Raises:
+        ConfigError: a flag is wrong, or nothing fits.
+    """
+    _check(args)
+    if args.picture is not None:
+        from megatron_sp.planner.picture import check_picture
+
+        check_picture(args.picture)
+    base, given, extra = read_model(words, args.gpus, args.gpu == CPU)
+    machine = read_machine(args, base)
+    found = search(base, given, machine)
+    if not found.candidates:
+        raise ConfigError(_nothing_fits(base, given, machine, [f"{each.who}: {each.why}" for each in found.rejected]))
+    speak = report.as_json if args.json else report.text
+    print(speak(found, base, machine, extra, args.top))
+    if args.picture is not None:
+        from megatron_sp.planner.picture import draw
+
+        draw(found.best_of_each()[: args.top], args.picture, f"{machine.gpus} x {machine.gpu.name}: predicted memory and speed")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    problems = [
+        f"--{name.replace('_', '-')} ({getattr(args, name)}) must be at least 1"
+        for name in ("gpus", "nodes", "cards", "top") if getattr(args, name) is not None and getattr(args, name) < 1
+    ]  # fmt: skip
+    if args.gpus > MOST_GPUS:
+        problems.append(f"--gpus ({args.gpus}) must be at most {MOST_GPUS}")
+    if args.reserve_gib is not None and not 0 <= args.reserve_gib < math.inf:
+        problems.append(f"--reserve-gib ({args.reserve_gib:g}) must be at least 0")
+    raise_all(problems)
+
+
+def read_machine(args: argparse.Namespace, base: Config) -> Machine:
+    """The machine that the flags describe; ``cpu-core`` is measured.
+
+    Raises:
+        ConfigError: names that nobody knows, or numbers that do not fit together.
+    """
+    if args.gpu == CPU:
+        given = [f"--{name}" for name in ("nodes", "link", "inside-link", "cards") if getattr(args, name.replace("-", "_")) is not None]
+        if given:
+            raise ConfigError(f"--gpu {CPU} means processes of this machine alone: leave {' and '.join(given)} out")
+        from megatron_sp.planner.calibrate import measure_machine
+
+        return measure_machine(args.gpus, base, args.reserve_gib)
+    gpu = find_gpu(args.gpu)
+    nodes = args.nodes or max(1, math.ceil(args.gpus / 8))
+    if args.gpus % nodes:
+        near = [n for n in range(1, args.gpus + 1) if args.gpus % n == 0]
+        choice = sorted(sorted(near, key=lambda n: abs(n - nodes))[:3])
+        said = "" if args.nodes else ", so that none has more than 8 GPUs"
+        raise ConfigError(
+            f"--gpus ({args.gpus}) must be a multiple of --nodes ({nodes}{said}): {args.gpus} = {args.gpus // nodes} * {nodes} +"
+            f" {args.gpus % nodes}; use --nodes {', '.join(map(str, choice))}, or --gpus {args.gpus // nodes * nodes or nodes} or"
+            f" {(args.gpus // nodes + 1) * nodes}"
+        )
+    between = find_link(args.link, "--link", between_nodes=True) if args.link else None
+    if nodes > 1 and between is None:
+        raise ConfigError(f"{nodes} nodes need --link NAME, what joins them (such as ib-400g or eth-100g); or give --nodes 1")
+    inside = find_link(args.inside_link or gpu.link, "--inside-link", between_nodes=False)
+    per_node = args.gpus // nodes
+    return Machine(gpu, args.gpus, nodes, inside, between, args.cards or _cards(between, per_node), gpu.memory_bytes, args.reserve_gib)
+
+
+def _cards(between: Link | None, per_node: int) -> int:
+    return per_node if between is None or between.per_gpu else 1
+
+
+def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, list[str]]:
+    """The configuration that the flags describe, what of it is fixed, and flags for what the planner has assumed.
+
+    Raises:
+        ConfigError: a flag is wrong.
+    """
+    config, given = draft_config(_checked(words))
+    extra = []
+    if config.parallel.offload_optimizer:
+        raise ConfigError(
+            "--offload-optimizer: its copies are not part of the prediction; leave it out, --dry-run shows the memory of such a run"
+        )
+    if not cpu and not given & {("precision", name) for name in ("bf16", "fp16", "fp64")}:
+        config.precision.bf16 = True
+        extra.append("--bf16")
+    config.kernels.device = "cpu" if cpu else config.kernels.device
+    _fill(config)
+    tp_seq = config.parallel.sequence_parallel  # about a tp that is not chosen yet
+    normalize(config)
+    if ("parallel", "tensor_model_parallel_size") not in given:
+        config.parallel.sequence_parallel = tp_seq
+    if ("batch", "micro_batch_size") not in given:
+        config.batch.micro_batch_size = 1
+    if config.batch.global_batch_size is None and config.model.seq_length:
+        config.batch.global_batch_size = gpus * config.batch.micro_batch_size if cpu else default_batch(config, gpus)
+        extra.append(f"--global-batch-size {config.batch.global_batch_size}")
+    config.batch.rampup_batch_size = None
+    if config.parallel.use_distributed_optimizer:
+        given.add(("parallel", "zero_stage"))
+    one = config.parallel.tensor_model_parallel_size * config.parallel.sequence_parallel_size
+    raise_all(violations(_on_trial(config, given), one))
+    complete(config, one)
+    return config, frozenset(given), extra
+
+
+def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
+    """The configuration without what is about a number of ranks that the planner has yet to choose."""
+    config = copy.deepcopy(config)
+    parallel = config.parallel
+    if ("parallel", "sequence_parallel_size") not in given:
+        parallel.sp_overlap_mode, parallel.sp_head_chunks = None, None
+        parallel.sp_overlap_comm = parallel.split_qkv_linear = False
+    if ("parallel", "tensor_model_parallel_size") not in given:
+        parallel.sequence_parallel = False
+    return config
+
+
+def _checked(words: list[str]) -> list[str]:
+    """A mistyped flag of the planner's own is recognised before the model's flags are asked."""
+    own = ("--gpus", "--gpu", "--nodes", "--link", "--inside-link", "--cards", "--reserve-gib", "--top", "--picture")
+    for word in words:
+        near = difflib.get_close_matches(word.partition("=")[0], own, n=1, cutoff=0.85)
+        if near and word.startswith("--"):
+            raise ConfigError(f"{word.partition('=')[0]} is unknown: did you mean {near[0]}?")
+    return words
+
+
+def _fill(config: Config) -> None:
+    """What a run needs and a plan does not."""
+    config.optimizer.lr = config.optimizer.lr if config.optimizer.lr is not None else max(1e-4, config.optimizer.min_lr)
+    if config.batch.train_iters is None and config.batch.train_samples is None:
+        config.batch.train_iters = 10**6
+    data = config.data
+    if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
+        data.mock_data = True
+
+
+def _nothing_fits(base: Config, given: Given, machine: Machine, reasons: list[str]) -> str:
+    least = least_memory(base, given, machine)
+    if least is None:
+        return "no layout is possible:\n" + "\n".join(f"  {reason}" for reason in reasons)
+    needs, layout = least
+    lines = [
+        f"nothing fits: the layout that needs least ({layout.words(machine.gpus)}) needs {format_bytes(needs)} on each {machine.gpu.name},"
+        f" which has {machine.memory_bytes / GIB:.1f} GiB: {format_bytes(needs - machine.memory_bytes)} too much"
+    ]
+    for change in find_changes(base, given, machine):
+        fits = "fits" if change.fits else f"still {format_bytes(change.needs - change.have)} too much"
+        lines.append(f"  {change.what}: needs {format_bytes(change.needs)} of {change.have / GIB:.1f} GiB, {fits}")
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""--dry-run: what a run would take on every rank, for any number of processes, without starting one of them.
+
+Memory comes from ``estimate/memory.py``, traffic from ``estimate/traffic.py``; both are held against real steps by tests. Nothing here
+loads torch, unless the model's shape has to be read from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_sp.config.rules import normalize, validate
+from megatron_sp.config.schema import Config, ModelConfig
+from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.memory_plan import Line, MemoryPlan
+from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.estimate.remedies import Device, Remedy, find_remedies, head_share, plan_of
+from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
+from megatron_sp.training.starting_point import check_on_paper
+from megatron_sp.utils.format import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run on paper.
+
+    Attributes:
+        num_params: of the whole model, without padding rows of the vocabulary.
+        params_of_rank: elements in the flat buffers of one tp rank, whole; ``kept_params`` of them stay on a rank.
+        remedies: changes that lower the peak.
+        copy_of_saves: bytes of host memory that --async-save keeps; on CPUs they are among those of ``memory``.
+        notes: flags that are ignored, and where the run starts if that is not plain.
+    """
+
+    config: Config
+    world_size: int
+    device: Device
+    num_params: int
+    params_of_rank: int
+    kept_params: int
+    num_micro_batches: int
+    memory: MemoryPlan
+    traffic: TrafficPlan
+    remedies: list[Remedy]
+    copy_of_saves: int = 0
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: bytes, and plain numbers."""
+        parallel = self.config.parallel
+        layout = {
+            "dp": parallel.dp_size(self.world_size), "sp": parallel.sequence_parallel_size, "tp": parallel.tensor_model_parallel_size,
+            "tp_seq": parallel.sequence_parallel, "zero_stage": parallel.zero_stage,
+        }  # fmt: skip
+        parameters = {"model": self.num_params, "per_tp_rank": self.params_of_rank, "kept_per_rank": self.kept_params}
+        return {
+            "world_size": self.world_size, "device": self.device, "layout": layout, "micro_batches": self.num_micro_batches,
+            "parameters": parameters, "memory": self.memory.as_dict(), "traffic": self.traffic.as_dict(),
+            "remedies": [remedy._asdict() for remedy in self.remedies], "copy_of_saves": self.copy_of_saves, "notes": list(self.notes),
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """For people."""
+        config, memory, traffic = self.config, self.memory, self.traffic
+        parallel = config.parallel
+        axes = [f"dp {parallel.dp_size(self.world_size)}"]
+        axes += [f"sp {parallel.sequence_parallel_size}"] if parallel.sequence_parallel_size > 1 else []
+        tp_seq = " with sequence parallel" if parallel.sequence_parallel else ""
+        axes += [f"tp {parallel.tensor_model_parallel_size}{tp_seq}"] if parallel.tensor_model_parallel_size > 1 else []
+        where = "GPUs" if self.device == "cuda" else "CPUs"
+        count = self.num_micro_batches
+        lines = [
+            f"dry run: {self.world_size} {'process' if self.world_size == 1 else 'processes'} on {where}: {', '.join(axes)}, ZeRO stage"
+            f" {parallel.zero_stage}, {config.precision.params_dtype}, {count} micro-batch{'' if count == 1 else 'es'} of"
+            f" {config.batch.micro_batch_size} x {config.model.seq_length} tokens in a step",
+            f"parameters: {format_count(self.num_params)} ({self.num_params:,}); a rank works with {format_count(self.params_of_rank)} and"
+            f" keeps {format_count(self.kept_params)}",
+            f"memory of a rank: {format_bytes(memory.resident)} stay",
+            *_rows(memory.stays),
+            f"and at the worst moment ({memory.worst.phase}: {memory.worst.name}) {format_bytes(memory.worst.num_bytes)} more",
+            *_rows(memory.worst.lines),
+            f"peak: {format_bytes(memory.peak)} ("
+            + ", ".join(f"{phase} {format_bytes(memory.peak_of(phase))}" for phase in ("forward", "backward", "update"))
+            + "); tensors alone: NCCL, the allocator and the program come on top",
+        ]
+        if config.kernels.offload_activations:
+            beside = "" if self.device == "cuda" else ", which on a CPU is the same memory: nothing is saved"
+            activations = memory.host - (self.copy_of_saves if self.device == "cuda" else 0)
+            lines.append(f"activations in host memory: {format_bytes(activations)} of each rank{beside}")
+        if self.copy_of_saves:
+            where = "host memory, pinned" if self.device == "cuda" else "memory, counted above"
+            lines.append(
+                f"saving in the background: {format_bytes(self.copy_of_saves)} of {where}, are kept on each rank for the copy"
+                " (--no-async-save: none, and training waits)"
+            )
+        if not traffic.flows:
+            lines.append("traffic: none, there is one process")
+        else:
+            lines.append(
+                f"traffic of a rank and step: {traffic.number:,} collectives, {format_bytes(traffic.num_bytes)} sent, of it"
+                f" {format_bytes(traffic.can_hide)} ({traffic.can_hide / max(traffic.num_bytes, 1):.0%}) can run under computation"
+            )
+            lines += self._flows()
+        if parallel.overlap_mode == "auto" and parallel.sequence_parallel_size > 1:
+            lines.append("--sp-overlap-mode auto is settled by timing when the run starts; here it counts as none")
+        if self.remedies:
+            lines.append("less memory: " + "; ".join(f"{flags}: peak {format_bytes(peak)}" for flags, peak in self.remedies))
+        lines += self.notes
+        return "\n".join(lines)
+
+    def _flows(self) -> list[str]:
+        lines = []
+        for flow in self.traffic.flows:
+            hides = f"{flow.can_hide / flow.num_bytes:.0%} under {flow.under}" if flow.can_hide else "in the open"
+            lines.append(
+                f"  {format_bytes(flow.num_bytes):>10}  {flow.number:>7,} x {flow.op} between {flow.ranks} ({flow.group}):"
+                f" {flow.kind}; {hides}"
+            )
+        return lines
+
+
+def _rows(lines: Sequence[Line]) -> list[str]:
+    held = sorted((line for line in lines if line.num_bytes), key=lambda line: -line.num_bytes)
+    return [f"  {format_bytes(line.num_bytes):>10}  {line.name}" for line in held]
+
+
+def plan_run(config: Config, world_size: int) -> RunPlan:
+    """The plan of a run whose configuration has been validated for ``world_size`` processes.
+
+    Raises:
+        ReportedError: the tokenizer or the checkpoint that the model's shape comes from cannot be read.
+    """
+    note = complete(config, world_size)
+    device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
+    dp = config.parallel.dp_size(world_size)
+    parts = config.model, config.parallel, config.kernels, config.batch, config.precision
+    form = Form(*parts, dp, device, head_share(config))
+    zero = form.zero
+    return RunPlan(
+        config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
+        plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
+        find_remedies(config, world_size, device), copy_bytes(config, world_size),
+        tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note))),
+    )  # fmt: skip
+
+
+def complete(config: Config, world_size: int) -> str:
+    """Fill in what a run would take from a checkpoint or a tokenizer, and look at --load and --save as it would.
+
+    Returns:
+        A line about a fresh start that the flags alone do not tell of; else nothing.
+    Raises:
+        ReportedError: they cannot be read.
+    """
+    point = check_on_paper(config)
+    stored = None
+    if point.source is not None:
+        from megatron_sp.checkpoint.checkpointer import Checkpointer
+        from megatron_sp.training.run_tokenizer import find_tokenizer
+        from megatron_sp.training.state import adopt_checkpoint_args, check_structure
+
+        stored = Checkpointer(None).read_state(point.source)
+        is_adopted = False
+        if config.checkpoint.use_checkpoint_args:
+            is_adopted = adopt_checkpoint_args(stored, config)
+            validate(normalize(config), world_size)
+        goes_on = not config.batch.skip_train and (point.goes_on or not config.checkpoint.finetune)
+        find_tokenizer(config.data, stored, point.source, goes_on=goes_on, is_adopted=is_adopted, tell=lambda _: None)
+    if config.model.vocab_size is None:
+        from megatron_sp.data.tokenizers.build import build_tokenizer
+
+        config.model.vocab_size = build_tokenizer(config.data).vocab_size
+    if stored is not None:
+        check_structure(stored, config)
+    return point.note
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of the whole model, as a checkpoint has them: without padding rows of the vocabulary."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
+    h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
+    norms = 2 if model.normalization == "LayerNorm" else 1
+    rows, ffn_rows = (n + 2 * g) * d, model.ffn_size * (2 if model.is_gated else 1)
+    block = rows * h + h * n * d + ffn_rows * h + h * model.ffn_size + 2 * norms * h + 2 * norms * d * model.qk_layernorm
+    block += rows * model.qkv_bias + h * model.proj_bias + (ffn_rows + h) * model.mlp_bias
+    embedding = model.vocab_size * h + (model.max_positions * h if model.position_embedding_type == "learned_absolute" else 0)
+    head = norms * h + (model.vocab_size * h if model.untie_embeddings_and_output_weights else 0)
+    return model.num_layers * block + embedding + head + (_of_bert(model, norms) if model.is_bert else 0)
+
+
+def _of_bert(model: ModelConfig, norms: int) -> int:
+    """What a BERT has beside: segments; a dense layer, a norm and the words' biases for masked tokens; pooler and a head for the order."""
+    assert model.hidden_size and model.vocab_size
+    h = model.hidden_size
+    masked = h * h + h + norms * h + model.vocab_size
+    return model.token_types * h + masked + (h * h + h + 2 * h + 2) * model.has_order_head
+
+
+def dry_run(config: Config, world_size: int, kind: str) -> str:
+    """The report: ``kind`` is "text" or "json"."""
+    plan = plan_run(config, world_size)
+    return json.dumps(plan.as_dict(), indent=1) if kind == "json" else plan.text()

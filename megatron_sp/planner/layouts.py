@@ -1,0 +1,163 @@
+"""All layouts of a model on so many GPUs, as configurations that differ from the asked-for one in a few fields.
+
+What a person has given on the command line stays as it is. The rest is tried:
+
+    tp                    divisors of the GPUs of a node, with and without --sequence-parallel (tp_seq)
+    sp                    divisors of what is left, as many as a tp rank has heads
+    exchanges of sp       none, split-qkv, chunked in 2 and 4
+    micro-batch           1, 2, 4, ... sequences
+    ZeRO stage and recomputation, in the order in which they cost time
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_sp.config.rules import normalize
+from megatron_sp.config.schema import Config
+
+Given = frozenset[tuple[str, str]]  # (group, field) that stand on the command line
+
+Saving = tuple[int, str | None]
+"""ZeRO stage and recomputation."""
+
+RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+TOKENS = 2**20  # of a step, when no --global-batch-size is given
+ENOUGH_TOKENS = 32768  # of a rank at a time: products do not get faster beyond
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """What the planner chooses.
+
+    Attributes:
+        mode, chunks: of the exchanges of sp; "none", "split-qkv" or "chunked".
+    """
+
+    tp: int = 1
+    tp_seq: bool = False
+    sp: int = 1
+    mode: str = "none"
+    chunks: int = 0
+    zero: int = 0
+    recompute: str | None = None
+    micro_batch: int = 1
+
+    def dp(self, gpus: int) -> int:
+        return gpus // (self.tp * self.sp)
+
+    def words(self, gpus: int) -> str:
+        """For people."""
+        dp = self.dp(gpus)
+        parts = [f"tp {self.tp}{' + seq' if self.tp_seq else ''}"] if self.tp > 1 else []
+        parts += [f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")] * (
+            self.sp > 1
+        )
+        parts += [f"dp {dp}"] if dp > 1 or not parts else []
+        parts += [f"ZeRO {self.zero}"] if self.zero else []
+        parts += [f"recompute {self.recompute}"] if self.recompute else []
+        return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
+
+    def flags(self) -> list[str]:
+        """To be pasted behind pretrain_gpt.py."""
+        made = [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.tp_seq
+        made += [f"--sequence-parallel-size {self.sp}"] * (self.sp > 1)
+        made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
+        made += [f"--sp-head-chunks {self.chunks}"] * (self.chunks > 0)
+        made += [f"--zero-stage {self.zero}"] * (self.zero > 0)
+        made += [f"--recompute-granularity {self.recompute}"] * (self.recompute is not None)
+        return [*made, f"--micro-batch-size {self.micro_batch}"]
+
+    def apply(self, base: Config) -> Config:
+        """A normalised copy of a configuration with this layout."""
+        config = copy.copy(base)  # what is not changed is shared: a search makes thousands
+        config.parallel, config.kernels, config.batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
+        parallel, kernels = config.parallel, config.kernels
+        parallel.tensor_model_parallel_size, parallel.sequence_parallel = self.tp, self.tp_seq
+        parallel.sequence_parallel_size, parallel.zero_stage = self.sp, self.zero
+        parallel.sp_overlap_comm = parallel.split_qkv_linear = False
+        parallel.sp_overlap_mode = self.mode if self.sp > 1 else None  # type: ignore[assignment]
+        parallel.sp_head_chunks = self.chunks or None
+        if self.recompute != kernels.recompute_granularity:
+            kernels.recompute_method = kernels.recompute_num_layers = None
+        kernels.recompute_granularity, kernels.recompute_activations = self.recompute, False  # type: ignore[assignment]
+        config.batch.micro_batch_size = self.micro_batch
+        return normalize(config)
+
+
+def default_batch(config: Config, gpus: int) -> int:
+    """Sequences that make about a million tokens, whatever the GPUs, in a number that most layouts of them can deal out."""
+    model, micro = config.model, config.batch.micro_batch_size
+    assert model.seq_length and model.num_attention_heads
+    wanted = max(1, round(TOKENS / (model.seq_length * micro)))
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    sizes = [round(wanted / n) * n for n in divisors if n <= wanted]
+    near = [size for size in sizes if abs(size - wanted) <= wanted / 4]  # the last is that of the largest divisor
+    ranks = gpus // max(n for n in divisors if n <= model.num_attention_heads)  # a sequence each, even with all heads on their own
+    if near[-1] % ranks:
+        return math.ceil(wanted / gpus) * gpus * micro
+    return near[-1] * micro
+
+
+def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Layout]:
+    """Layouts without ZeRO, recomputation and size of the micro-batch: what splits the model and the sequence, and how it is overlapped."""
+    for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
+        for sp in _splits(base, given, "sequence_parallel_size", gpus // tp, gpus // tp):
+            for tp_seq in _tp_seqs(base, given, tp):
+                for mode, chunks in _modes(base, given, tp, sp):
+                    yield Layout(tp, tp_seq, sp, mode, chunks)
+
+
+def micro_batches(base: Config, given: Given, dp: int, sp: int) -> list[int]:
+    """Sizes that make up the global batch, from the smallest on to the first with which a rank has enough to do."""
+    if ("batch", "micro_batch_size") in given:
+        return [base.batch.micro_batch_size]
+    each = max(1, (base.batch.global_batch_size or dp) // max(1, dp))
+    tokens = (base.model.seq_length or 1) / sp
+    powers = [2**i for i in range(11) if i == 0 or tokens * 2 ** (i - 1) < ENOUGH_TOKENS]
+    return [size for size in powers if each % size == 0]
+
+
+def savings(base: Config, given: Given, ranks: int) -> list[Saving]:
+    """What can be tried, cheapest in time first; ``ranks`` have the same parameters."""
+    stages = [base.parallel.zero_stage] if ("parallel", "zero_stage") in given else [1, 0, 2, 3] if ranks > 1 else [0]
+    fixed = any(("kernels", name) in given for name in ("recompute_granularity", "recompute_activations"))
+    kinds = [base.kernels.recompute_granularity] if fixed else RECOMPUTE
+    return [(stage, kind) for kind in kinds for stage in stages]
+
+
+def most_saving(tries: list[Saving]) -> list[Saving]:
+    """Those among which the one with least memory is: all stages, for buffers of stage 3 may be larger than what it saves."""
+    return [(stage, kind) for stage, kind in tries if kind == tries[-1][1]]
+
+
+def saves_no_less(one: Saving, other: Saving) -> bool:
+    """Whether ``other`` costs at least the time of ``one``, so that it is for nothing where ``one`` fits."""
+    return other != one and other[0] >= one[0] and RECOMPUTE.index(other[1]) >= RECOMPUTE.index(one[1])
+
+
+def _splits(base: Config, given: Given, name: str, most: int, of: int) -> list[int]:
+    if ("parallel", name) in given:
+        return [getattr(base.parallel, name)]
+    return [size for size in range(1, min(most, base.model.num_attention_heads or 1) + 1) if of % size == 0]
+
+
+def _tp_seqs(base: Config, given: Given, tp: int) -> list[bool]:
+    if tp > 1 and ("parallel", "sequence_parallel") in given:
+        return [base.parallel.sequence_parallel]
+    return [True, False] if tp > 1 else [False]
+
+
+def _modes(base: Config, given: Given, tp: int, sp: int) -> list[tuple[str, int]]:
+    """With one sp rank nothing is exchanged."""
+    if sp == 1:
+        return [("none", 0)]
+    names = ("sp_overlap_mode", "sp_overlap_comm", "split_qkv_linear", "sp_head_chunks")
+    if any(("parallel", name) in given for name in names) and base.parallel.overlap_mode != "auto":
+        mode = base.parallel.overlap_mode
+        return [(mode, (base.parallel.sp_head_chunks or 2) if mode == "chunked" else 0)]
+    heads = (base.model.num_attention_heads or 1) // (tp * sp)
+    return [("none", 0), ("split-qkv", 0), *(("chunked", count) for count in (2, 4) if count <= heads)]

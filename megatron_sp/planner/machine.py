@@ -1,0 +1,108 @@
+"""GPUs and links put together: who is whose neighbour, and how long a collective takes.
+
+Ranks are numbered node by node, and the axes run dp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp group lies within a node
+if it fits, an sp group if tp * sp does, and the group of dp x sp goes over all nodes with gpus_per_node / tp ranks on each.
+
+    ring (all_gather, reduce_scatter, all_reduce)   bytes of a rank / the slower of: its link within the node; the network cards of
+                                                    the group's ranks on a node together, for each byte crosses once from node to node
+    all_to_all                                      the slower of: all bytes over the link within the node; those for other nodes over
+                                                    the rank's own share of the cards
+
+Latency: of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_sp.estimate.hardware import Gpu, Link
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is to be.
+
+    Attributes:
+        gpus: all of them.
+        nodes: over which they are spread evenly.
+        inside: link between the GPUs of a node.
+        between: link between nodes; None with one node.
+        cards: network cards of a node.
+        memory_bytes: of a GPU, that a program can have.
+        reserve_gib: of them for what is not tensors; None: ``reserve`` works it out.
+    """
+
+    gpu: Gpu
+    gpus: int
+    nodes: int
+    inside: Link
+    between: Link | None
+    cards: int
+    memory_bytes: int
+    reserve_gib: float | None = None
+
+    @property
+    def per_node(self) -> int:
+        return self.gpus // self.nodes
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu.units == 0
+
+    def ranks_on_node(self, group: str, ranks: int, tp: int) -> int:
+        """How many ranks of a group share a node."""
+        stride = {"tp": 1, "sp": tp, "dp x sp": tp, "world": 1}[group]
+        return max(1, min(ranks, self.per_node // stride))
+
+    def crosses(self, group: str, ranks: int, tp: int) -> bool:
+        """Whether a group of ranks reaches over nodes."""
+        return self.ranks_on_node(group, ranks, tp) < ranks
+
+    def link_of(self, group: str, ranks: int, tp: int) -> Link:
+        """The link that a group of ranks waits for."""
+        if self.between is not None and self.crosses(group, ranks, tp):
+            return self.between
+        return self.inside
+
+    def seconds(self, op: str, group: str, ranks: int, tp: int, number: int, num_bytes: float) -> float:
+        """Time of ``number`` collectives in which a rank sends ``num_bytes`` in all."""
+        if ranks == 1 or number == 0:
+            return 0.0
+        link = self.link_of(group, ranks, tp)
+        steps = ranks - 1
+        if op == "all_reduce":
+            steps = min(2 * steps, 4 * math.ceil(math.log2(ranks)))
+        return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self._rate(op, group, ranks, tp)
+
+    def _rate(self, op: str, group: str, ranks: int, tp: int) -> float:
+        """Bytes per second of a rank."""
+        inside = self.inside.gbs * 1e9
+        near = self.ranks_on_node(group, ranks, tp)
+        if near == ranks or self.between is None:
+            return inside
+        card = self.between.gbs * 1e9 * self.cards / self.per_node  # a rank's share
+        if op == "all_to_all":
+            outside = (ranks - near) / (ranks - 1)
+            return 1 / max(outside / card, (1 - outside) / inside)
+        return min(inside, card * near) if near > 1 else card
+
+
+# what a process has beside its tensors, in GiB: context and kernels of the driver; buffers of NCCL for one group
+CONTEXT_GIB, GROUP_GIB = 0.7, 0.35
+FRAGMENTS = 0.04  # of the tensors' peak: holes of the allocator
+CPU_PROCESS_GIB = 0.35  # Python and torch
+
+
+def reserve(machine: Machine, peak_bytes: int, groups: int) -> int:
+    """Bytes of a GPU that are not tensors.
+
+    Args:
+        peak_bytes: of the tensors.
+        groups: communicators with more than one rank.
+    """
+    if machine.reserve_gib is not None:
+        return int(machine.reserve_gib * 2**30)
+    if machine.is_cpu:
+        return int(CPU_PROCESS_GIB * 2**30)
+    return int((CONTEXT_GIB + GROUP_GIB * groups) * 2**30 + FRAGMENTS * peak_bytes)

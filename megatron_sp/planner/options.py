@@ -1,0 +1,33 @@
+"""The planner's own flags; apart from the planner, so that another command's --help does not load it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_sp.estimate.hardware import CPU
+from megatron_sp.utils.program import integer
+
+USAGE = "megatron-sp plan --gpus N --gpu NAME [--nodes N --link NAME] [options] FLAGS OF THE MODEL"
+EPILOG = (
+    "The model, its batch and its number format are described as for pretrain_gpt.py (--num-layers, --seq-length, ...). Flags of the layout"
+    " that are given too (--tp-size, --zero-stage, --micro-batch-size, ...) are kept, the others are chosen."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All other flags of the command describe the model, as for pretrain_gpt.py."""
+    parser.add_argument("--gpus", type=integer(), required=True, metavar="N", help="all of them, over all nodes (required)")
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help=f"kind of GPU, such as h100-80g; {CPU}: processes of this machine, measured now"
+    )
+    parser.add_argument("--nodes", type=integer(), metavar="N", help="hosts; GPUs are spread evenly (default: 8 GPUs each)")
+    parser.add_argument("--link", metavar="NAME", help="between the nodes, such as ib-400g (required with more than one node)")
+    parser.add_argument("--inside-link", metavar="NAME", help="between the GPUs of a node (default: the one the GPU is usually sold with)")
+    parser.add_argument(
+        "--cards", type=integer(), metavar="N", help="network cards of a node (default: one for each GPU; one of Ethernet up to 100g)"
+    )
+    parser.add_argument("--reserve-gib", type=float, metavar="GIB", help="memory of a GPU for what is not tensors (default: worked out)")
+    parser.add_argument("--top", type=integer(10**6), default=5, metavar="N", help="layouts to show (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory bars (.png, .svg or .pdf; needs the extra 'plot')")

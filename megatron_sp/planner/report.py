@@ -1,0 +1,182 @@
+"""What the planner says: a table of the best layouts, the best one in detail, bars of memory, and why the others are out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.hardware import GIB
+from megatron_sp.planner.dry_run import count_parameters
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.search import Candidate, Findings
+from megatron_sp.utils.format import format_bytes, format_count
+
+BAR = 50  # characters of a full GPU
+KINDS = ("parameters", "gradients", "optimizer", "activations", "reserve")
+_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "reserve": "r"}
+
+
+def memory_by_kind(candidate: Candidate) -> dict[str, int]:
+    """Bytes of a GPU at the worst moment, for each of ``KINDS``."""
+    made = dict.fromkeys(KINDS, 0)
+    memory = candidate.memory
+    for line in (*memory.stays, *memory.worst.lines):
+        made[_kind(line.name)] += line.num_bytes
+    made["reserve"] = candidate.reserve
+    return made
+
+
+def _kind(name: str) -> str:
+    if name.startswith(("parameters", "buffers for whole", "buffer for the head's parameters")):
+        return "parameters"
+    if name in ("master weights", "optimizer state"):
+        return "optimizer"
+    return "gradients" if name.startswith("gradients,") else "activations"
+
+
+def bar(candidate: Candidate) -> str:
+    """The memory of a GPU as a line of letters, one for each kind."""
+    have, text, so_far = candidate.machine.memory_bytes, "", 0
+    for kind, num_bytes in memory_by_kind(candidate).items():
+        so_far += num_bytes
+        text += _LETTERS[kind] * (round(BAR * so_far / have) - len(text))
+    return f"[{text:.<{BAR}}]"
+
+
+def flags(candidate: Candidate, extra: Sequence[str]) -> str:
+    """What to paste behind pretrain_gpt.py; ``extra``: what the planner assumed."""
+    return " ".join([*candidate.layout.flags(), *extra])
+
+
+def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> dict[str, Any]:
+    """For programs: bytes, seconds, plain numbers."""
+    return {
+        "machine": {
+            "gpu": machine.gpu.name, "gpus": machine.gpus, "nodes": machine.nodes, "inside": asdict(machine.inside),
+            "between": asdict(machine.between) if machine.between else None, "cards": machine.cards, "rates": asdict(machine.gpu),
+            "memory_bytes": machine.memory_bytes,
+        },
+        "parameters": count_parameters(base.model), "global_batch_size": base.batch.global_batch_size,
+        "seq_length": base.model.seq_length, "tried": found.tried, "fitting": len(found.candidates),
+        "best": [_candidate_dict(candidate, extra) for candidate in found.best_of_each()[:top]],
+        "rejected": [asdict(each) for each in found.rejected],
+    }  # fmt: skip
+
+
+def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any]:
+    time = candidate.time
+    exchanges = [
+        {"kind": e.flow.kind, "op": e.flow.op, "group": e.flow.group, "ranks": e.flow.ranks, "bytes": e.flow.num_bytes, "link": e.link,
+         "seconds": e.seconds, "hidden": e.hidden} for e in time.exchanges
+    ]  # fmt: skip
+    seconds = {
+        "step": time.seconds, "products": time.products, "attention": time.attention, "memory": time.memory, "update": time.update,
+        "host": time.host, "overlap": time.overlap, "copies": time.copies, "exposed": time.exposed, "of_it_recomputed": time.recompute,
+    }  # fmt: skip
+    return {
+        "layout": {**asdict(candidate.layout), "dp": candidate.layout.dp(candidate.machine.gpus)}, "flags": flags(candidate, extra),
+        "tokens_per_second": candidate.tokens_per_second, "mfu": candidate.mfu, "bound": time.bound, "seconds": seconds,
+        "memory": memory_by_kind(candidate), "needs": candidate.needs, "exchanges": exchanges,
+    }  # fmt: skip
+
+
+def as_json(*args: Any) -> str:
+    return json.dumps(as_dict(*args), indent=1)
+
+
+def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> str:
+    """For people."""
+    best = found.best_of_each()[:top]
+    lines = [
+        *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best), "", *_detail(best[0], extra), "",
+        f"memory of a {_unit(machine)} (" + ", ".join(f"{_LETTERS[kind]} {kind}" for kind in KINDS) + "):",
+        *(f"  {number} {bar(c)} {c.needs / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB" for number, c in enumerate(best, 1)),
+        "", "flags of the others:", *(f"  {n} {flags(c, extra)}" for n, c in enumerate(best[1:], 2)),
+    ]  # fmt: skip
+    if len(best) == 1:
+        lines = lines[:-2]
+    rejected = [f"  {each.who}: {each.why}" for each in found.rejected]
+    return "\n".join([*lines, *(["", "not possible:", *rejected] if rejected else [])])
+
+
+def _tighter(found: Findings) -> list[str]:
+    """If a layout that leaves hardly any memory is faster than the first: what it would bring."""
+    best = found.candidates[0]
+    tight = [c for c in found.candidates if c.is_tight and c.tokens_per_second > best.tokens_per_second]
+    if best.is_tight:
+        return ["tight: every layout leaves under 5 % of the memory; a little more of anything, and it does not fit"]
+    if not tight:
+        return []
+    left = [(c.machine.memory_bytes - c.needs) / GIB for c in (tight[0], best)]
+    faster = tight[0].tokens_per_second / best.tokens_per_second - 1
+    return [f"tight: {faster:.1%} faster than 1, with {left[0]:.1f} GiB left instead of {left[1]:.1f}: {' '.join(tight[0].layout.flags())}"]
+
+
+def _doubts(best: Sequence[Candidate]) -> list[str]:
+    """Shares of the peak that cannot be."""
+    if max(c.mfu for c in best) <= 1:
+        return []
+    gpu = best[0].machine.gpu
+    return [
+        f"MFU above 100 %: the peak of {gpu.name} that it is a share of ({gpu.peak_tflops:g} TFLOP/s) was measured too low, on a busy"
+        " machine for instance; compare tokens/s"
+    ]
+
+
+def _unit(machine: Machine) -> str:
+    return "process" if machine.is_cpu else "GPU"
+
+
+def _head(base: Config, machine: Machine, extra: Sequence[str], found: Findings) -> list[str]:
+    model, where = base.model, f"{machine.gpus} x {machine.gpu.name}"
+    if machine.nodes > 1 and machine.between is not None:
+        cards = f"{machine.cards} {'card' if machine.cards == 1 else 'cards'} of {machine.between.name}"
+        where += f", {machine.nodes} nodes with {machine.per_node} each ({machine.inside.name} inside, {cards} a node)"
+    else:
+        where += f" ({machine.inside.name})"
+    said = [
+        f"plan: {format_count(count_parameters(model))} parameters, {base.batch.global_batch_size} x {model.seq_length:,} tokens a step,"
+        f" {base.precision.params_dtype}, on {where}",
+        f"{found.tried:,} layouts looked at, {len(found.candidates):,} fit; the fastest for each tp and sp:",
+    ]
+    return said + ([f"assumed, because nothing was said: {' '.join(extra)}"] if extra else [])
+
+
+def _table(best: Sequence[Candidate]) -> list[str]:
+    header = ["", "layout", "tokens/s", f"per {_unit(best[0].machine)}", "MFU", "step", "memory", "most of the time"]
+    rows = [
+        [
+            str(number), c.layout.words(c.machine.gpus), f"{c.tokens_per_second:,.0f}", f"{c.tokens_per_second / c.machine.gpus:,.0f}",
+            f"{c.mfu:.1%}", f"{c.time.seconds:.3g} s",
+            f"{c.needs / GIB:.1f} GiB" + (" (tight)" if c.is_tight else ""), c.time.bound,
+        ] for number, c in enumerate(best, 1)
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+
+
+def _detail(best: Candidate, extra: Sequence[str]) -> list[str]:
+    time, kinds = best.time, memory_by_kind(best)
+    lines = [
+        f"1 in detail: {best.layout.words(best.machine.gpus)}",
+        f"  flags: {flags(best, extra)}",
+        f"  memory of a {_unit(best.machine)}: {', '.join(f'{kind} {format_bytes(size)}' for kind, size in kinds.items() if size)};"
+        f" worst in {best.memory.worst.phase}, {best.memory.worst.name}",
+        f"  step {time.seconds:.3g} s: products {time.products:.3g}, attention {time.attention:.3g}, norms and the like {time.memory:.3g},"
+        f" update {time.update:.3g}, communication in the open {time.exposed:.3g}, slowed by communication {time.overlap:.3g},"
+        f" waiting for Python {time.host:.3g}"
+        + (f", copies to host memory and back {time.copies:.3g}" if time.copies else "")
+        + (f"; {time.recompute:.3g} of it recomputed" if time.recompute else ""),
+    ]
+    for exchange in sorted(time.exchanges, key=lambda e: -e.flow.num_bytes):
+        if exchange.flow.num_bytes < 2**20:
+            continue
+        flow = exchange.flow
+        lines.append(
+            f"  {format_bytes(flow.num_bytes):>10} {flow.op} over {exchange.link}, {flow.ranks} ranks ({flow.group}): {flow.kind};"
+            f" {exchange.seconds:.3g} s, {exchange.hidden / max(exchange.seconds, 1e-12):.0%} hidden"
+        )
+    return lines

@@ -1,0 +1,238 @@
+"""From all layouts to the fastest ones that fit, and to one line for each group of those that do not.
+
+Memory is the closed form of ``estimate/memory.py`` plus a reserve, time is ``timing.py``. A layout that saves more memory than a fitting
+one and costs at least as much time is not looked at: from the cheapest on, ZeRO stages and recomputation are tried only until something
+fits, larger micro-batches only as long as something does, and of each such saving the largest few micro-batches that fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_sp.config.rules import violations
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.flops import step_flops_per_token
+from megatron_sp.estimate.memory_plan import MemoryPlan
+from megatron_sp.estimate.remedies import head_share, plan_of
+from megatron_sp.planner.layouts import Given, Layout, Saving, frames, micro_batches, most_saving, saves_no_less, savings
+from megatron_sp.planner.machine import Machine, reserve
+from megatron_sp.planner.timing import StepTime, step_time
+
+TIGHT = 0.95  # of the memory: a little more of anything, and it does not fit
+_SIZES = 3  # micro-batches of a layout whose time is worked out: the largest, and a half and a quarter of it with more memory left
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits.
+
+    Attributes:
+        reserve: bytes beside the tensors.
+        tokens: of a step.
+        model_flops: of a step, of the pairs that the mask leaves, for MFU.
+    """
+
+    layout: Layout
+    config: Config
+    machine: Machine
+    memory: MemoryPlan
+    reserve: int
+    time: StepTime
+    tokens: int
+    model_flops: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.time.seconds / (self.machine.gpu.peak_tflops * 1e12 * self.machine.gpus)
+
+    @property
+    def needs(self) -> int:
+        return self.memory.peak + self.reserve
+
+    @property
+    def is_tight(self) -> bool:
+        """Leaves so little memory that the prediction's own error may be more."""
+        return self.needs > TIGHT * self.machine.memory_bytes
+
+
+@dataclass
+class Rejected:
+    """Layouts with the same reason.
+
+    Attributes:
+        who: what they have in common.
+        why: a rule, or the memory of the one that needs least.
+        needs: bytes of that one; 0 if a rule was broken.
+    """
+
+    who: str
+    why: str
+    needs: int = 0
+
+
+@dataclass
+class Findings:
+    """Everything that a search found.
+
+    Attributes:
+        candidates: that fit, fastest first; those that leave under 5 % of the memory come after all that leave more.
+        rejected: the others.
+        smallest: (bytes, layout) of what needs least memory, fitting or not.
+        tried: layouts whose memory was worked out.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    smallest: tuple[int, Layout] | None = None
+    tried: int = 0
+
+    def best_of_each(self) -> list[Candidate]:
+        """The fastest for each way to split model and sequences."""
+        found: dict[tuple[int, int], Candidate] = {}
+        for candidate in self.candidates:
+            found.setdefault((candidate.layout.tp, candidate.layout.sp), candidate)
+        return list(found.values())
+
+
+def search(base: Config, given: Given, machine: Machine) -> Findings:
+    """Try every layout.
+
+    Args:
+        base: the model, batch and precision; ``vocab_size`` and ``global_batch_size`` are set.
+        given: fields that stay as they are.
+        machine: where.
+    """
+    found, least = Findings(), dict[tuple[int, int], tuple[int, Layout]]()
+    refused: dict[str, list[Layout]] = {}
+    for frame in frames(base, given, machine.gpus, machine.per_node):
+        broken = _broken(frame, base, machine.gpus)
+        if broken:
+            refused.setdefault(broken, []).append(frame)
+            continue
+        for needs, layout in _Frame(frame, base, given, machine).fill(found):
+            pair = (layout.tp, layout.sp)
+            least[pair] = min(least.get(pair, (needs, layout)), (needs, layout), key=lambda each: each[0])
+    found.candidates.sort(key=lambda candidate: (candidate.is_tight, -candidate.tokens_per_second, candidate.needs))
+    fitting = {(c.layout.tp, c.layout.sp) for c in found.candidates}
+    found.rejected = [*_too_large(least, fitting, machine), *_refused(refused)]
+    found.smallest = min(least.values(), key=lambda each: each[0]) if least else None
+    return found
+
+
+def _broken(frame: Layout, base: Config, gpus: int) -> str:
+    """The first rule that the layout breaks whatever the micro-batch is, or ""."""
+    return next(iter(violations(frame.apply(base), gpus)), "")
+
+
+class _Tried(NamedTuple):
+    """A layout whose memory is known."""
+
+    layout: Layout
+    config: Config
+    memory: MemoryPlan
+    reserve: int
+
+    @property
+    def needs(self) -> int:
+        return self.memory.peak + self.reserve
+
+
+class _Frame:
+    """All micro-batches, ZeRO stages and recomputations of one way to split."""
+
+    def __init__(self, frame: Layout, base: Config, given: Given, machine: Machine) -> None:
+        self.frame, self.base, self.given, self.machine = frame, base, given, machine
+        self.dp = frame.dp(machine.gpus)
+
+    def fill(self, found: Findings) -> Iterable[tuple[int, Layout]]:
+        """Add the candidates that fit; yields (bytes, layout) of all that were tried."""
+        tries = savings(self.base, self.given, self.dp * self.frame.sp)
+        ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
+        for size in micro_batches(self.base, self.given, self.dp, self.frame.sp):
+            smallest = self._smallest(ways, size, found, all_of_them=not sizes)
+            yield from ((one.needs, one.layout) for one in smallest)
+            if not any(self._fits(one) for one in smallest):
+                break
+            sizes.append({(one.layout.zero, one.layout.recompute): one for one in smallest})
+            least = min(smallest, key=lambda one: one.needs).layout
+            ways.sort(key=lambda way: way != (least.zero, least.recompute))
+        taken: Counter[Saving] = Counter()
+        for known in reversed(sizes):
+            self._add(tries, next(iter(known.values())).layout.micro_batch, found, known, taken)
+
+    def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[_Tried]:
+        """What needs least memory is among them; with larger micro-batches than the first, one that fits is enough."""
+        tried: list[_Tried] = []
+        for saving in ways:
+            one = self._try(saving, size, found)
+            tried += [] if one is None else [one]
+            if one is not None and not all_of_them and self._fits(one):
+                break
+        return tried
+
+    def _add(self, tries: list[Saving], size: int, found: Findings, known: dict[Saving, _Tried], taken: Counter[Saving]) -> None:
+        fits: list[Saving] = []
+        for saving in tries:
+            if any(saves_no_less(other, saving) and other[0] > 0 for other in fits):
+                continue
+            if taken[saving] == _SIZES:  # it fits, for larger ones did
+                fits.append(saving)
+                continue
+            tried = known.get(saving) or self._try(saving, size, found)
+            if tried is not None and self._fits(tried):
+                fits.append(saving)
+                taken[saving] += 1
+                found.candidates.append(self._candidate(tried))
+
+    def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
+        """The memory of one layout; None if a rule forbids it."""
+        layout = Layout(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
+        config = layout.apply(self.base)
+        if violations(config, self.machine.gpus):
+            return None
+        found.tried += 1
+        memory = plan_of(config, self.machine.gpus, "cpu" if self.machine.is_cpu else "cuda")
+        return _Tried(layout, config, memory, reserve(self.machine, memory.peak, num_groups(layout, self.machine.gpus)))
+
+    def _fits(self, tried: _Tried) -> bool:
+        return tried.needs <= self.machine.memory_bytes
+
+    def _candidate(self, tried: _Tried) -> Candidate:
+        config, batch, model = tried.config, tried.config.batch, tried.config.model
+        tokens = (batch.global_batch_size or batch.micro_batch_size * self.dp) * (model.seq_length or 0)
+        flops = step_flops_per_token(model, head_share(config))[model.is_bert] * tokens
+        return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine), tokens, flops)
+
+
+def num_groups(layout: Layout, gpus: int) -> int:
+    """Communicators of a rank with more than one member: the world, tp, sp, dp x sp."""
+    return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.dp(gpus) * layout.sp))
+
+
+def _too_large(least: dict[tuple[int, int], tuple[int, Layout]], fitting: set[tuple[int, int]], machine: Machine) -> list[Rejected]:
+    have, made = machine.memory_bytes / 2**30, []
+    for (tp, sp), (needs, layout) in sorted(least.items()):
+        if (tp, sp) not in fitting:
+            how = ", ".join(layout.words(machine.gpus).split(", ")[(tp > 1) + (sp > 1) :])
+            made.append(Rejected(f"tp {tp}, sp {sp}", f"needs {needs / 2**30:.1f} GiB of {have:.1f} at least ({how})", needs))
+    return made
+
+
+def _refused(refused: dict[str, list[Layout]]) -> list[Rejected]:
+    by_rule: dict[str, list[Layout]] = {}
+    for text, layouts in refused.items():
+        rule = text.split(": ")[0].split("; use")[0]
+        by_rule.setdefault(rule, []).extend(layouts)
+    return [Rejected(_names(layouts), rule) for rule, layouts in by_rule.items()]
+
+
+def _names(layouts: list[Layout]) -> str:
+    pairs = list(dict.fromkeys(f"tp {each.tp}, sp {each.sp}" for each in layouts))
+    return "; ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")

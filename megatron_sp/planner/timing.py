@@ -1,0 +1,205 @@
+"""The time of a step: computation, communication, and what of the second runs under the first.
+
+    step = micro-batches * (forward + backward + what is recomputed) / sustained + communication in the open + update
+           + overlap_cost * hidden communication + copies to host memory in the open
+
+``sustained`` is what a run reaches of its kernels' rates (``estimate/hardware.py``).
+
+Which bytes *can* run under something is what ``estimate/traffic.py`` says of the layout. How much time there is to hide in:
+
+    tensor parallel           the products of the backward pass for gradients of weights
+    Ulysses, split-qkv        two thirds of the q, k, v products; backward also the output's product for the weight
+    Ulysses, chunked in G     (G-1)/G of attention and its projections
+    gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
+    copies to the host        the blocks' forward passes (--offload-activations); those back: their backward passes
+    parameters (ZeRO 1, 2)    one micro-batch's forward pass; (ZeRO 3) half under the forward, half under the backward passes
+
+Gradients and parameters come behind the others on the same link: what those take of it is taken off their time. A pass takes no less than
+Python needs to start its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_sp.config.schema import Config
+from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.remedies import Device, head_share
+from megatron_sp.estimate.traffic import Flow, traffic_plan
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.work import Pass, Work
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of communication of a step.
+
+    Attributes:
+        link: what it goes over.
+        seconds: if nothing else happened.
+        hidden: of these, under computation.
+    """
+
+    flow: Flow
+    link: str
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        return self.seconds - self.hidden
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on one rank, by what they go to.
+
+    Attributes:
+        products, attention, memory: of computation, recomputation included.
+        recompute: of these, what is computed a second time.
+        update: norm and optimizer.
+        host: that the GPU waits for Python.
+        overlap: that computation loses to communication under it.
+        copies: of activations to host memory and back, that nothing hides.
+        exchanges: communication by kind.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    recompute: float
+    update: float
+    host: float
+    overlap: float
+    copies: float
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def exposed(self) -> float:
+        return sum(exchange.exposed for exchange in self.exchanges)
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.attention + self.memory + self.update + self.host + self.overlap + self.copies + self.exposed
+
+    @property
+    def bound(self) -> str:
+        """What most of the time goes to."""
+        parts = {
+            "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
+            "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
+        }  # fmt: skip
+        name = max(parts, key=lambda part: parts[part])
+        if name == "communication":
+            worst = max(self.exchanges, key=lambda exchange: exchange.exposed)
+            name = f"{worst.link}: {worst.flow.kind}"
+        return f"{name} {parts[name] if name in parts else self.exposed + self.overlap:.3g} s"
+
+
+def step_time(config: Config, machine: Machine) -> StepTime:
+    """Predict a step of a validated configuration on a machine."""
+    parallel = config.parallel
+    dp = parallel.dp_size(machine.gpus)
+    parts = config.model, config.parallel, config.kernels, config.batch, config.precision
+    device: Device = "cpu" if machine.is_cpu else "cuda"
+    share = head_share(config)
+    form = Form(*parts, dp, device, share)
+    flows = traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=share).flows
+    return _Clock(config, machine, form, Work(form, machine.gpu)).step(flows)
+
+
+class _Clock:
+    def __init__(self, config: Config, machine: Machine, form: Form, work: Work) -> None:
+        self.parallel, self.kernels = config.parallel, config.kernels
+        self.machine, self.form, self.work = machine, form, work
+        self.layers, self.count = form.layers, form.num_micro_batches
+        again = sum(last - first for first, last in form.recomputed) / form.layers
+        slower = 1 / machine.gpu.sustained
+        self.forward, self.backward = work.block_forward().times(slower), work.block_backward().times(slower)
+        self.again = work.recomputed(config.kernels.recompute_granularity, again).times(slower)
+        self.ends = work.ends().times(slower)
+        self.repeats = again  # forward passes of a block beyond the first
+
+    def step(self, flows: Iterable[Flow]) -> StepTime:
+        passes = (self.forward + self.backward + self.again).times(self.layers) + self.ends
+        computed = passes.times(self.count)
+        exchanges = tuple(self._exchanges(list(flows)))
+        hidden = sum(exchange.hidden for exchange in exchanges)
+        return StepTime(
+            computed.products, computed.attention, computed.memory + self.work.gradients(), self.again.seconds * self.layers * self.count,
+            self.work.update(), self._host(), self.machine.gpu.overlap_cost * hidden, self._copies(), exchanges,
+        )  # fmt: skip
+
+    def _host(self) -> float:
+        """What Python needs longer for a block than the GPU."""
+        forward, backward = (us * 1e-6 for us in self.machine.gpu.host_us)
+        more = max(0.0, forward - self.forward.seconds) + max(0.0, backward - self.backward.seconds)
+        return (more + self.repeats * max(0.0, forward - self.forward.seconds)) * self.layers * self.count
+
+    def _copies(self) -> float:
+        """What a micro-batch's activations need to the host longer than the forward passes, and back longer than the backward passes."""
+        seconds = self.form.host / (self.machine.gpu.host_gbs * 1e9)
+        forward, backward = (self.layers * one.seconds for one in (self.forward, self.backward + self.again))
+        return (max(0.0, seconds - forward) + max(0.0, seconds - backward)) * self.count
+
+    # communication
+
+    def _exchanges(self, flows: list[Flow]) -> Iterable[Exchange]:
+        """Those inside the layers first: ZeRO's have what is left of the link."""
+        inside = [self._exchange(flow, self._cover(flow)) for flow in flows if flow.group in ("tp", "sp")]
+        yield from inside
+        crosses = self.machine.between is not None and self._crosses(flows)
+        taken = sum(e.seconds for e in inside if self._is_between(e.flow) == crosses)
+        yield from self._sharded([flow for flow in flows if flow.group not in ("tp", "sp")], taken)
+
+    @property
+    def is_stage_3(self) -> bool:
+        return self.parallel.zero_stage == 3
+
+    def _is_between(self, flow: Flow) -> bool:
+        return self.machine.crosses(flow.group, flow.ranks, self.form.tp)
+
+    def _crosses(self, flows: list[Flow]) -> bool:
+        return any(self._is_between(flow) for flow in flows if flow.group == "dp x sp")
+
+    def _sharded(self, flows: list[Flow], taken: float) -> Iterable[Exchange]:
+        """Gradients and parameters, and scalars; ``taken``: seconds of a step in which their link is busy with others."""
+        forward = self.layers * self.forward.seconds + self.ends.seconds / 3
+        backward = self.layers * (self.backward + self.again).seconds
+        free = max(0.0, 1 - taken / max(1e-12, (forward + backward) * self.count))
+        left = {"forward": forward * free * self.count, "backward": backward * free * self.count}
+        once = {name: seconds / self.count for name, seconds in left.items()}
+        for flow in flows:
+            if flow.kind == "gradients":
+                exchange = self._exchange(flow, (left if self.parallel.zero_stage >= 2 else once)["backward"])
+                left["backward"] -= min(left["backward"], exchange.hidden)
+            elif flow.kind == "parameters":
+                exchange = self._exchange(flow, left["forward"] + left["backward"] if self.is_stage_3 else once["forward"])
+            else:
+                exchange = self._exchange(flow, once["forward"])
+            yield exchange
+
+    def _exchange(self, flow: Flow, cover: float) -> Exchange:
+        tp, machine = self.form.tp, self.machine
+        seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes)
+        hideable = seconds * flow.can_hide / flow.num_bytes if flow.num_bytes else 0.0
+        link = machine.link_of(flow.group, flow.ranks, tp).name
+        return Exchange(flow, link, seconds, min(hideable, seconds, max(0.0, cover)))
+
+    def _cover(self, flow: Flow) -> float:
+        """Seconds of computation, in a step, that an exchange inside the layers has above it."""
+        times = self.layers * self.count
+        if flow.kind == "heads, forward":
+            return times * (1 + self.repeats) * self._beside_attention(self.forward)
+        if flow.kind == "heads, backward":
+            return times * self._beside_attention(self.backward)
+        if flow.kind == "activations":
+            return times * self.backward.weight_products
+        return times * self.forward.seconds
+
+    def _beside_attention(self, one: Pass) -> float:
+        chunks = len(self.form.chunks)
+        if chunks > 1:
+            return (one.attention + one.qkv_products + one.out_products) * (chunks - 1) / chunks
+        return one.qkv_products * 2 / 3 + (one.out_products / 2 if one.weight_products else 0.0)

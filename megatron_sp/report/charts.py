@@ -1,0 +1,138 @@
+"""Which charts a page has, and what is in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_sp.report.curves import Curve, curve
+from megatron_sp.report.html import show
+from megatron_sp.report.reading import RunFiles
+from megatron_sp.report.run_history import History, Record, number
+from megatron_sp.report.svg import Chart
+
+_POINTS = 24_000  # of all curves together: what keeps the page well below a megabyte
+_VALIDATION_CHARTS = 8
+_OF_EVERY_VALIDATION = ("kind", "time", "step", "loss", "loss_hex", "perplexity", "seconds", "minutes")
+_KNOTS = 300  # of the map from steps to tokens and to time
+
+
+def charts(runs: Sequence[RunFiles]) -> list[Chart]:
+    """All charts for which there is something to draw; that of the loss always.
+
+    Args:
+        runs: the one that the page is about, then those that it is compared with.
+    """
+    several = len(runs) > 1
+    buckets = max(100, min(1000, _POINTS // (20 * len(runs))))
+
+    def one(key: str, title: str, kind: str, field: str, **more: Any) -> Chart:
+        curves = [_series(run.history, index, "train", field, run.name if several else title, buckets) for index, run in enumerate(runs)]
+        return Chart(key, title, kind, [c for c in curves if _holds_values(c)], **more)
+
+    loss = Chart("loss", "Loss", "loss", _loss_curves(runs, buckets), wide=True, note=_loss_note(runs))
+    found = [
+        one("lr", "Learning rate", "plain", "lr", from_zero=True, noisy=False),
+        one("grad_norm", "Gradient norm", "plain", "grad_norm", from_zero=True),
+        one("tokens_per_s", "Throughput, tokens/s", "si", "tokens_per_s", from_zero=True),
+        one("mfu", "MFU", "percent", "mfu", from_zero=True, note=_peak_note(runs)),
+        one("step_s", "Time of a step", "seconds", "step_s", from_zero=True),
+        one("memory", "Memory of rank 0, most so far", "bytes", "memory_bytes", from_zero=True, noisy=False, levels=_memory_levels(runs)),
+        one("loss_scale", "Loss scale", "si", "loss_scale", from_zero=True, noisy=False),
+        one("global_batch_size", "Global batch size, sequences", "count", "global_batch_size", from_zero=True, noisy=False),
+        one("params_norm", "Norm of the parameters", "plain", "params_norm"),
+        one("num_zeros_in_grad", "Zeros in the gradients", "si", "num_zeros_in_grad", from_zero=True),
+    ]
+    constant = ("loss_scale", "global_batch_size")  # worth a chart only when they change
+    kept = [c for c in found if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
+    return [loss, *_validation_charts(runs, buckets), *kept]
+
+
+def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
+    """What is validated beside the loss: further terms (BERT's order loss), accuracy."""
+    names = dict.fromkeys(str(key) for run in runs for r in run.history.valid.values() for key in r if key not in _OF_EVERY_VALIDATION)
+    found = []
+    for place, name in enumerate(names):
+        curves = [_series(run.history, index, "valid", name, run.name, buckets // 4) for index, run in enumerate(runs)]
+        title = f"Validation: {name.replace('_', ' ')}"
+        found.append(Chart(f"valid-{place}", title, "loss", [c for c in curves if _holds_values(c)]))
+    return [c for c in found if c.curves][:_VALIDATION_CHARTS]
+
+
+def _holds_values(c: Curve) -> bool:
+    return math.isfinite(c.last) or any(text != "nan" for _, text in c.bad)
+
+
+def _series(history: History, index: int, kind: str, field: str, label: str, buckets: int) -> Curve:
+    x, y = history.series(kind, field)
+    return curve(label, index, "line" if kind == "train" else "points", x, y, buckets)
+
+
+def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
+    """Training, what was undone, validation; with several runs each run's in its colour."""
+    curves = []
+    for index, run in enumerate(runs):
+        before = f"{run.name}: " if len(runs) > 1 else ""
+        curves.append(_series(run.history, index, "train", "loss", f"{before}training", buckets))
+        curves.append(_undone(run.history, index, f"{before}thrown away by interruptions", buckets // 2))
+        valid = _series(run.history, index, "valid", "loss", f"{before}validation", buckets // 4)
+        valid.look = valid.look if len(runs) > 1 else 1
+        curves.append(valid)
+    return [c for c in curves if c.count]
+
+
+def _undone(history: History, index: int, label: str, buckets: int) -> Curve:
+    """One line for each part that a resume threw away, all in one curve."""
+    parts = [curve(label, index, "undone", [float(r["step"]) for r in records], [number(r.get("loss")) for r in records],
+                   max(buckets // len(history.undone), 4)) for records in history.undone]  # fmt: skip
+    whole = Curve(label, index, "undone", count=sum(part.count for part in parts))
+    for part in parts:
+        whole.x += [*part.x, part.x[-1]]
+        whole.y += [*part.y, math.nan]
+    drawn = [v for v in whole.y if math.isfinite(v)]
+    if drawn:
+        whole.low, whole.high, whole.last = min(drawn), max(drawn), drawn[-1]
+    return whole
+
+
+def _loss_note(runs: Sequence[RunFiles]) -> str:
+    parts = []
+    if any(run.history.resumed for run in runs):
+        parts.append("Dotted lines: a process went on from a checkpoint.")
+    if any(run.history.undone for run in runs):
+        parts.append("Grey: steps that an interruption threw away; where the grey lies on the line, their repetition found the same loss.")
+    return " ".join(parts)
+
+
+def _peak_note(runs: Sequence[RunFiles]) -> str:
+    names = {str(r["peak"]) for run in runs for r in run.train[-1:] if r.get("peak")}
+    return f"Of the peak of one device: {', '.join(sorted(names))}." if names else ""
+
+
+def _memory_levels(runs: Sequence[RunFiles]) -> list[tuple[float, str]]:
+    if len(runs) > 1:
+        return []
+    last = next(reversed(runs[0].of_kind("prediction")), None)
+    if last is None:
+        return []
+    before, predicted = number(last.get("before_model_bytes")), number(last.get("predicted_bytes"))
+    levels = [(predicted, f"predicted for the tensors: {show(predicted, 'bytes')}")]
+    if before > 0:
+        levels = [
+            (before + predicted, f"predicted: {show(predicted, 'bytes')} above the {show(before, 'bytes')} before the model was built")
+        ]
+    return levels
+
+
+def axis_map(run: RunFiles) -> dict[str, list[float]]:
+    """Steps with tokens and minutes, few enough to go between them in a script."""
+    records = [r for r in run.train if math.isfinite(number(r.get("consumed_tokens")))]
+    every = max(1, math.ceil(len(records) / _KNOTS))
+    knots = records[::every] + (records[-1:] if records and (len(records) - 1) % every else [])
+    what: dict[str, Callable[[Record], float]] = {
+        "step": lambda r: float(r["step"]),
+        "tokens": lambda r: number(r["consumed_tokens"]),
+        "time": lambda r: round(float(r["minutes"]), 4),
+    }
+    return {name: [of(r) for r in knots] for name, of in what.items()}

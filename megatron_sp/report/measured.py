@@ -1,0 +1,114 @@
+"""The parts about what was found out on the way: skipped steps, predictions beside measurements, exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_sp.report import svg
+from megatron_sp.report.html import Html, show, table, tag
+from megatron_sp.report.reading import RunFiles
+from megatron_sp.report.run_history import Record, number
+from megatron_sp.report.sections import Section, card, quiet, section, shortened
+
+
+def numerics_section(run: RunFiles) -> Section | None:
+    """Skipped steps and overflows."""
+    rows, before, earlier = [], 0.0, 0
+    is_fp16 = bool(run.config and run.config["precision"]["fp16"])
+    for r in run.train:
+        skipped = number(r.get("skipped_steps"))
+        if skipped > before:
+            where = f"{r['step']:,}" if r["step"] - earlier <= 1 else f"{earlier + 1:,} to {r['step']:,}"
+            dump = next((step for step in run.bad_steps if earlier < step <= r["step"]), None)
+            why = "overflow: the loss scale was too large" if is_fp16 else "not finite"
+            why = f"not finite: nonfinite-step-{dump:06d}.json" if dump is not None else why
+            rows.append([where, f"{skipped - before:,.0f}", _value(r, "loss"), _value(r, "grad_norm"), _value(r, "loss_scale"), why])
+        before, earlier = max(before, skipped) if math.isfinite(skipped) else before, r["step"]
+    if not rows:
+        return None
+    few, more = shortened(rows, "places")
+    lead = quiet("Their gradients were not finite; they left weights and optimizer state as they were.")
+    body = table(["logged step", "skipped", "loss", "gradient norm", "loss scale after", "why"], few, numeric=range(5))
+    return section("numerics", "Skipped steps", tag("div", lead, body, more, class_="card"))
+
+
+def _value(record: Record, field: str) -> str:
+    value = number(record.get(field))
+    return str(record.get(field, "–")) if not math.isfinite(value) else show(value)
+
+
+# ----------------------------------------------------------------------------------------- predicted and measured
+
+
+def prediction_section(run: RunFiles) -> Section | None:
+    """What the closed forms said, beside what was measured after ten steps; of the last attempt."""
+    last = next(reversed(run.of_kind("prediction")), None)
+    if last is None:
+        return None
+    names = ("predicted_bytes", "measured_bytes", "before_model_bytes", "sent_bytes", "can_hide_bytes", "collectives", "step_s")
+    predicted, measured, before, sent, hideable, count, step_s = (number(last.get(name)) for name in names)
+    whole = max((v for v in (predicted, measured, predicted + before) if math.isfinite(v)), default=1.0)
+    there = [("k-other", before, f"before the model was built: {show(before, 'bytes')}")] if before > 0 else []
+    rest = measured - before if before > 0 else measured
+    memory = card(
+        "Memory of a rank",
+        _bar_row("predicted", [*there, ("k-steps", predicted, show(predicted, "bytes"))], whole, show(predicted, "bytes")),
+        _bar_row("measured", [*there, ("k-lost", rest, show(rest, "bytes"))], whole, show(rest, "bytes")),
+        quiet(f"Beyond the {show(before, 'bytes')} that the program itself held before the model was built (the first part of both bars); "
+              "what is measured on a CPU includes what the allocator keeps." if before > 0 else
+              "Predicted are tensors; the allocator, NCCL and the program come on top."),
+    )  # fmt: skip
+    share = show(hideable / sent, "percent") if sent > 0 else "–"
+    rows = [
+        ["sent by a rank in a step, predicted", show(sent, "bytes")], ["collectives in a step, predicted", show(count, "count")],
+        ["of it can run under computation", share], ["a step took, measured (median of the first ten)", show(step_s, "seconds")],
+        ["so the links carry at least", f"{show(sent / step_s, 'bytes')}/s" if step_s > 0 else "–"],
+    ]  # fmt: skip
+    return section(
+        "prediction",
+        "Predicted and measured",
+        tag("div", memory, card("Traffic and time", table(["", ""], rows, numeric=(1,))), class_="pair"),
+    )
+
+
+def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], whole: float, value: str) -> Html:
+    drawn = [p for p in parts if math.isfinite(p[1])]
+    return tag("div", tag("span", name), svg.bar(drawn, whole, f"{name}: {value}"), tag("span", value, class_="num"), class_="bar-row")
+
+
+# ------------------------------------------------------------------------------------------------------ exchanges
+
+
+def exchanges_section(run: RunFiles) -> Section | None:
+    """Of --report-overlap: what the exchanges cost, and how much of that ran under computation."""
+    if not run.overlap:
+        return None
+    rows = run.overlap["rows"]
+    exchange, exposed = (sum(v for r in rows if math.isfinite(v := number(r.get(k)))) for k in ("exchange", "exposed"))
+    step = run.overlap["step_seconds"]
+    whole = max([1e-12, *(v for r in rows for k in ("exchange", "exposed") if math.isfinite(v := number(r.get(k))))])
+    few, more = shortened([_exchange_row(row, whole) for row in rows], "rows")
+    share = exposed / step if step > 0 else math.nan
+    lead = f"Alone, the exchanges of a step take {show(exchange, 'seconds')}; rank 0 waited {show(exposed, 'seconds')} for them"
+    lead += f" in a step of {show(step, 'seconds')} ({show(share, 'percent')})."
+    if exposed > exchange:
+        lead += " It waited longer than they take: for a slower rank, or because computation takes the processor from them."
+    head = ["axis", "layer", "direction", "number", "alone", "exposed", "hidden", "alone and exposed"]
+    note = quiet("Rank 0's. Alone: timed with nothing beside it. Exposed: what the rank waited. overlap-trace.json is the time line.")
+    return section("exchanges", "Exchanges", tag("div", tag("p", lead), table(head, few, numeric=range(3, 7)), more, note, class_="card"))
+
+
+def _exchange_row(row: Record, whole: float) -> list[object]:
+    exchange, exposed = number(row.get("exchange")), number(row.get("exposed"))
+    return [
+        {"sp": "ulysses", "tp": "tensor"}.get(row["axis"], row["axis"]), "ends" if row.get("layer") is None else row["layer"],
+        row.get("direction", ""), _value(row, "number"), show(exchange, "seconds"), show(exposed, "seconds"),
+        show(number(row.get("hidden")), "percent"), _two_bars(exchange, exposed, whole),
+    ]  # fmt: skip
+
+
+def _two_bars(exchange: float, exposed: float, whole: float) -> Html:
+    kinds = (("k-steps", exchange, "alone"), ("k-lost", exposed, "exposed"))
+    bars = [svg.bar([(kind, value, "")], whole, f"{word} {show(value, 'seconds')}") for kind, value, word in kinds if math.isfinite(value)]
+    return tag("div", bars, class_="two-bars")

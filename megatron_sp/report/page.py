@@ -1,0 +1,161 @@
+"""The whole page: one file that works from a disk, fetches nothing and runs no script but its own.
+
+A policy in its head forbids every other script, by hash, and every connection: even a mistake in the escaping would not let a run's text
+act.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from megatron_sp import __version__
+from megatron_sp.report import sections, svg
+from megatron_sp.report.charts import axis_map, charts
+from megatron_sp.report.classified import classification_section
+from megatron_sp.report.configuration import configuration_section
+from megatron_sp.report.html import Html, join, script_json, tag
+from megatron_sp.report.measured import exchanges_section, numerics_section, prediction_section
+from megatron_sp.report.reading import RunFiles, read_run
+from megatron_sp.report.summary import comparison, header, tiles
+from megatron_sp.report.time_section import time_section
+from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.output_file import write_output
+
+_HERE = Path(__file__).parent
+
+
+def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
+    """Read the runs and write the page about the first of them, compared with the others.
+
+    Raises:
+        DataError: one of the folders is not there.
+        DiskError: the page cannot be written.
+    """
+    runs = [read_run(path) for path in paths]
+    name_apart(runs)
+    try:
+        write_output(output, page(runs, time.time()).encode("utf-8", "replace").decode())  # file names need not be text
+    except OSError as error:
+        raise DiskError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    return runs
+
+
+def name_apart(runs: Sequence[RunFiles]) -> None:
+    """Runs of the same name get their paths for names, and those of the same path a number."""
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.folder)
+    for place, run in enumerate(runs):
+        if run.name in [other.name for other in runs[:place]]:
+            run.name = f"{run.name} ({place + 1})"
+
+
+def page(runs: Sequence[RunFiles], now: float) -> Html:
+    """The page about ``runs[0]``.
+
+    Args:
+        runs: that one, then those it is compared with.
+        now: seconds since the epoch, by which is judged whether it still lives.
+    """
+    run, drawn = runs[0], charts(runs)
+    several = len(runs) > 1
+    resumed = [(step, index) for index, each in enumerate(runs) for step in each.history.resumed]
+    parts = [
+        sections.section("overview", "Overview", tiles(run, now), tag("div", comparison(runs, now), class_="card") if several else None),
+        sections.section(
+            "curves", "Curves", _controls(), tag("div", [_figure(c, resumed, several=several) for c in drawn], class_="charts")
+        ),
+        classification_section(runs),
+        numerics_section(run),
+        time_section(run),
+        prediction_section(run),
+        exchanges_section(run),
+        sections.environment_section(runs),
+        configuration_section(runs),
+    ]
+    present = [part for part in parts if part is not None]
+    data = {
+        "charts": [c.to_json() for c in drawn], "resumed": resumed, "runs": [each.name for each in runs],
+        "axes": [axis_map(each) for each in runs],
+    }  # fmt: skip
+    main = tag("main", [part.body for part in present])
+    body = tag("body", header(run, runs[1:], now), _navigation(present), _notes(runs), main, _footer(several))
+    script = Html(_asset("page.js"))
+    scripts = [tag("script", script_json(data), type="application/json", id="data"), tag("script", script)]
+    return join(Html("<!DOCTYPE html>\n"), tag("html", _head(run.name, script), body, Html("\n"), scripts, lang="en"), Html("\n"))
+
+
+def _head(name: str, script: str) -> Html:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="color-scheme", content="light dark"),
+        tag("title", f"{name}: run report"),
+        tag("style", Html(_asset("page.css"))),
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _navigation(parts: Sequence[sections.Section]) -> Html:
+    return tag("nav", [tag("a", part.title, href=f"#{part.key}") for part in parts], aria_label="sections")
+
+
+def _notes(runs: Sequence[RunFiles]) -> Html | None:
+    found = [note for run in runs for note in run.notes]
+    return tag("aside", [tag("p", "◆ ", note) for note in found[: sections.ROWS]], class_="notes") if found else None
+
+
+def _controls() -> Html:
+    """Shown where scripts run."""
+    axes = [tag("option", words, value=value) for value, words in (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))]
+    slider = tag("input", type="range", id="smoothing", min="0", max="10", step="1", value="1")
+    return tag(
+        "div",
+        tag("label", "over ", tag("select", axes, id="axis")),
+        tag("label", "smoothing ", slider, tag("output", "1 %", for_="smoothing")),
+        tag("button", "whole run", type="button", id="reset", hidden=True),
+        tag("span", "drag to zoom, double click for the whole run", class_="quiet"),
+        class_="controls needs-script",
+    )
+
+
+def _figure(chart: svg.Chart, resumed: Sequence[tuple[int, int]], *, several: bool) -> Html:
+    legend = len(chart.drawn) > 1 or several
+    keys = [
+        tag("button", tag("span", class_=f"swatch c{c.look} {c.style} d{c.look if c.style == 'line' else 0}"), c.label, type="button",
+            aria_pressed="true", data_curve=place)
+        for place, c in enumerate(chart.drawn)
+    ]  # fmt: skip
+    bad = sum(c.num_bad for c in chart.drawn if any(t != "nan" for _, t in c.bad) or chart.key in ("loss", "grad_norm"))
+    log = tag("button", "log", type="button", class_="log needs-script", aria_pressed="false", aria_label=f"logarithmic: {chart.title}")
+    reader = f"{chart.title}: arrow keys read values"
+    note = f"▾ {bad:,} {'value is' if bad == 1 else 'values are'} not finite (red marks). " if bad else ""
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", chart.title), log),
+        tag("div", keys, class_="legend") if legend else None,
+        tag("div", svg.draw(chart, resumed), class_="canvas", tabindex="0", role="group", aria_label=reader),
+        tag("p", note + chart.note, class_="quiet") if note + chart.note else None,
+        class_="card chart wide" if chart.wide else "card chart", data_key=chart.key,
+    )  # fmt: skip
+
+
+def _footer(several: bool) -> Html:
+    words = "The curves are thinned out for the screen: of neighbouring steps the lowest and the highest value are kept. "
+    if several:
+        words += "Below the curves, time, predictions and exchanges are those of the first run. "
+    return tag("footer", tag("p", words, f"Made by megatron_sp {__version__}.", class_="quiet"))

@@ -1,0 +1,157 @@
+"""Everything that a run folder says about its run. Whatever is absent or damaged is left out, and a note says so: a page of half a run
+is worth having. Only a folder that is not there is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.config.schema import Config
+from megatron_sp.report.run_history import History, Record, number, repetitions, replay
+from megatron_sp.report.time_use import Attempt, attempts
+from megatron_sp.utils.errors import ConfigError, DataError
+from megatron_sp.utils.files import open_readable
+from megatron_sp.utils.run_log import read_records
+
+LARGEST_FILE_BYTES = 64 * 2**20  # of a JSON file beside the records
+
+
+@dataclass
+class RunFiles:
+    """What was read.
+
+    Attributes:
+        name: short, for legends.
+        records: of metrics.jsonl, in the order they were written.
+        history: the curves as they went on in the end.
+        status: run_status.json.
+        state: state.json of the newest checkpoint.
+        lock: who writes there, and ``heartbeat``: the time of its last sign of life.
+        overlap: {"step_seconds", "rows"} of overlap-trace.json.
+        bad_steps: step -> nonfinite-step-N.json.
+        notes: what was left out.
+    """
+
+    name: str
+    folder: Path
+    records: list[Record] = field(default_factory=list)
+    history: History = field(default_factory=lambda: History(""))
+    status: Record = field(default_factory=dict)
+    state: Record = field(default_factory=dict)
+    lock: Record = field(default_factory=dict)
+    overlap: Record = field(default_factory=dict)
+    bad_steps: dict[int, Record] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """Each start of the program."""
+        return attempts(self.records)
+
+    @cached_property
+    def train(self) -> list[Record]:
+        """The logged steps that count, in their order."""
+        return list(self.history.train.values())
+
+    @cached_property
+    def repeated(self) -> dict[int, list[Record]]:
+        """Logged steps taken more than once."""
+        return repetitions(self.records)
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The configuration of the last start, or that of the newest checkpoint; empty if neither is there."""
+        return next((c for start in reversed(self.of_kind("start")) if (c := config_of(start))), config_of(self.state))
+
+    @property
+    def environment(self) -> Record:
+        """Where the last attempt ran; from a checkpoint if the records do not say."""
+        for start in reversed(self.of_kind("start")):
+            if isinstance(start.get("environment"), dict):
+                return start["environment"]  # type: ignore[no-any-return]
+        return {key: self.state[key] for key in ("versions", "layout") if isinstance(self.state.get(key), dict)}
+
+
+def read_run(path: Path) -> RunFiles:
+    """Read a run's folder.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise DataError(_absent(path))
+    run = RunFiles(path.resolve().name or str(path), path)
+    if (path / "metrics.jsonl").exists():
+        run.records, run.notes = read_records(path)
+    run.history.name = run.name
+    replay(run.history, run.records)
+    for name in ("status", "lock", "overlap"):
+        file = path / {"status": "run_status.json", "lock": "LOCK", "overlap": "overlap-trace.json"}[name]
+        setattr(run, name, _json(file, run.notes))
+    if run.lock:
+        with contextlib.suppress(OSError):  # it may just have been given back
+            run.lock["heartbeat"] = (path / "LOCK").stat().st_mtime
+    run.overlap = _rows_of(run.overlap)
+    run.state = _newest_state(path, run.notes)
+    for file in sorted(path.glob("nonfinite-step-*.json")):
+        record = _json(file, run.notes)
+        if type(record.get("step")) is int:
+            run.bad_steps[record["step"]] = record
+    return run
+
+
+def _absent(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file: give the folder of a run (it holds metrics.jsonl and run_status.json)"
+    parent = path.absolute().parent
+    try:
+        names = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:
+        return f"{path}: no such folder, nor {parent}: give the folder of a run (what --save named)"
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:6]
+    there = f"; {parent} holds {', '.join(near)}" if near else ""
+    return f"{path}: no such folder: give the folder of a run (what --save named){there}"
+
+
+def _json(path: Path, notes: list[str]) -> Record:
+    """The object in a file; {} and perhaps a note if there is none."""
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")
+        with open_readable(path) as file:
+            record = json.loads(file.read(LARGEST_FILE_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path} cannot be used ({error}) and is left out")
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _rows_of(trace: Record) -> Record:
+    about = trace.get("otherData")
+    if not isinstance(about, dict) or not isinstance(about.get("rows"), list):
+        return {}
+    rows = [row for row in about["rows"] if isinstance(row, dict) and isinstance(row.get("axis"), str)]
+    return {"step_seconds": number(about.get("step_seconds")), "rows": rows} if rows else {}
+
+
+def _newest_state(folder: Path, notes: list[str]) -> Record:
+    steps = [p for p in (folder / "checkpoints").glob("step-*/state.json") if p.parent.name[5:].isdigit()]
+    return _json(max(steps, key=lambda p: int(p.parent.name[5:])), notes) if steps else {}
+
+
+def config_of(record: Record) -> dict[str, dict[str, Any]]:
+    """The configuration in a start record or a checkpoint's state, without what this version does not know; empty if unusable."""
+    try:
+        return Config.from_dict(record["config"])[0].to_dict() if "config" in record else {}
+    except ConfigError:
+        return {}

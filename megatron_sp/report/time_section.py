@@ -1,0 +1,146 @@
+"""The part about time: where it went, the attempts, slow steps, steps taken twice."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_sp.report import svg
+from megatron_sp.report.html import Html, join, show, table, tag
+from megatron_sp.report.reading import RunFiles, config_of
+from megatron_sp.report.run_history import Record, are_equal, number
+from megatron_sp.report.sections import Section, card, quiet, section, shortened, text
+from megatron_sp.report.time_use import SLOW, Attempt, merged, slow_steps, time_line, totals
+from megatron_sp.utils.format import format_duration
+
+WORDS = {
+    "steps": "training steps", "lost": "steps that an interruption threw away", "valid": "validation", "save": "saving",
+    "start": "starting", "other": "other", "down": "not running",
+}  # fmt: skip
+
+
+def time_section(run: RunFiles) -> Section | None:
+    """Where the time went, the attempts, slow steps, steps taken twice."""
+    tries = run.attempts
+    spans = time_line(tries)
+    if not spans:
+        return None
+    return section("time", "Time", _time_card(run, tries), _attempts_card(tries) if len(tries) > 1 else None,
+                   tag("div", _slow_card(tries), _repeated_card(run), class_="pair"))  # fmt: skip
+
+
+def _time_card(run: RunFiles, tries: Sequence[Attempt]) -> Html:
+    spans = time_line(tries)
+    sums = {kind: seconds for kind, seconds in totals(spans).items() if seconds > 0}
+    whole = sum(sums.values())
+    begin, end = spans[0].begin, spans[-1].end
+    line = svg.bar(
+        [(f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}") for s in merged(spans)],
+        end - begin, "what the run did when",
+    )  # fmt: skip
+    shares = svg.bar([(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time")
+    rows = [[join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")] for k, v in sums.items()]
+    return card(
+        "Where the time went",
+        line, tag("p", tag("span", _clock(begin)), tag("span", _clock(end)), class_="ends quiet"),
+        shares, table(["", "time", "share"], rows, numeric=(1, 2)),
+        _spread("saves", run.of_kind("save")), _spread("validations", run.of_kind("valid")),
+    )  # fmt: skip
+
+
+def _spread(what: str, records: Sequence[Record]) -> Html | None:
+    seconds = [s for r in records if math.isfinite(s := number(r.get("seconds")))]
+    failed = sum(r.get("saved") is False for r in records)
+    if not seconds:
+        return None
+    middle = sorted(seconds)[len(seconds) // 2]
+    words = f"{len(records):,} {what}, each {show(middle, 'seconds')} (median), the longest {show(max(seconds), 'seconds')}"
+    return tag("p", words, f"; {failed} could not be written" if failed else "", class_="bad-text" if failed else "quiet")
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def _attempts_card(tries: Sequence[Attempt]) -> Html:
+    rows = []
+    for index, attempt in enumerate(tries):
+        down = attempt.begin - tries[index - 1].end if index else math.nan
+        lost = sum(s.seconds for s in attempt.spans if s.kind == "lost")
+        redone = max(attempt.last_step - tries[index + 1].first_step, 0) if index + 1 < len(tries) else 0
+        rows.append([
+            index + 1, _clock(attempt.begin), show(down, "seconds"), show(number(attempt.start.get("launch_to_ready_s")), "seconds"),
+            f"{attempt.first_step:,} to {attempt.last_step:,}", f"{redone:,} steps, {show(lost, 'seconds')}" if redone else "–",
+            attempt.start.get("world_size", "–"), _changes(tries[index - 1].start, attempt.start) if index else "–",
+        ])  # fmt: skip
+    few, more = shortened(rows, "attempts")
+    head = ["attempt", "launched", "pause before", "launch to ready", "steps", "thrown away", "processes", "changed since the one before"]
+    return card("Attempts", table(head, few, numeric=(0, 2, 3, 5, 6)), more)
+
+
+def _changes(old: Record, new: Record) -> str:
+    """What another start was given, or found, that its predecessor was not."""
+    pairs = {**_flat(config_of(old), config_of(new)), **_flat(_about(old), _about(new))}
+    return ", ".join(f"{name}: {text(a)} → {text(b)}" for name, (a, b) in pairs.items()) or "nothing"
+
+
+def _about(start: Record) -> dict[str, dict[str, Any]]:
+    found = start.get("environment")
+    found = found if isinstance(found, dict) else {}
+    return {"": {k: v for k, v in found.items() if not isinstance(v, dict)}, **{k: v for k, v in found.items() if isinstance(v, dict)}}
+
+
+def _flat(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    if not old or not new:
+        return {}
+    found: dict[str, tuple[Any, Any]] = {}
+    for group in dict.fromkeys([*old, *new]):
+        a, b = old.get(group, {}), new.get(group, {})
+        found |= {str(key): (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)}
+    return found
+
+
+def _slow_card(tries: Sequence[Attempt]) -> Html:
+    slow = sorted(slow_steps(tries), key=lambda s: -s.lost_s)
+    if not slow:
+        return card("Slow steps", quiet(f"None took more than {SLOW:g} times the median of the steps before."))
+    few, more = shortened([
+        [f"{s.step:,}", s.attempt + 1, show(s.seconds, "seconds"), f"{s.seconds / s.usual:.1f} x", show(s.lost_s, "seconds"),
+         "first logged after a start" if s.is_first else ""] for s in slow
+    ], "slow intervals")  # fmt: skip
+    lost = show(sum(s.lost_s for s in slow), "seconds")
+    lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost} in all.")
+    return card("Slow steps", lead, table(["step", "attempt", "a step took", "the usual", "lost", ""], few, numeric=range(5)), more)
+
+
+def _repeated_card(run: RunFiles) -> Html:
+    if not run.repeated:
+        return card("Steps taken twice", quiet("None: no interruption threw logged steps away."))
+    differ = {step: taken for step, taken in run.repeated.items() if not are_equal(taken)}
+    count = len(run.repeated)
+    if differ:
+        lead = tag("p", f"✕ {len(differ):,} of {count:,} logged steps that were taken again differ.", class_="bad-text")
+    else:
+        words = f"✓ {count:,} logged steps were taken again: loss, gradient norm and samples equal to the last bit."
+        lead = tag("p", words, class_="good-text")
+    order = [*differ.items(), *((s, t) for s, t in run.repeated.items() if s not in differ)]
+    few, more = shortened([_repeated_row(step, taken) for step, taken in order], "steps")
+    values = join(table(["step", "loss", "gradient norm", ""], few, numeric=(0, 1, 2)), more)
+    return card("Steps taken twice", lead, tag("details", tag("summary", "values"), values, open=bool(differ)))
+
+
+def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:
+    wrong = [word for word, field in (("loss", "loss_hex"), ("gradient norm", "grad_norm_hex"), ("samples", "samples_sha"))
+             if len({str(r.get(field)) for r in taken}) > 1]  # fmt: skip
+    values = [" → ".join(dict.fromkeys(_exact(r, field) for r in taken)) for field in ("loss", "grad_norm")]
+    return [f"{step:,}", *values, f"✕ {', '.join(wrong)} differ" if wrong else "✓ equal"]
+
+
+def _exact(record: Record, field: str) -> str:
+    """Enough digits to see a difference in the last bit."""
+    return f"{number(record.get(field)):.17g}"

@@ -1,0 +1,209 @@
+"""Where the time of a run went, from the times in its records: what each attempt did when, what an interruption threw away, and which
+steps took long.
+
+A record is written when what it is about has ended, and says how long that took; so it ends a span. What no record accounts for (building
+data, an overlap report) is "other", and between the end of one attempt and the launch of the next the run was down.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from megatron_sp.report.run_history import Record, number
+
+KINDS = ("steps", "lost", "valid", "save", "start", "other", "down")
+SLOW = 2.0  # times the median of the steps around
+_AROUND = 50  # logged steps
+_PAUSE_S = 1e-3  # less between two records counts with the second
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took from ``begin`` to ``end`` (seconds since the epoch)."""
+
+    kind: str
+    begin: float
+    end: float
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass
+class Attempt:
+    """One start of the program, and what it did.
+
+    Attributes:
+        start: its first record; {} if the file begins in the middle.
+        train: its training records, in order.
+        end: of its last record.
+    """
+
+    start: Record
+    begin: float
+    first_step: int
+    last_step: int
+    train: list[Record] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    end: float = 0.0
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """A logged interval whose steps took long.
+
+    Attributes:
+        seconds: of one step; ``usual``: the median of those around.
+        lost_s: what the interval took beyond the usual.
+    """
+
+    attempt: int
+    step: int
+    seconds: float
+    usual: float
+    lost_s: float
+    is_first: bool
+
+
+def attempts(records: Iterable[Record]) -> list[Attempt]:
+    """Cut the records at each start; those without a time are passed over."""
+    found: list[Attempt] = []
+    for record in _as_it_was(records):
+        now, step = number(record["time"]), record["step"]
+        if record["kind"] == "start" or not found:
+            found.append(_begin(record, now, found[-1].end if found else -math.inf))
+        if record["kind"] != "start":
+            _add(found[-1], record, now)
+        found[-1].end = max(found[-1].end, now)
+        found[-1].last_step = max(found[-1].last_step, step)
+    _mark_lost(found)
+    return found
+
+
+def _as_it_was(records: Iterable[Record]) -> list[Record]:
+    """Those with a time; a save in the background, written down when it had ended, where training went on."""
+    found: list[Record] = []
+    for record in records:
+        now, place = number(record.get("time")), len(found)
+        if not math.isfinite(now):
+            continue
+        while "background_s" in record and place > 0 and found[place - 1]["kind"] != "start" and number(found[place - 1]["time"]) > now:
+            place -= 1
+        found.insert(place, record)
+    return found
+
+
+def _begin(record: Record, now: float, earliest: float) -> Attempt:
+    is_start = record["kind"] == "start"
+    took = number(record.get("launch_to_ready_s")) if is_start else 0.0
+    begin = max(now - took if 0 < took < math.inf else now, earliest)
+    step = record["step"] if is_start else max(record["step"] - 1, 0)
+    spans = [Span("start", begin, now, step)] if begin < now else []
+    return Attempt(record if is_start else {}, begin, step, step, spans=spans, end=now)
+
+
+def _add(attempt: Attempt, record: Record, now: float) -> None:
+    kind, step = record["kind"], record["step"]
+    if kind == "train":
+        took = number(record.get("step_s")) * max(step - (attempt.train[-1]["step"] if attempt.train else attempt.first_step), 1)
+        attempt.train.append(record)
+    else:
+        took = number(record.get("seconds"))
+    last = attempt.spans[-1].end if attempt.spans else attempt.begin
+    begin = max(now - took, last) if took > 0 else now
+    if begin - last > _PAUSE_S:
+        attempt.spans.append(Span("other", last, begin, step))
+    elif begin > last:
+        begin = last
+    word = {"train": "steps", "valid": "valid", "test": "valid", "save": "save"}.get(kind, "other")
+    if now > begin:
+        attempt.spans.append(Span(word, begin, now, step))
+
+
+def _mark_lost(found: list[Attempt]) -> None:
+    """Steps beyond the point from which a later attempt went on are lost: they were taken again."""
+    kept = math.inf
+    for attempt in reversed(found):
+        attempt.spans = [Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans]
+        kept = min(kept, attempt.first_step)
+
+
+def time_line(found: Sequence[Attempt]) -> list[Span]:
+    """All spans in order, with those in which nothing ran."""
+    spans: list[Span] = []
+    for attempt in found:
+        if spans and attempt.begin > spans[-1].end:
+            spans.append(Span("down", spans[-1].end, attempt.begin, attempt.first_step))
+        spans += attempt.spans
+    return spans
+
+
+def totals(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each kind."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for span in spans:
+        sums[span.kind] += span.seconds
+    return sums
+
+
+def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
+    """As many spans as can be told apart on a line of ``columns``; of those in one column the kind that one looks for stays."""
+    if not spans:
+        return []
+    begin, end = spans[0].begin, max(s.end for s in spans)
+    width = (end - begin) / columns
+    rank = {kind: place for place, kind in enumerate(("other", "steps", "lost", "valid", "start", "save", "down"))}
+    cells: list[Span | None] = [None] * columns
+    for span in spans:
+        first = min(int((span.begin - begin) / width), columns - 1) if width > 0 else 0
+        last = min(max(math.ceil((span.end - begin) / width), first + 1), columns) if width > 0 else 1
+        for cell in range(first, last):
+            there = cells[cell]
+            if there is None or rank[span.kind] > rank[there.kind]:
+                cells[cell] = span
+    out: list[Span] = []
+    for cell, there in enumerate(cells):
+        if there is None:
+            continue
+        left, right = begin + cell * width, begin + (cell + 1) * width
+        if out and out[-1].kind == there.kind and abs(out[-1].end - left) < width / 2:
+            out[-1] = Span(there.kind, out[-1].begin, right, there.step)
+        else:
+            out.append(Span(there.kind, left, right, there.step))
+    return out
+
+
+def slow_steps(found: Sequence[Attempt]) -> list[SlowStep]:
+    """Intervals whose steps took more than ``SLOW`` times the median of those before them (of an attempt's first ones: of those after)."""
+    slow = []
+    for index, attempt in enumerate(found):
+        seconds = [number(r.get("step_s")) for r in attempt.train]
+        for place, (value, usual) in enumerate(zip(seconds, _usual(seconds), strict=True)):
+            if value > SLOW * usual > 0:
+                step = attempt.train[place]["step"]
+                steps = step - (attempt.train[place - 1]["step"] if place else attempt.first_step)
+                slow.append(SlowStep(index, step, value, usual, (value - usual) * max(steps, 1), place == 0))
+    return slow
+
+
+def _usual(seconds: Sequence[float]) -> list[float]:
+    """For each the median of the ``_AROUND`` before it; where those are few, of the first ``_AROUND``."""
+    begin = [s for s in seconds[:_AROUND] if math.isfinite(s)]
+    first = median(begin) if begin else math.nan
+    window: list[float] = []
+    recent: list[float] = []
+    usual = []
+    for value in seconds:
+        usual.append(window[len(window) // 2] if len(window) >= _AROUND // 2 else first)
+        if math.isfinite(value):
+            recent.append(value)
+            bisect.insort(window, value)
+            if len(recent) > _AROUND:
+                del window[bisect.bisect_left(window, recent[-_AROUND - 1])]
+    return usual

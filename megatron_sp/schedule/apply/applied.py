@@ -1,0 +1,190 @@
+"""What ``apply()`` leaves behind: a split model's way back to whole results, gradients and state dicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.parallel.regions import gather_from
+from megatron_sp.schedule.apply.guards import original
+from megatron_sp.schedule.apply.splits import Split, names_of, put, replaced, take
+from megatron_sp.schedule.apply.ulysses import Ulysses
+from megatron_sp.schedule.apply.zero import ZeroTraining
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.records import HEADS, HIDDEN, RegionLength, change_records, require_named
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass
+class Applied:
+    """What has become of a model.
+
+    Attributes:
+        model: itself.
+        mesh: over which it is split.
+        specs: where each parameter lies in the whole one, by its first name; ``sums`` of those whose gradient is summed over tp.
+        splits: by name, of all names of split parameters.
+        ulysses: how sequences are cut over sp; None: they are not.
+        zero: who has the parameters, gradients and the optimizer's state; None: the modules have.
+        seq_dim: of activations, over positions.
+        region: how long the sequence was that was cut over tp.
+        lines: all that were followed, those that nobody wrote because others imply them included.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    specs: dict[str, ShardSpec]
+    splits: dict[str, Split] = field(default_factory=dict)
+    ulysses: Ulysses | None = None
+    zero: ZeroTraining | None = None
+    seq_dim: int = 1
+    region: RegionLength = field(default_factory=RegionLength)
+    lines: list[Directive] = field(default_factory=list)
+
+    def complete(self, result: Any) -> Any:
+        """The model's result with all positions, where this rank has computed its own only. Collective over sp and tp.
+
+        Of a transformers result ``hidden_states`` and ``attentions`` are made whole too, if it was asked for them. A loss made of it, the
+        same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
+
+        Raises:
+            ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
+        """
+        if self.ulysses is not None:
+            self.ulysses.complete_heads(result)
+        tp = self.mesh.tp
+        if tp.size() > 1:
+            heads = getattr(getattr(self.model, "config", None), "num_attention_heads", None)
+            require_named(result, partial(self._is_record_share, heads))
+            change_records(result, HEADS, lambda t: gather_from(t, tp, 1, "slice") if t.shape[1] * tp.size() == heads else t)
+            dim, length = self.seq_dim, self.region.positions
+            change_records(result, HIDDEN, lambda t: gather_from(t, tp, dim, "slice") if t.shape[dim] * tp.size() == length else t)
+        return result if self.ulysses is None else self.ulysses.complete(result)
+
+    def _is_record_share(self, heads: int | None, t: Tensor) -> bool:
+        """Whether it looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
+        size, length = self.mesh.tp.size(), self.region.positions
+        cut = t.ndim == 3 and length > 0 and t.shape[self.seq_dim] * size == length
+        return cut or (t.ndim == 4 and t.shape[1] * size == heads and t.shape[2] == t.shape[3])
+
+    def finish_backward(self) -> None:
+        """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.
+
+        For a training loop of one's own, once after the last backward pass of a step; the loss is divided by the number of tokens of all
+        ranks. The project's own loop and ZeRO do it themselves.
+        """
+        if self.zero is not None:
+            self.zero.finish()
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            self.sum_parts(name, parameter.grad)
+            all_reduce(parameter.grad, self.mesh.dp_sp)
+
+    def sum_parts(self, name: str, grad: Tensor) -> None:
+        """Over tp, in place, of one parameter."""
+        for part in self.specs[name].sums:
+            view = grad.narrow(self.specs[name].dim, part.start, part.length) if grad.ndim else grad
+            places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
+            places[part.slot] = view
+            view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of each gradient there is, after ``finish_backward``. Collective with ZeRO."""
+        if self.zero is not None:
+            return self.zero.gradients_of_all()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
+        spec = self.specs[name]
+        made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
+        if name in self.splits:
+            for offsets, piece in spec.pieces(local) if spec.counted else ():  # of several copies one counts
+                made[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
+            return all_reduce(made, self.mesh.tp)
+        return made.copy_(local)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Everything under the model's own names and shapes, on every rank, as before ``apply()``. Collective over tp."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        found, made = {}, dict[int, Tensor]()
+        sharded = {} if self.zero is None else self.zero.parameters()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in names:
+                if id(tensor) not in made:
+                    first = names[id(tensor)]
+                    made[id(tensor)] = self.whole(first, sharded.get(first, tensor.detach()))
+                found[name] = made[id(tensor)]
+            else:
+                found[name] = self.whole(name, tensor.detach()) if name in self.splits else tensor.detach()
+        return found
+
+    def load_full(self, state: dict[str, Tensor]) -> None:
+        """Take whole tensors, such as ``full_state_dict`` returns. What is on the meta device is made here, of this rank's size.
+
+        Raises:
+            ConfigError: one is missing, or has another shape; or a buffer without numbers is not among them.
+        """
+        if self.zero is not None:
+            raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
+        names = names_of(self.model)
+        for name, parameter in list(self.model.named_parameters()):
+            if name not in state or tuple(state[name].shape) != self.specs[name].shape:
+                found = list(state[name].shape) if name in state else "missing"
+                raise ConfigError(f"{name} must be {list(self.specs[name].shape)}, and is {found}")
+            part = self._part(name, state[name])
+            if parameter.is_meta:
+                new = replaced(parameter, part.detach().to(parameter.dtype).clone())
+                for alias in names[id(parameter)]:
+                    put(self.model, alias, new)
+                continue
+            with torch.no_grad():
+                parameter.copy_(part)
+        for name, buffer in list(self.model.named_buffers()):
+            if buffer.is_meta:
+                self._fill(name, buffer, state)
+            elif name in state:
+                buffer.copy_(self._part(name, state[name]))
+
+    def _fill(self, name: str, buffer: Tensor, state: dict[str, Tensor]) -> None:
+        """Raises ConfigError: nobody knows the numbers of a buffer that was made on the meta device."""
+        if name not in state:
+            raise ConfigError(
+                f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model with its buffers"
+                " (schedule.slapo.init_empty_weights() leaves them, torch.device('meta') does not)"
+            )
+        path, _, last = name.rpartition(".")
+        self.model.get_submodule(path)._buffers[last] = self._part(name, state[name]).to(buffer.dtype).clone()
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        split = self.splits.get(name)
+        return whole if split is None else take(whole, self.specs[name], split, self.mesh.tp.size())
+
+    def save_pretrained(self, folder: str | Path, **more: Any) -> None:
+        """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
+
+        Args:
+            more: for the model's own ``save_pretrained``.
+        Raises:
+            ConfigError: the model has none.
+        """
+        save = original(self.model, "save_pretrained")
+        if save is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no save_pretrained: it is no model of transformers; save full_state_dict() as you like"
+            )
+        state = self.full_state_dict()
+        if self.mesh.tp.rank() == 0 and self.mesh.dp_sp.rank() == 0:
+            save(folder, state_dict=dict(state), **more)  # it empties what it is given
+        for group in (self.mesh.dp_sp, self.mesh.tp):  # nobody reads before it is written
+            all_reduce(torch.zeros((), device=next(iter(state.values())).device), group)

@@ -1,0 +1,217 @@
+"""What split linear layers and embeddings do instead of their own forward: the layers of ``megatron_sp.parallel``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron_sp.comm.groups import Group
+from megatron_sp.parallel.embedding import embedding
+from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
+from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.schedule.core.kinds import Kind, computes_as_known, is_taught
+from megatron_sp.utils.errors import ConfigError
+
+Forward = Callable[..., Tensor]
+
+
+def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
+    """A forward of one input that is called as the module's own is, by place or by name."""
+    own = module.forward
+
+    def named(forward: Forward) -> Forward:
+        @functools.wraps(own)  # signatures are looked up through this
+        def called(*args: Any, **kwargs: Any) -> Tensor:
+            given = (*args, *(value for value in kwargs.values() if value is not None))
+            if len(given) != 1:
+                more = ", ".join(kwargs) or f"{len(given)} inputs"
+                raise ConfigError(f"a {type(module).__name__} that is split takes its input alone, not {more}: leave it whole")
+            return forward(given[0])
+
+        return called
+
+    return named
+
+
+def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
+    """Weight [out, in], a view, and the bias."""
+    weight, bias = module.weight, module.bias if "bias" in module._parameters else None
+    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    return (weight if kind.out_dims["weight"] == 0 else weight.t()), bias
+
+
+def is_matrix(module: nn.Module, kind: Kind) -> bool:
+    """Whether it is y = x W + b, for which there are layers of ours."""
+    weight = module._parameters.get("weight")
+    ours = computes_as_known(module) and not is_taught(module)
+    return ours and kind.product is not None and weight is not None and weight.ndim == 2
+
+
+def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
+    """Each rank computes some outputs.
+
+    Args:
+        copies: the input's gradient is summed over the ranks in here, under the weight's gradient.
+        gathers: all ranks get all outputs.
+    """
+
+    @_called_as(module)
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        y = split_column(x, weight, bias, group if copies else None)
+        return gather_from(y, group, -1, "slice") if gathers else y
+
+    return forward
+
+
+@overridable
+def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
+    """x @ weight.T + bias for this rank's outputs; over ``group`` the input's gradient is summed."""
+    return column_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))[0]
+
+
+def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
+    """``column`` of what is no matrix: convolutions, embeddings by features, classes that somebody has registered."""
+    inner = module.forward
+
+    def enter(x: Any) -> Any:
+        has_gradient = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())  # ids have none
+        return copy_to(x, group) if copies and has_gradient else x
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = inner(*(enter(x) for x in args), **{name: enter(x) for name, x in kwargs.items()})
+        return gather_from(y, group, kind.out_axis, "slice") if gathers else y
+
+    forward.__wrapped__ = inner  # type: ignore[attr-defined]  # signatures are looked up through this
+    return forward
+
+
+def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, path: str, where: str) -> Forward:
+    """Ranks' results are summed, then the bias is added, once; ``path`` and ``where`` are for messages."""
+
+    @_called_as(module)
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        if reduce == "all_reduce":
+            return split_row(x, weight, bias, group)
+        if not -x.ndim <= axis < x.ndim:
+            raise ConfigError(f"{path}: axis {axis} of {list(x.shape)}, along which row scatters, does not exist ({where}, E13)")
+        y = reduce_scatter_to(split_row(x, weight, None, None), group, axis)
+        return y if bias is None else y + _bias_of(y, bias, group, axis, -1)
+
+    return forward
+
+
+@overridable
+def split_row(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
+    """x @ weight.T of this rank's inputs, summed over ``group``, + bias."""
+    return row_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))
+
+
+def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
+    """``row`` of what is no matrix: a class that somebody has registered with a product of its own."""
+    assert kind.product is not None
+    product = kind.product
+
+    @_called_as(module)
+    def forward(x: Tensor) -> Tensor:
+        y = product(module, x)
+        y = reduce_from(y, group) if reduce == "all_reduce" else reduce_scatter_to(y, group, axis)
+        bias = module._parameters.get("bias")
+        return y if bias is None else y + _bias_of(y, bias, group, axis if reduce == "reduce_scatter" else None, kind.out_axis)
+
+    return forward
+
+
+def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_axis: int) -> Tensor:
+    """What of a bias belongs to a result of which only a part along one axis is here, in a shape that can be added to it."""
+    if scattered is not None and scattered % y.ndim == out_axis % y.ndim:
+        each = y.shape[out_axis]
+        bias = bias.narrow(0, group.rank() * each, each)
+    shape = [1] * y.ndim
+    shape[out_axis] = -1
+    return bias.view(shape)
+
+
+def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
+    """Rows of the table are split: each rank looks up what it has, and the results are summed.
+
+    A class with a forward of its own (Gemma's scales what it has looked up) runs that, around the lookup that is split.
+    """
+    own = None if computes_as_known(module) else module.forward
+
+    @_called_as(module)
+    def lookup(ids: Tensor) -> Tensor:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return split_embedding(ids, weight, group, module.padding_idx, rows)
+
+    if own is None:
+        return lookup
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with _Lookups(module, lookup) as lookups:
+            result: Tensor = own(*args, **kwargs)
+        if not lookups.made:
+            raise ConfigError(
+                f"{type(module).__name__} does not look its words up with F.embedding, so they cannot be split: leave it whole"
+            )
+        return result
+
+    return forward
+
+
+class _Lookups(TorchFunctionMode):
+    """Inside, a lookup in one module's table is made by somebody else."""
+
+    def __init__(self, module: nn.Embedding, lookup: Forward) -> None:
+        super().__init__()
+        self.module, self.lookup, self.made = module, lookup, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self.module.weight:
+            self.made = True
+            return self.lookup(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@overridable
+def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None, rows: int) -> Tensor:
+    """The rows of ids, summed over the group; the row ``padding`` gets no gradient. Raises IndexError: there are only ``rows`` of them."""
+    if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= rows:
+            raise IndexError(f"token {low if low < 0 else high} is outside of the vocabulary of {rows}")
+    if padding is not None:
+        weight = _without_gradient_of(weight, padding, group)
+    return embedding(ids.contiguous(), weight, tp=TensorParallel(group))
+
+
+def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
+    local = row - group.rank() * weight.shape[0]
+    if not 0 <= local < weight.shape[0]:
+        return weight
+    return torch.cat([weight[:local], weight[local : local + 1].detach(), weight[local + 1 :]])
+
+
+def vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forward:
+    """Logits of this rank's words, then of all."""
+
+    @_called_as(module)
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = _matrix(module, kind)
+        y = copy_to(x, group) @ weight.t()
+        y = y if bias is None else y + bias
+        return gather_from(y, group, -1, "slice")[..., :rows]
+
+    return forward

@@ -1,0 +1,90 @@
+"""A model is changed whole or not at all: what it was, kept until the change has succeeded, and put back if it has not.
+
+Kept are references, nothing is copied: modules' attributes, registries of parameters, buffers, modules and hooks, and of each parameter its
+contents, gradient, notes and hooks. So the whole weights stay in memory beside the shares until all of the change is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.schedule.apply import hf_attention
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def whole_or_not_at_all(*roots: nn.Module) -> Iterator[None]:
+    """Around a change of these modules, and of all inside: whatever is raised, an interrupt included, leaves them as they were."""
+    before = _Before(module for root in roots for module in root.modules())
+    try:
+        yield
+    except BaseException:
+        before.put_back()
+        raise
+
+
+class _Before:
+    """What modules were."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list({id(module): module for module in modules}.values())
+        self.attributes = [dict(module.__dict__) for module in self.modules]
+        self.registries = [_contents(module.__dict__) for module in self.modules]
+        tensors = (p for module in self.modules for p in module._parameters.values() if p is not None)
+        self.parameters = [_Parameter(p) for p in {id(p): p for p in tensors}.values()]
+        self.exchanges = hf_attention.exchanges_of(self.modules)
+
+    def put_back(self) -> None:
+        for module, attributes, registries in zip(self.modules, self.attributes, self.registries, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for registry, contents in registries:  # the same objects: whoever has put a hook there can take it away
+                _fill(registry, contents)
+        for parameter in self.parameters:
+            parameter.put_back()
+        hf_attention.put_back(self.modules, self.exchanges)
+
+
+def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """(container, what is in it) of all attributes that are containers."""
+    return [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, list, set)) and hasattr(value, "copy")]
+
+
+def _fill(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        container.update(contents)
+
+
+class _Parameter:
+    """What one parameter was."""
+
+    def __init__(self, p: nn.Parameter) -> None:
+        self.p, self.data, self.grad, self.requires_grad = p, p.data, p.grad, p.requires_grad
+        self.notes = dict(p.__dict__)
+        held: list[tuple[str, Any]] = [(name, getattr(p, name)) for name in _HOOKS if hasattr(p, name)]
+        self.hooks = {name: (hooks, None if hooks is None else dict(hooks)) for name, hooks in held}
+        self.grad_dtype = getattr(p, "grad_dtype", None)
+
+    def put_back(self) -> None:
+        p = self.p
+        p.grad = None  # whatever fits contents that are gone
+        p.data = self.data
+        if self.grad_dtype is not None and p.grad_dtype != self.grad_dtype:
+            p.grad_dtype = self.grad_dtype
+        p.requires_grad = self.requires_grad
+        p.grad = self.grad
+        p.__dict__.clear()
+        p.__dict__.update(self.notes)
+        for name, (hooks, contents) in self.hooks.items():
+            if getattr(p, name) is not hooks:
+                setattr(p, name, hooks)
+            if hooks is not None:
+                _fill(hooks, contents)

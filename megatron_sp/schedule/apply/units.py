@@ -1,0 +1,223 @@
+"""The parts of a foreign model whose parameters are reduced, sharded and gathered together, and hooks that tell when they are used.
+
+Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2, ... are the blocks:
+the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward
+goes through the blocks the other way.
+
+A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes the first when the
+block's parameters are about to be read, and the second when all its gradients are there. What autograd itself keeps of a parameter for the
+backward pass (a transposed view, say) would point into a buffer that belongs to another block by then; it is kept as a place in its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.optim.flat import FlatUnit
+from megatron_sp.parallel.forward_context import Unit, UnitEvents
+from megatron_sp.schedule.core.paths import expand
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class Parameters(nn.Module):
+    """Some of a model's parameters, under their names there."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        for name, parameter in named:
+            self.register_parameter(name.replace(".", "/"), parameter)
+
+
+def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
+    """Paths of the blocks, in order.
+
+    Args:
+        glob: of the blocks; None: the items of the outermost lists of two or more modules of one class that have parameters.
+    """
+    if glob is not None:
+        return expand(model, glob)
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, _LISTS) or any(path.startswith(f"{block}.") for block in found):
+            continue
+        items = [(f"{path}.{name}" if path else name, item) for name, item in module.named_children()]
+        if len(items) > 1 and len({type(item) for _, item in items}) == 1 and all(any(True for _ in i.parameters()) for _, i in items):
+            found += [name for name, _ in items]
+    return found
+
+
+def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
+    """The units; a parameter that a block shares with something else is in unit 0."""
+    holders: dict[int, set[int]] = {}  # parameter -> units that use it
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
+        holders.setdefault(id(parameter), set()).add(unit)
+    parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(blocks) + 1)]
+    for name, parameter in model.named_parameters():
+        units = holders[id(parameter)]
+        parts[units.pop() if len(units) == 1 else 0].append((name, parameter))
+    return [Unit(block, Parameters(part), i > 0) for i, (block, part) in enumerate(zip(["rest", *blocks], parts, strict=True))]
+
+
+def order_of(num_blocks: int, *, backward: bool) -> list[int]:
+    """Units in the order in which a pass reads them."""
+    forward = [*range(num_blocks + 1), 0]
+    return forward + list(range(num_blocks, 0, -1)) if backward else forward
+
+
+class UnitHooks:
+    """Hooks of one model, for its life.
+
+    Attributes:
+        events: who is told, for as long as it is set.
+        sharded: the units if their parameters come and go (ZeRO stage 3), else empty.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[str]) -> None:
+        self.events: UnitEvents | None = None
+        self.sharded: list[FlatUnit] = []
+        self._open: dict[int, int] = {}  # uses of a unit whose backward has not come yet
+        self._keeping: list[Any] = []
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+        for index, path in enumerate(blocks, 1):
+            block = model.get_submodule(path)
+            block.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
+            block.register_forward_hook(self._behind(index, last=index == len(blocks)), always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        if self.events is not None:
+            self.events.before_use(0)
+
+    def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
+        """Backward begins with what is behind the blocks."""
+        return None if self.events is None else _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(0)))
+
+    def _before(self, index: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if self.events is None:
+                return None
+            self.events.before_use(index)
+            self._keep_places(index)
+            return _first_changed(args, kwargs, lambda x: _Passed.apply(x, lambda: self._done(index)), lambda: self._opened(index))
+
+        return hook
+
+    def _behind(self, index: int, *, last: bool) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: Any, result: Any) -> Any:
+            if self.events is None:
+                return None
+            if self._keeping:
+                self._keeping.pop().__exit__(None, None, None)
+            if last and result is not None:
+                self.events.before_use(0)
+            return _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(index)))
+
+        return hook
+
+    def _opened(self, index: int) -> None:
+        self._open[index] = self._open.get(index, 0) + 1
+
+    def _needed(self, index: int) -> None:
+        if self.events is not None:
+            self.events.before_use(index)
+
+    def _done(self, index: int) -> None:
+        self._open[index] -= 1
+        if self.events is not None and self._open[index] == 0:  # a block that is used twice is done when both are
+            self.events.backward_done(index)
+
+    def _keep_places(self, index: int) -> None:
+        if not self.sharded or not torch.is_grad_enabled():
+            return
+        hooks = torch.autograd.graph.saved_tensors_hooks(_Keeper(self, index).pack, _unpack)
+        hooks.__enter__()
+        self._keeping.append(hooks)
+
+    def forget(self) -> None:
+        """A step has ended: no backward pass is to come."""
+        self._open.clear()
+
+
+class _Place:
+    """A view of a unit's buffer, wherever that is by now."""
+
+    def __init__(self, keeper: _Keeper, like: nn.Parameter, view: Tensor) -> None:
+        self.keeper, self.like = keeper, like
+        self.offset, self.shape, self.stride = view.storage_offset(), view.shape, view.stride()
+
+    def view(self) -> Tensor:
+        if self.like.numel() == 0:
+            self.keeper.hooks._needed(self.keeper.index)
+        where = self.like.data
+        return torch.empty(0, dtype=where.dtype, device=where.device).set_(where.untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+
+
+class _Keeper:
+    """What stands for the tensors that autograd keeps of one block's pass."""
+
+    def __init__(self, hooks: UnitHooks, index: int) -> None:
+        self.hooks, self.index = hooks, index
+        unit = hooks.sharded[index]
+        slots = [layout.slots[0] for layout in (unit.layout, unit.frozen) if layout is not None and layout.slots]
+        self._of = {slot.param.untyped_storage().data_ptr(): slot.param for slot in slots}
+
+    def pack(self, x: Tensor) -> Tensor | _Place:
+        like = self._of.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        return x if like is None else _Place(self, like, x)
+
+
+def _unpack(kept: Tensor | _Place) -> Tensor:
+    return kept.view() if isinstance(kept, _Place) else kept
+
+
+class _Passed(torch.autograd.Function):
+    """Nothing forward; calls somebody when the gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
+        ctx.passed = passed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.passed()
+        return grad, None
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def _first_changed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], told: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with another first tensor: the hidden states."""
+    for place, value in enumerate(args):
+        if _has_gradient(value):
+            told()
+            return (*args[:place], change(value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _has_gradient(value):
+            told()
+            return args, {**kwargs, name: change(value)}
+    return None
+
+
+def _all_changed(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(result, Tensor):
+        return change(result) if _has_gradient(result) else result
+    if isinstance(result, tuple):
+        made = [_all_changed(value, change) for value in result]
+        return tuple(made) if type(result) is tuple else type(result)(*made)
+    if isinstance(result, list):
+        return [_all_changed(value, change) for value in result]
+    if isinstance(result, dict):
+        for key in list(result):
+            result[key] = _all_changed(result[key], change)
+    return result

@@ -1,0 +1,1 @@
+"""The dry run of a schedule: follows placements of tensors through the model, without ranks, and refuses mistakes."""

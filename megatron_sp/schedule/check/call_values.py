@@ -1,0 +1,126 @@
+"""What goes through a call: tensors in nested values, with numbers and without, and the name of a function in all its spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sp.schedule.check.more_rules import ELEMENTWISE
+from megatron_sp.schedule.core.layout_steps import placed, tensors_in
+
+Shapes = list[tuple[int, ...]]
+# functions with numbers that are no sizes: places, factors, values
+_NUMBERS = {
+    *ELEMENTWISE, "full", "new_full", "fill", "setitem", "getitem", "select", "tril", "triu", "roll", "kthvalue", "scatter", "index_add",
+    "addmm", "baddbmm", "quantile", "nanquantile", "std", "var", "std_mean", "var_mean", "norm", "normalize", "cumsum", "pad",
+}  # fmt: skip
+_OPERATORS = {
+    "imatmul": "matmul",
+    "itruediv": "truediv",
+    "radd": "add",
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "rand": "and",
+    "ror": "or",
+}
+
+
+class Seen(NamedTuple):
+    """A call of the whole model, to hold the split one's against: its results' shapes, and the numbers that it computes with."""
+
+    name: str
+    shapes: Shapes
+    factors: list[float]
+    sizes: list[float]
+
+    @classmethod
+    def of(cls, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+        return cls(name, shapes(result), factors(name, args, kwargs), _numbers((*args, *kwargs.values()), (int, float)))
+
+
+def in_place(func: Any) -> bool:
+    return bool(func.__name__.endswith("_")) and not func.__name__.startswith("__")
+
+
+def plain(name: str) -> str:
+    """add of __add__, add_, __iadd__."""
+    bare = name.strip("_") if name.startswith("__") else name.rstrip("_") if name not in ("requires_grad_",) else name
+    return _OPERATORS.get(bare, bare)
+
+
+def shapes(value: Any) -> Shapes:
+    return [tuple(t.shape) for t in tensors_in(value)]
+
+
+def on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.to("meta")
+    if isinstance(value, (tuple, list)):
+        items = [on_meta(v) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    return {k: on_meta(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def numbered(index: Any, shape: tuple[int, ...]) -> Any:
+    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is.
+
+    Raises:
+        IndexError: a mask is not as large as what it picks from.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    made: list[Any] = []
+    for first, i in placed(items, len(shape)):
+        if isinstance(i, Tensor) and i.dtype is torch.bool and tuple(i.shape) != shape[first : first + i.ndim]:
+            raise IndexError(f"a mask of {list(i.shape)} picks from dims {first} and on of {list(shape)}")
+    for i in items:
+        is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
+        made += i.nonzero(as_tuple=True) if is_mask else [i]
+    return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
+
+
+def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Numbers that are used as they are: all but whole ones of functions to which these may say a size, that shapes of results show."""
+    given = [*args, *kwargs.values()]
+    if name in ("getitem", "setitem"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        given = [*(i.start or 0 if isinstance(i, slice) else i for i in index), *args[2:]]
+    elif name in ("roll", "pad"):
+        given = [n for v in given for n in (v if isinstance(v, (tuple, list)) else [v])]
+    return _numbers(given, (int, float) if name in _NUMBERS else float)
+
+
+def _numbers(given: Iterable[Any], kinds: Any) -> list[float]:
+    return [float(v) for v in given if isinstance(v, kinds) and not isinstance(v, bool)]
+
+
+def converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``x.to(...)`` that changes the type of numbers alone."""
+    given = [*args[1:], *kwargs.values()]
+    dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
+    x: Tensor = args[0]
+    return x if dtype is None or dtype == x.dtype else x.to(dtype)
+
+
+def integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, (tuple, list)) or type(value).__name__ == "Size":
+        for item in value:
+            yield from integers(item)
+
+
+def named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(result, Tensor):
+        yield prefix or "0", result
+    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result) and not isinstance(result, (dict, type)):
+        items = ((place.name, getattr(result, place.name)) for place in fields(result))
+    for key, value in items:
+        yield from named(value, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,218 @@
+"""Is a schedule right? Asked without a job and without a GPU: rules among its lines, then a dry run of the split model.
+
+What it says is about sums and shares, not numbers; whether the split model computes the same is what ``verify()`` measures, on ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_sp.schedule.check.decision import decide
+from megatron_sp.schedule.check.dry_run import Flow, dry_run, dry_run_over_dp, dry_run_over_sp
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.layouts import Layout, LayoutError, NotFollowed
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.paths import expand
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass
+class Report:
+    """What ``check()`` has found in a schedule that is right.
+
+    Attributes:
+        inputs, outputs: layouts over tp of what enters and leaves each module, by path, then by name or place of the tensor.
+        sp_inputs, sp_outputs: the same over sp.
+        derived: the adjoint of each all_gather that did not say its own, by the place of its line: reduce_scatter or slice.
+        forks: modules where random numbers must differ between ranks (tp), or be the same again inside of these (same), by path.
+        sp_forks: modules where they must differ between the ranks of sp.
+        warnings: what is no mistake, and worth knowing.
+        dry: whether there was a dry run.
+        why_not: what stood in its way, else "".
+    """
+
+    inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    sp_inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    sp_outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    derived: dict[int, str] = field(default_factory=dict)
+    forks: dict[str, str] = field(default_factory=dict)
+    sp_forks: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    dry: bool = True
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        """One line for each module between whose edges something is cut, or summed later."""
+        rows = [*_edges(self.inputs, self.outputs, ""), *_edges(self.sp_inputs, self.sp_outputs, "over sp: ")]
+        if not self.dry and not self.warnings:
+            rows.append("the lines fit together; no dry run: give check() a batch, the model's keyword arguments")
+        return "\n".join([*rows, *(f"warning: {w}" for w in self.warnings)])
+
+
+def _edges(inputs: dict[str, dict[str, Layout]], outputs: dict[str, dict[str, Layout]], prefix: str) -> Iterator[str]:
+    for path, leaves in outputs.items():
+        enters = inputs.get(path, {})
+        sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (enters, leaves)]
+        if any(x.kind != "I" for edges in (enters, leaves) for x in edges.values()):
+            yield f"{prefix}{path or '(the model)'}: {sides[0]} -> {sides[1]}"
+
+
+def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
+    """Look for mistakes.
+
+    Args:
+        batch: keyword arguments of the model, of any size that fits; None: token ids, where the model's configuration tells of them.
+    Raises:
+        LayoutError: what is wrong, where, because of which line.
+    """
+    decide(model, directives, mesh, seq_dim)
+    return follow(model, directives, mesh, seq_dim, batch)
+
+
+def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
+    """The second half of ``check``: let layouts flow through the model; ``decide`` has let these lines pass."""
+    batch = batch if batch is not None else example(model, mesh)
+    if batch is None:
+        return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
+    if any(d.do == "hook" for d in directives):
+        why = "what functions at hooks do between ranks is not known"
+        return Report(warnings=[f"no dry run: {why}; verify() sees it"], dry=False, why_not=why)
+    not_followed = ""
+    try:
+        flow = dry_run(model, directives, mesh, seq_dim, batch)
+    except LayoutError:
+        raise
+    except ConfigError as error:
+        if not any(d.do == "ulysses" for d in directives):  # which pads what this dry run cannot share
+            raise
+        not_followed = str(error)
+    over_sp = dry_run_over_sp(model, directives, mesh, seq_dim, batch)
+    if not_followed:
+        return Report(warnings=[f"no dry run over tp: {not_followed}"], dry=False, why_not=not_followed)
+    report = Report(flow.inputs, flow.outputs, over_sp.inputs, over_sp.outputs, warnings=[*flow.notes, *over_sp.notes])
+    report.derived = _derived(flow, directives) | _derived(over_sp, directives)
+    _follow_dp(report, model, directives, mesh, seq_dim, batch)
+    _find_forks(report, flow, model, directives)
+    _find_forks_over_sp(report, over_sp, model, directives)
+    return report
+
+
+def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> None:
+    """Lines about dp, whose ranks have rows of their own. What the dry run does not know of rows is no mistake: a warning."""
+    try:
+        report.derived |= _derived(dry_run_over_dp(model, directives, mesh, seq_dim, batch), directives)
+    except NotFollowed as error:
+        report.warnings += [
+            f"{d.on or 'the model'}: what {d.do} does over dp was not followed ({d.where}): {error}"
+            for d in directives
+            if d.args.get("over") == "dp"
+        ]
+    except LayoutError as error:
+        lines = [f"{d.do} at {d.where}" for d in directives if d.args.get("over") == "dp"]
+        raise LayoutError(f"{error}; of dp speaks {', '.join(lines)}") from None
+
+
+def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
+    """Positions are cut all through the model, or in its blocks: dropout there draws for other positions on each rank (E14)."""
+    for path, name in flow.forks.items():
+        if says_random(model, directives, path, "sp"):
+            continue
+        report.sp_forks.append(path)
+        words = f"{path or 'the model'}: {name} on shares of positions: the random numbers of sp's ranks are made to differ there"
+        report.warnings.append(f"{words} (E14)")
+
+
+def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
+    """Where the schedule says nothing of random numbers, and must (E14)."""
+    for path, name in flow.forks.items():
+        if says_random(model, directives, path, "tp"):
+            continue
+        report.forks[path] = "tp"
+        words = f"{path or 'the model'}: {name} on shares: the ranks' random numbers are made to differ there"
+        if path in flow.alike:
+            words += ", also in its dropout on what all ranks have whole, which must not: give it dropout modules of its own"
+        report.warnings.append(f"{words} (E14)")
+    for path in sorted(flow.alike):
+        if any(path.startswith(f"{fork}.") for fork in report.forks) and path not in report.forks:
+            report.forks[path] = "same"
+
+
+def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
+    """One adjoint for each line. Raises LayoutError: its modules need different ones (E10)."""
+    found: dict[int, tuple[str, str, str]] = {}
+    for (place, path), choice in flow.choices.items():
+        if not choice.value:
+            continue  # nobody asks for this gradient
+        grad = "slice" if choice.value == "I" else "reduce_scatter"
+        before = found.setdefault(place, (grad, path, choice.first().because))
+        if before[0] != grad:
+            raise LayoutError(
+                f"{directives[place]} ({directives[place].where}) needs grad='{before[0]}' at {before[1]}, because of {before[2]}, and"
+                f" grad='{grad}' at {path}, because of {choice.first().because}: write a line for each (E10)"
+            )
+    return {place: grad for place, (grad, _, _) in found.items()}
+
+
+def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
+    """Whether an rng line about an axis (tp or sp) speaks of a module, or of one around it."""
+    others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
+    paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
+    return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
+
+
+def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
+    """Token ids, as long as ranks can share them, with labels where the model takes some, images, both, or sound; None: not known."""
+    names = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
+    text: Any = getattr(config, "text_config", None)
+    if "input_ids" in names and text is not None and (pixels := _pixels(model, getattr(config, "vision_config", None))) is not None:
+        return {"input_ids": _ids(text, mesh), **pixels}
+    vocabulary = getattr(config, "vocab_size", None)
+    if (image := _image(model)) is not None:
+        return image
+    if (sound := _sound(model, mesh)) is not None:
+        return sound
+    if "input_ids" not in names or not isinstance(vocabulary, int):
+        return None
+    ids = _ids(config, mesh)
+    made = {"input_ids": ids}
+    head = type(model).__name__
+    if "labels" in names and ("LMHead" in head or "CausalLM" in head or "MaskedLM" in head):
+        made["labels"] = ids
+    return made
+
+
+def _sound(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
+    """Features of sound as long as the configuration says, and what is said in it."""
+    config: Any = getattr(model, "config", None)
+    mels, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if "input_features" not in inspect.signature(model.forward).parameters or not isinstance(mels, int) or not isinstance(positions, int):
+        return None
+    made = {"input_features": torch.zeros(3, mels, 2 * positions)}
+    return made | ({"decoder_input_ids": _ids(config, mesh)} if "decoder_input_ids" in inspect.signature(model.forward).parameters else {})
+
+
+def _ids(config: Any, mesh: Mesh) -> torch.Tensor:
+    return (torch.arange(3 * 4 * mesh.tp.size() * mesh.sp.size()) % config.vocab_size).reshape(3, -1)
+
+
+def _image(model: nn.Module) -> dict[str, Any] | None:
+    """An input of a model that wants pixels alone, of the size in its configuration."""
+    return None if "input_ids" in inspect.signature(model.forward).parameters else _pixels(model, getattr(model, "config", None))
+
+
+def _pixels(model: nn.Module, config: Any) -> dict[str, Any] | None:
+    size: Any = getattr(config, "image_size", None)
+    channels: Any = getattr(config, "num_channels", None)
+    sides = [size, size] if isinstance(size, int) else list(size) if isinstance(size, (tuple, list)) else []
+    is_known = len(sides) == 2 and all(isinstance(n, int) for n in (*sides, channels))
+    if "pixel_values" not in inspect.signature(model.forward).parameters or not is_known:
+        return None
+    return {"pixel_values": torch.zeros(3, channels, *sides)}

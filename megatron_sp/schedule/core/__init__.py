@@ -1,0 +1,1 @@
+"""What a schedule consists of: directives, paths, meshes, placements."""

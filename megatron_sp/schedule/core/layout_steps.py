@@ -1,0 +1,254 @@
+"""One step of a dry run, a function of torch or an exchange between ranks, and what every rule about layouts asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.schedule.core.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
+
+
+@dataclass
+class Step:
+    """A call.
+
+    Attributes:
+        name: of the function, without the underscores of its spellings.
+        result: what it returned; None where it is asked before the call.
+        look: a tensor's layout.
+        place: path and class of the module that calls.
+        module: it.
+        size: number of ranks.
+        axis: of the mesh, along which layouts are followed.
+        whole: shapes of the results of the same call in the whole model, where it is known which that is.
+        lines: of the schedule that speak of this module.
+        choose: makes the open choice of an all_gather here, or None where its adjoint was said.
+        hint: more words for sizes that are written down in a module.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    look: Callable[[Tensor], Operand]
+    place: str
+    size: int
+    whole: list[tuple[int, ...]] | None = None
+    lines: str = ""
+    axis: str = "tp"
+    choose: Callable[[], Choice | None] = lambda: None
+    hint: Callable[[], str] = lambda: ""
+    module: nn.Module | None = None
+
+    def arg(self, place: int, name: str, default: Any = None) -> Any:
+        if name == "dim" and "axis" in self.kwargs:  # numpy's word, which torch takes everywhere
+            return self.kwargs["axis"]
+        return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
+
+    def rest(self, place: int, name: str) -> list[int]:
+        """Integers that are given one by one, as a sequence, or by name."""
+        if name in self.kwargs:
+            return list(self.kwargs[name])
+        given = self.args[place:]
+        return list(given[0]) if given and isinstance(given[0], (tuple, list)) else list(given)
+
+    def operand(self, place: int, name: str) -> Operand | None:
+        value = self.arg(place, name)
+        return self.look(value) if isinstance(value, Tensor) else None
+
+    def operands(self) -> list[Operand]:
+        return [self.look(t) for t in tensors_in((self.args, self.kwargs))]
+
+    @property
+    def over(self) -> str:
+        """What a sync has to say to be about this axis."""
+        return "" if self.axis == "tp" else f", over='{self.axis}'"
+
+    def label(self, op: str) -> str:
+        """What a layout that begins here says of its origin."""
+        return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
+
+    def fail(self, text: str, code: str) -> NoReturn:
+        """Raises LayoutError; NotFollowed with the code "unknown", and over dp with E3."""
+        more = self.hint() if code == "E11" else ""
+        # a loss, or a statistic, over a rank's own rows is its own, whatever is made of it
+        kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else LayoutError
+        raise kind(f"{self.place}: {self.name}: {text}{more} ({code})")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for place in fields(value):
+            yield from tensors_in(getattr(value, place.name))
+
+
+def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
+    """Of an index: each of its items, with the first dim that it speaks of."""
+    of = [0 if i is None or isinstance(i, bool) else i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in items]
+    dim = 0
+    for i, width in zip(items, of, strict=True):
+        yield dim, i
+        dim += ndim - sum(of) + 1 if i is Ellipsis else width
+
+
+def join(step: Step, operands: Iterable[Operand]) -> Layout:
+    """Of what is computed from whole tensors."""
+    asked = [o for o in operands if not o.neutral]
+    if any(o.kind in "SP" for o in asked):
+        conflict(step, asked)
+    kinds = {o.kind for o in asked}
+    if "R" in kinds:
+        first = next(o for o in asked if o.kind == "R")
+        require_parts(step, asked, first)
+        return first.layout
+    if "I" in kinds:
+        for o in asked:
+            if o.kind == "?" and o.layout.choice is not None:
+                o.layout.choice.decide("I", step.place)
+        return next(o.layout for o in asked if o.kind == "I")
+    for o in asked[1:]:
+        assert asked[0].layout.choice is not None and o.layout.choice is not None
+        asked[0].layout.choice.join(o.layout.choice)
+    return asked[0].layout if asked else WHOLE
+
+
+def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> None:
+    """Whole tensors that meet ``other``, which each rank treats differently, must have a gradient that is summed later.
+
+    Raises:
+        LayoutError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5); a partial sum (E3).
+    """
+    for o in operands:
+        if o.kind == "P":
+            refuse_partial(step, o)
+        if o.neutral or o.kind in "SR":
+            continue
+        if o.kind == "?" and o.layout.choice is not None:
+            o.layout.choice.decide("R", step.place)
+        elif o.kind == "I":
+            _refuse(step, o, other)
+
+
+def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
+    if complete.name:
+        step.fail(
+            f"{complete.name} is whole on every rank and meets {other.called}, which is {other.layout.told()}: each rank gets a part of its"
+            f" gradient only. Split it too, or sum its gradient: s[{complete.name.rpartition('.')[0]!r}].sum_gradients()",
+            "E7",
+        )
+    if other.name and other.kind == "R":
+        step.fail(
+            f"the gradient of {other.name} is summed over the ranks ({other.layout.since}), and here all ranks use it alike, with"
+            f" {complete.called}: the sum would be {step.size} times the gradient; leave that line out",
+            "E5",
+        )
+    since = f" since {complete.layout.since}" if complete.layout.since else ""
+    step.fail(
+        f"{complete.called} is whole and used alike by all ranks{since}, and meets {other.called}, which is"
+        f" {other.layout.told()}: its gradient"
+        f" would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy'{step.over}) on the module around (all_gather"
+        " where it is cut), or .column(input='copy'); or where the other is made whole",
+        "E6",
+    )
+
+
+def refuse_partial(step: Step, operand: Operand) -> NoReturn:
+    """Raises LayoutError: a partial sum is used as if it were the sum (E3)."""
+    if operand.layout.mean:
+        step.fail(
+            f"{operand.called} is {operand.layout.told()}: ranks have different numbers of labels, so it counts by their number before it"
+            " is summed (ulysses(loss='per_token')), or the sum over the share is divided by the number of all",
+            "E3",
+        )
+    step.fail(
+        f"{operand.called} is {operand.layout.told()}, and the whole is expected here, or a share: complete it first, with"
+        f" .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce'{step.over}) behind it",
+        "E3",
+    )
+
+
+def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not fit together") -> NoReturn:
+    """Raises LayoutError: cut in different ways (E10)."""
+    step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.layout.told()}" for o in operands), "E10")
+
+
+def cut(operands: Iterable[Operand]) -> list[Operand]:
+    return [o for o in operands if o.kind == "S"]
+
+
+def runs(share: Operand) -> list[int]:
+    """Sizes of the parts of which a rank has a share each, as far as that goes."""
+    size = share.tensor.shape[share.layout.dim]
+    return list(share.layout.blocks) or [size // share.layout.outer] * share.layout.outer
+
+
+def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
+    """Of what is computed element by element."""
+    shares = cut(operands)
+    if not shares:
+        if operands and all(o.kind == "U" for o in operands):
+            return UNIFORM
+        return join(step, operands)
+    first = next((o for o in shares if not o.layout.as_needed), shares[0])
+    dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
+    for o in shares:
+        parts = (first.layout.outer, first.layout.blocks) if o.layout.as_needed else (o.layout.outer, o.layout.blocks)
+        sizes = o.tensor.shape[o.layout.dim], first.tensor.shape[dim]
+        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks) or sizes[0] != sizes[1]:
+            conflict(step, [first, o], "they are cut in different ways")
+    for o in operands:
+        if o.kind == "P":
+            refuse_partial(step, o)
+        if o.kind == "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] not in (1, first.tensor.shape[dim]):
+            step.fail(f"{o.called} is as large as the whole, and meets {first.called}, which is {first.layout.told()}", "E11")
+        if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
+            conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
+    require_parts(step, operands, first)
+    return replace(first.layout.at(ndim + dim), copies=min(o.layout.copies for o in shares))
+
+
+def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Layout:
+    """Of a product of tensors whose dims have these letters, as einsum has them; letters that are not in ``out`` are summed over."""
+    every = [o for o, _ in operands]
+    for o in every:
+        if o.kind == "P":
+            refuse_partial(step, o)
+    shares = [(o, letters) for o, letters in operands if o.kind == "S"]
+    if not shares:
+        return join(step, every)
+    shares = [(o, letters) for o, letters in shares if not o.layout.as_needed] or shares  # those are cut, and doubled, as the others
+    first, letters = shares[0]
+    letter = letters[first.layout.dim]
+    for o, names in operands:
+        if o.kind == "S" and (names[o.layout.dim], o.layout.outer, o.layout.blocks) != (letter, first.layout.outer, first.layout.blocks):
+            conflict(step, [first, o], "they are cut in different ways")
+        if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
+            conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
+        if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.layout.dim]):
+            conflict(step, [first, o], "they are multiplied along a dim of which a rank has a share in one, and all in the other")
+    require_parts(step, every, first)
+    copies = [o.layout.copies for o, _ in shares]
+    if letter not in out:
+        return summed_over(step, replace(first, layout=replace(first.layout, copies=max(copies))))
+    return replace(first.layout.at(out.index(letter)), copies=min(copies))
+
+
+def summed_over(step: Step, share: Operand) -> Layout:
+    """Of a sum along the cut dim. Raises LayoutError: ranks that have the same share would each count it (E10)."""
+    if (copies := share.layout.copies) > 1:
+        conflict(step, [share], f"{copies} ranks each have the same share of this, so a sum over it would count each {copies} times")
+    name = "" if step.name == "linear" else f" {step.name}"  # which the module's class says
+    return Layout("P", since=f"{step.place}{name} ({share.layout.since})")

@@ -1,0 +1,1 @@
+"""Schedules shown: as a tree, a picture, bytes and time, differences."""

@@ -1,0 +1,245 @@
+"""What a schedule costs a rank: bytes of parameters that it holds, bytes that it sends in one step, collective by collective.
+
+Sizes come from one forward pass of the whole model without its numbers (meta device); what Ulysses sends, and what recomputation sends
+again, from one of the split model (``traffic.py``). Sent bytes are those of the usual rings over n ranks:
+an all_reduce of w bytes sends 2 (n-1)/n w, an all_gather to w, and a reduce_scatter from w, (n-1)/n w each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.schedule.check.dry_run import inputs_of
+from megatron_sp.schedule.check.follower import Follower
+from megatron_sp.schedule.check.stand_in import stand_in
+from megatron_sp.schedule.report.survey import Edge, survey, unapplied, without_numbers
+from megatron_sp.schedule.report.traffic import again, sent
+from megatron_sp.schedule.verify.verify import tensors_of
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.numbers import round_up
+
+if TYPE_CHECKING:
+    from megatron_sp.schedule.schedule import Schedule
+
+_SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+
+
+@dataclass
+class Place:
+    """Collectives at modules with the same path but for numbers.
+
+    Attributes:
+        path: with a star for each number.
+        words: of the edge.
+        calls: places.
+        forward, backward: bytes that a rank sends in one step, all places together.
+    """
+
+    path: str
+    words: str
+    calls: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass
+class Cost:
+    """Of one rank.
+
+    Attributes:
+        places: where bytes are sent, the most first.
+        parameters: bytes of its parameters; gradients take as much.
+        whole_parameters: bytes of the whole model's.
+        gradients: bytes that it sends to sum gradients over tp, sp and dp, once in a step.
+        activations: bytes that the whole model's forward pass keeps for its backward pass; a rank keeps less.
+        notes: what is not in here.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    parameters: int = 0
+    whole_parameters: int = 0
+    gradients: float = 0.0
+    activations: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sent(self) -> float:
+        """Bytes in a step of one micro-batch."""
+        return self.gradients + sum(p.forward + p.backward for p in self.places)
+
+    def record(self) -> dict[str, Any]:
+        """JSON."""
+        return {**asdict(self), "sent": self.sent}
+
+    def __str__(self) -> str:
+        lines = [
+            f"parameters of a rank: {show_bytes(self.parameters)} of {show_bytes(self.whole_parameters)}",
+            f"activations of the whole model: {show_bytes(self.activations)}",
+            f"sent by a rank in a step: {show_bytes(self.sent)}",
+        ]
+        for p in self.places:
+            both = f"{show_bytes(p.forward)} forward, {show_bytes(p.backward)} backward"
+            lines.append(f"  {both}: {p.path or 'the model'}{f' x {p.calls}' if p.calls > 1 else ''}, {p.words}")
+        if self.gradients:
+            lines.append(f"  {show_bytes(self.gradients)}: sums of gradients")
+        return "\n".join([*lines, *self.notes])
+
+
+def show_bytes(count: float) -> str:
+    """1.5 MiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
+    """Add up.
+
+    Args:
+        batch: rows of a micro-batch, of ``seq`` token ids each; or keyword arguments of the model.
+    Raises:
+        ConfigError: the schedule is applied, so the whole model's sizes are gone; or the model does not run on the meta device.
+    """
+    if schedule.applied is not None:
+        raise ConfigError("cost() looks at the whole model, which is gone after apply(): call it before (E15)")
+    found, model = survey(schedule), without_numbers(schedule.model)
+    for d in unapplied(schedule.directives):
+        if d.do == "replace":
+            raise ConfigError(f"cost() cannot tell the sizes behind {d}: make the schedule of a model in which it is replaced already")
+    edges = [(node.path, edge) for node in found.root.walk() for edge in node.edges]
+    try:
+        sizes, activations = _sizes(model, edges, _inputs(batch, seq), nullcontext())
+    except ConfigError:  # it looks at its ids or masks, which are there in a dry run
+        model = stand_in(schedule.model)
+        sizes, activations = _sizes(model, edges, inputs_of(_inputs(batch, seq, "cpu")), Follower(model).inside())
+    made = Cost(activations=activations)
+    shares = {d.args.get("axis", "sp") for d in schedule.directives if d.do == "ulysses"}
+    for path, edge in edges:
+        if edge.axis not in shares:
+            _add(made, path, edge, sizes.get((path, edge.side, edge.tensor)), schedule, shares)
+    if shares or any(d.do == "checkpoint" for d in schedule.directives):
+        _add_run(made, schedule, shares, _inputs(batch, seq, "cpu"))
+    made.places.sort(key=lambda p: -(p.forward + p.backward))
+    _add_parameters(made, found, schedule)
+    return made
+
+
+def _inputs(batch: int | Mapping[str, Any], seq: int | None, device: str = "meta") -> dict[str, Any]:
+    if isinstance(batch, int):
+        if seq is None or batch < 1 or seq < 1:
+            raise ConfigError(f"cost() wants rows and tokens, such as cost(4, 2048), and got batch {batch}, seq {seq}")
+        return {"input_ids": torch.zeros(batch, seq, dtype=torch.long, device=device)}
+    return {key: v.to(device) if isinstance(v, Tensor) else v for key, v in batch.items()}
+
+
+def _sizes(
+    model: nn.Module, edges: list[tuple[str, Edge]], batch: dict[str, Any], inside: AbstractContextManager[None]
+) -> tuple[dict[tuple[str, str, str], int], int]:
+    """(bytes of the tensor on each edge, bytes that are kept for backward). Raises ConfigError: the model does not run so."""
+    found: dict[tuple[str, str, str], int] = {}
+    for path, edge in edges:
+        module = model.get_submodule(path)
+        if edge.side == "in":
+            module.register_forward_pre_hook(_input_hook(found, path, edge.tensor), with_kwargs=True)
+        else:
+            module.register_forward_hook(_output_hook(found, path, edge.tensor))
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in parameters:
+            kept.setdefault(storage._cdata, (t, storage.nbytes()))
+        return t
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), inside:
+            model(**batch)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model does not run without its numbers: {error}; give cost() its keyword arguments as batch") from None
+    return found, sum(size for _, size in kept.values())
+
+
+def _input_hook(found: dict[tuple[str, str, str], int], path: str, name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor = given.get(name, args[0] if args else next(iter(kwargs.values()), None))
+        if isinstance(tensor, Tensor):
+            found[path, "in", name] = tensor.nbytes
+
+    return hook
+
+
+def _output_hook(found: dict[tuple[str, str, str], int], path: str, name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        tensors = tensors_of(result)
+        if tensors:
+            found[path, "out", name] = tensors.get(name, next(iter(tensors.values()))).nbytes
+
+    return hook
+
+
+def _add(made: Cost, path: str, edge: Edge, size: int | None, schedule: Schedule, shares: set[str]) -> None:
+    words = f"{edge.side} {edge.tensor}".strip() + f": {edge.words}"
+    place = _place(made, path, words)
+    if size is None:
+        made.notes.append(f"not in here: {path}, {words}, which was not called")
+        return
+    n = schedule.mesh.group(edge.axis).size()
+    if edge.directive.do == "vocab_parallel" and edge.forward == "all_gather":  # of the logits of padded words, too
+        head: Any = schedule.model.get_submodule(path)
+        words_of_all = head.weight.shape[0]
+        size = size // words_of_all * round_up(words_of_all, n)
+    for axis in shares - {edge.axis}:
+        size //= schedule.mesh.group(axis).size()
+    place.forward += _SHARE.get(edge.forward, 0.0) * (n - 1) / n * size
+    place.backward += _SHARE.get(edge.backward, 0.0) * (n - 1) / n * size
+
+
+def _place(made: Cost, path: str, words: str) -> Place:
+    """That of modules with this path but for numbers, called once more."""
+    star = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+    place = next((p for p in made.places if (p.path, p.words) == (star, words)), None)
+    if place is None:
+        made.places.append(place := Place(star, words))
+    place.calls += 1
+    return place
+
+
+_WORDS = {"all_to_all": "positions and heads traded", "gather_from": "positions made whole", "reduce_from": "parts of the loss summed"}
+
+
+def _add_run(made: Cost, schedule: Schedule, axes: set[str], batch: dict[str, Any]) -> None:
+    """What only a run of the split model shows: exchanges of Ulysses, and what modules that are computed again send again."""
+    found = sent(schedule.model, schedule.directives, schedule.mesh, schedule.seq_dim, batch)
+    for each in found:
+        if each.axis in axes and each.forward + each.backward:
+            place = _place(made, each.path, f"{_WORDS.get(each.name, each.name)} over {each.axis}")
+            place.forward += each.forward
+            place.backward += each.backward
+    for path, size in again(found):
+        _place(made, path, "computed again, and sent again").backward += size
+
+
+def _add_parameters(made: Cost, found: Any, schedule: Schedule) -> None:
+    sizes = {name: p.element_size() for name, p in schedule.model.named_parameters()}
+    n, copies = schedule.mesh.tp.size(), schedule.mesh.dp_sp.size()
+    for node in found.root.walk():
+        for part in node.parts:
+            each = sizes.get(f"{node.path}.{part.name}".lstrip("."))
+            if each is None:  # another name of a tied one
+                continue
+            local, whole = (each * torch.Size(shape).numel() for shape in (part.local, part.shape))
+            made.parameters += local
+            made.whole_parameters += whole
+            made.gradients += 2 * local * ((n - 1) / n * part.summed + (copies - 1) / copies)

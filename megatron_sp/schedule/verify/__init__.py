@@ -1,0 +1,1 @@
+"""A step of the split model compared with the whole one, every gradient, in fp64."""

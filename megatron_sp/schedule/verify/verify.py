@@ -1,0 +1,268 @@
+"""Does the split model compute what the whole one did? Outputs, loss and every parameter's gradient, in fp64, on the user's own batch.
+
+Both are copies: the schedule's own model stays as it is. The measure is the project's: max|a - b| / (max|b| + 1e-3 * rms of all gradients).
+Forward results alone prove little (Slapo's verifier looks at nothing else): a schedule without the sum of an input's gradient passes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.schedule.apply.applied import Applied
+from megatron_sp.schedule.apply.apply import apply
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.verify.doubles import Doubles
+from megatron_sp.schedule.verify.rehearsal import drops, rehearsing
+from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
+LossOf = Callable[[Any], Tensor]
+
+
+class DoesNotRun(ConfigError):
+    """The split model fails where the whole one does not; ``failure`` tells where and how, without advice."""
+
+    def __init__(self, failure: str, advice: str) -> None:
+        super().__init__(f"{failure}. {advice}")
+        self.failure = failure
+
+
+@dataclass
+class Row:
+    """One comparison."""
+
+    name: str
+    kind: str  # output, loss, input gradient, gradient
+    error: float
+    shapes: str = ""  # where they differ
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.shapes or f'{self.error:.1e}'}"
+
+
+@dataclass
+class Verdict:
+    """What a verification has found; the same on every rank.
+
+    Attributes:
+        rows: all comparisons, the worst first.
+        tolerance: of each.
+        first: the first module whose result differs, or None.
+        without_dropout: whether the model has some, which was off in both passes: shares of it draw other numbers.
+        why: what ``check()`` says of lines with which something differs, if anything.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    tolerance: float = 1e-10
+    first: str | None = None
+    without_dropout: bool = False
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return all(row.error <= self.tolerance for row in self.rows)
+
+    def __str__(self) -> str:
+        bad = [row for row in self.rows if not row.error <= self.tolerance]
+        if not bad:
+            off = ", dropout off" if self.without_dropout else ""
+            return f"equal: {len(self.rows)} comparisons, the largest error {self.rows[0].error if self.rows else 0.0:.1e}{off}"
+        lines = [f"  {row}" for row in bad[:12]] + ([f"check() says why: {self.why}"] if self.why else [])
+        first = f"; the first module that differs is {self.first}" if self.first else ""
+        return f"{len(bad)} of {len(self.rows)} comparisons differ by more than {self.tolerance:.0e}{first}:\n" + "\n".join(lines)
+
+
+def verify(
+    model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
+    dtype: torch.dtype = torch.float64, loss: LossOf | None = None, whole: nn.Module | None = None,
+) -> Verdict:  # fmt: skip
+    """Compare one forward and backward pass, whatever the lines say. Collective over all ranks, with the same batch on each.
+
+    Args:
+        model: not yet split.
+        batch: keyword arguments of the model; tensors of floating point numbers are converted. Gradients of those that require one are
+            compared.
+        loss: of the model's result (default: its ``loss``, or else a fixed sum over all its tensors).
+        whole: what to compare with, where it is not the model itself: of its parameters those that both have count.
+    Raises:
+        ConfigError: what ``apply`` says of the lines.
+        DoesNotRun: the split model fails.
+    """
+    batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    loss = loss or default_loss
+    unchanged = whole is None
+    whole, split = (rehearsing(each, dtype) for each in (model if whole is None else whole, model))
+    # modules that lines bring would be split here, and then again by whoever applies the schedule
+    own = [
+        replace(d, args={**d.args, "new": rehearsing(d.args["new"], dtype)})
+        if d.do == "replace" and isinstance(d.args["new"], nn.Module)
+        else d
+        for d in directives
+    ]
+    applied = apply(split, own, mesh, seq_dim, rules=False)
+    # a recomputation on another device runs in a thread of that device, where nobody would widen anything
+    with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
+        found = {"whole": _run(whole, batch, loss)}
+        with _told(split):
+            found["split"] = _run(split, batch, loss, applied.complete, mesh.dp.size())
+    applied.finish_backward()
+    verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2), without_dropout=drops(model))
+    for name, expected in found["whole"].outputs.items():
+        made = found["split"].outputs.get(name)
+        verdict.rows.append(Row(name, "output", _worst(made, expected, 0.0, mesh), _shapes(made, expected)))
+    verdict.rows.append(Row("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
+    verdict.rows += _input_gradients(found["whole"].inputs, found["split"].inputs, mesh)
+    verdict.rows += _gradients(whole, applied, mesh, unchanged)
+    verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
+    if not verdict.ok:
+        verdict.first = _first_different(found["whole"].results, found["split"].results, verdict.tolerance, mesh)
+    return verdict
+
+
+def require(verdict: Verdict) -> None:
+    """Raises NumericsError: it is not equal; with the worst tensors."""
+    if not verdict.ok:
+        raise NumericsError(str(verdict))
+
+
+def default_loss(result: Any) -> Tensor:
+    """Of a model's result: its own loss, or a sum of all its tensors in which no two elements weigh the same."""
+    own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = [t for t in tensors_of(result).values() if t.is_floating_point()]
+    if not tensors:
+        raise ConfigError("the model's result has no tensor of floating point numbers: give loss=, a function of it")
+    return torch.stack([(t * _weights(t)).sum() for t in tensors]).sum()
+
+
+def _weights(t: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, max(1, t.numel()), dtype=t.dtype, device=t.device).reshape(t.shape)
+
+
+def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested result, by their place."""
+    if isinstance(result, Tensor):
+        return {prefix or "result": result}
+    items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result) and not isinstance(result, (dict, type)):
+        items = ((place.name, getattr(result, place.name)) for place in fields(result))
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+@dataclass
+class _Pass:
+    outputs: dict[str, Tensor]
+    loss: Tensor
+    results: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Callable[[Any], Any] | None = None, parts: int = 1) -> _Pass:
+    # dp ranks have the same batch, and their gradients are summed: each has one of so many parts
+    results: dict[str, Tensor] = {}
+    handles = []
+    for path, module in model.named_modules():
+
+        def keep(_: nn.Module, args: Any, result: Any, path: str = path) -> None:
+            tensors = [t for t in tensors_of(result).values() if t.is_floating_point()]
+            if tensors:
+                results[path] = tensors[0].detach()
+
+        handles.append(module.register_forward_hook(keep))
+    batch = {k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for k, v in batch.items()}
+    result = model(**batch)
+    result = result if complete is None else complete(result)
+    value = loss(result)
+    torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value) / parts)  # of a tensor, no mode would see a recomputation
+    for handle in handles:
+        handle.remove()
+    outputs = {k: t.detach() for k, t in tensors_of(result).items() if t.is_floating_point()}
+    gradients = {
+        k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in batch.items() if isinstance(v, Tensor) and v.requires_grad
+    }
+    return _Pass(outputs, value.detach(), results, gradients)
+
+
+def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Row]:
+    """A rank that has some positions only has their gradients, and each dp rank has its part: these are summed."""
+    return [Row(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()]
+
+
+@contextmanager
+def _told(split: nn.Module) -> Iterator[None]:
+    """Around a pass of the split model. Raises DoesNotRun: it fails, and the whole one did not; names the module."""
+    try:
+        yield
+    except (ReportedError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        names = {id(module): f"{path or 'the model'} ({type(module).__name__})" for path, module in split.named_modules()}
+        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+        inside = [names[id(x)] for f in frames for x in (f.get("self"), f.get("module")) if id(x) in names]
+        failure = f"{inside[-1] if inside else 'the backward pass'} fails in the split model, and not in the whole one"
+        raise DoesNotRun(
+            f"{failure}: {type(error).__name__}: {error}",
+            "If this is about sizes, one that the module has written down is the whole model's: divide it,"
+            " .set('<attribute>', divide='tp'); check(batch) tells which step it is and what is split there (E11)",
+        ) from error
+
+
+def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Row]:
+    shapes = {name: p.shape for name, p in whole.named_parameters()}
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    squares = sum(float(g.square().sum()) for g in expected.values())
+    scale = (squares / max(1, sum(g.numel() for g in expected.values()))) ** 0.5
+    rows = []
+    gradients = applied.gradients()
+    for name, p in applied.model.named_parameters():
+        other = not unchanged and shapes.get(name) != applied.specs[name].shape
+        if other or (name not in expected and name not in gradients):
+            continue
+        found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
+        rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
+    return rows
+
+
+def _shapes(found: Tensor | None, expected: Tensor) -> str:
+    if found is None:
+        return "missing"
+    same = found.shape == expected.shape
+    return "" if same else f"{list(found.shape)} on this rank, {list(expected.shape)} in the whole model"
+
+
+def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
+    """The largest error of any rank."""
+    if found is None or found.shape != expected.shape:
+        error = float("inf")
+    else:
+        difference = (found - expected).abs().max() if found.numel() else expected.new_zeros(())
+        reference = expected.abs().max() if expected.numel() else expected.new_zeros(())
+        error = float(difference / (reference + 1e-3 * scale + 1e-300))
+    error = float("inf") if error != error else error
+    worst = torch.tensor(error, dtype=torch.float64)
+    for axis in ("tp", "sp", "dp"):
+        all_reduce(worst, mesh.group(axis), "max")
+    return float(worst)
+
+
+def _first_different(whole: dict[str, Tensor], split: dict[str, Tensor], tolerance: float, mesh: Mesh) -> str | None:
+    """Of the modules whose results have the same shape in both, the first that differs; hooks run in the order of completion."""
+    for path, expected in whole.items():
+        comparable = path in split and split[path].shape == expected.shape
+        if _worst(split[path] if comparable else expected, expected, 0.0, mesh) > 1e3 * tolerance:
+            return path or "the model itself"
+    return None

@@ -1,0 +1,1 @@
+"""What is trained beside pretraining: classifiers, and models of Hugging Face transformers."""

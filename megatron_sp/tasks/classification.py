@@ -1,0 +1,129 @@
+"""Fine-tuning of a classifier as a task of the training loop: its data, its model, its loss, and the scores at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.config.schema import Config
+from megatron_sp.data.build import Datasets
+from megatron_sp.data.classification import ClassificationDataset, Example, TextTable, check_labels, confusion, labels_of, scores
+from megatron_sp.data.loader import BatchLoader
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
+from megatron_sp.models.language_model import OnUnit
+from megatron_sp.optim.weights import UnitWork
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.training.run import Run, Task
+from megatron_sp.training.setup import dtype_of
+from megatron_sp.training.step import Loss
+from megatron_sp.utils.errors import DiskError
+from megatron_sp.utils.files import atomic_write_text
+
+_FEW_LABELS = 100  # of which the log can hold who was taken for whom; with more, predictions.tsv says it all the same
+
+
+class Classification:
+    """One set of labelled texts.
+
+    Args:
+        table: where their parts stood.
+        train, valid: the examples, with labels.
+    Raises:
+        DataError: fewer than two labels, or one in ``valid`` that ``train`` does not have.
+    """
+
+    def __init__(self, table: TextTable, train: Sequence[Example], valid: Sequence[Example]) -> None:
+        self.train, self.valid, self.labels = train, valid, labels_of(table, train)
+        check_labels(self.labels, valid)
+
+    def fit(self, config: Config, world_size: int) -> None:
+        """Settle the batch, and let a validation see every example once."""
+        batch = config.batch
+        full = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(world_size)
+        batch.global_batch_size, batch.eval_iters = full, -(-len(self.valid) // full)
+
+    def task(self) -> Task:
+        """For ``training.loop.pretrain``."""
+        return Task(
+            name="finetune_classifier", build_tokenizer=lambda config: build_tokenizer(config.data, config.model.vocab_size),
+            build_datasets=self.build_datasets, build_model=self.build_model,
+            loss=Loss(names=("loss",), counts=loss_counts, sums=loss_sums, causal=False, metrics=("accuracy",), of_tokens=False),
+            new_parameters=NEW_PARAMETERS, finish=self.classify,
+        )  # fmt: skip
+
+    def build_datasets(self, config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+        """All examples; how many samples are asked for decides nothing, for epochs are cyclic."""
+        length, full = config.model.seq_length, config.batch.global_batch_size
+        assert length and full
+        return Datasets(
+            ClassificationDataset(self.train, self.labels, tokenizer, length),
+            ClassificationDataset(self.valid, self.labels, tokenizer, length, multiple_of=full), None,
+        )  # fmt: skip
+
+    def build_model(self, config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+        return BertClassifier(
+            config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config), layout=layout,
+            on_unit=on_unit,
+        )  # fmt: skip
+
+    def classify(self, run: Run) -> None:
+        """Classify every validation example, log the scores, write ``predictions.tsv``. Collective."""
+        predicted = all_reduce(self._classified_here(run), run.groups.control).numpy()
+        if run.launch.rank != 0:
+            return
+        true = np.array([self.labels.index(example.label) for example in self.valid])
+        found = scores(predicted, true, self.labels, [example.group for example in self.valid])
+        run.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
+        few = len(self.labels) <= _FEW_LABELS
+        run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {}))
+        rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
+        path = run.run_dir / "predictions.tsv"
+        try:
+            atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
+        except OSError as error:
+            raise DiskError(f"{path} cannot be written: {error.strerror}; free some space, and the same command does the rest") from None
+
+    @torch.no_grad()
+    def _classified_here(self, run: Run) -> Tensor:
+        """int64 [examples]: the classes of those that this rank has to do with and speaks for, else 0."""
+        found = torch.zeros(len(self.valid), dtype=torch.int64)
+        plan, groups, dataset = run.plan, run.groups, run.datasets.valid
+        assert isinstance(dataset, ClassificationDataset)
+        each = plan.full // (plan.micro_batch_size * plan.dp_size)
+        run.model.eval()
+        with BatchLoader(dataset, micro_batch_size=plan.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
+            for start in range(0, len(dataset), plan.full):
+                run.watchdog.beat(f"classification, example {start}")
+                batches = loader.step(start, each)
+                run.weights.start_step(len(batches), run.model.unit_order(backward=False))  # type: ignore[operator]
+                events = UnitWork(run.weights, None)
+                for batch in batches:
+                    real = batch["weight"] > 0
+                    logits = _logits(run, {name: value.to(groups.device) for name, value in batch.items()}, events)
+                    if logits is not None and groups.is_first_of_replica:
+                        found[batch["sample_ids"][real]] = logits.argmax(1).cpu()[real]
+        return found
+
+
+def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
+    context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.kernel.name, causal=False)
+    logits: Tensor | None = run.model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events).logits
+    return logits
+
+
+def loss_counts(batch: MicroBatch) -> list[Tensor]:
+    """Examples; in validation twice, for the hits."""
+    return [batch["weight"].sum()] * (1 if torch.is_grad_enabled() else 2)
+
+
+def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
+    """Cross entropy summed; in validation also the hits."""
+    made = model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events)
+    return [made.sum] if torch.is_grad_enabled() else [made.sum, made.hits]

@@ -1,0 +1,135 @@
+"""Pretraining of models that are not ours, as a task of the training loop: the model and its schedule come from outside, the rest is here.
+
+Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. What concerns the inside of our own blocks alone is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron_sp.config.schema import Config, raise_all
+from megatron_sp.data.build import Datasets, build_bert_datasets, build_datasets
+from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.models.language_model import OnUnit
+from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
+from megatron_sp.parallel.layout import Layout
+from megatron_sp.schedule import Mesh, Schedule, schedule
+from megatron_sp.tasks.external_model import ForeignModel
+from megatron_sp.training.run import Task
+from megatron_sp.training.setup import dtype_of
+from megatron_sp.training.step import Loss
+from megatron_sp.utils.errors import ConfigError
+
+BuildModel = Callable[[Config], nn.Module]
+WriteSchedule = Callable[[Schedule, bool], None]
+
+ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eager", "flash": "flash_attention_2"}
+"""--attention-backend -> what transformers calls it."""
+
+
+def foreign_task(
+    name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[], None] = lambda: None,
+) -> Task:  # fmt: skip
+    """A task for ``training.loop.pretrain``.
+
+    Args:
+        name: of the run folder when --save is absent.
+        build: from the configuration to the whole model, with random weights or loaded ones.
+        write: puts the lines for tensor parallelism into a schedule; told whether activations are cut along the sequence over tp too.
+        causal: it predicts the next token; else masked ones (BERT's data).
+        prepare: called before anything is built; a ConfigError on one rank is one on all.
+    """
+
+    def tokenizer_of(config: Config) -> Tokenizer:
+        raise_all(list(problems(config)))
+        prepare()
+        return build_tokenizer(config.data, config.model.vocab_size)
+
+    def build_model(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+        model = _scheduled(config, layout, build, write)
+        for unit in model.units():
+            if on_unit is not None:
+                on_unit(model, unit)  # type: ignore[arg-type]
+        return model
+
+    metrics = () if causal else ("lm accuracy",)
+    return Task(
+        name=name, build_tokenizer=tokenizer_of, build_datasets=_datasets if causal else _masked_datasets, build_model=build_model,
+        loss=Loss(names=("lm loss",), counts=_counts if causal else _counts_and_hits, sums=_sums if causal else _sums_and_hits,
+                  causal=causal, metrics=metrics),
+        torch_dropout=True,
+    )  # fmt: skip
+
+
+def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSchedule) -> ForeignModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
+        model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it evaluating, without dropout
+    if config.kernels.recompute_granularity == "full":
+        kinds = [kind for kind in ("activation", "gradient") if hasattr(model, f"{kind}_checkpointing_enable")]  # the newer name, the older
+        if not kinds:
+            raise ConfigError(f"--recompute-granularity full: {type(model).__name__} has no gradient_checkpointing_enable()")
+        getattr(model, f"{kinds[0]}_checkpointing_enable")(**{f"{kinds[0]}_checkpointing_kwargs": {"use_reentrant": False}})
+    s = schedule(model, Mesh(tp=layout.tp.group, sp=layout.sp.group))
+    if layout.tp.size > 1:
+        write(s, layout.tp.seq)
+    if not any(d.do == "ulysses" for d in s.directives):  # a plan may say more of it
+        s.ulysses(overlap_qkv=layout.mode == "split-qkv")
+    s.apply()
+    assert s.applied is not None
+    return ForeignModel(model, s.applied)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Flags that a model which is not ours cannot follow."""
+    kernels, parallel, model = config.kernels, config.parallel, config.model
+    if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
+        yield f"--sp-overlap-mode {parallel.overlap_mode} is for our own blocks: a model from outside knows none and split-qkv"
+    if kernels.recompute_granularity == "selective" or kernels.recompute_method == "block" or (kernels.recompute_num_layers or 1) > 1:
+        yield "a model from outside recomputes all of its blocks, one by one, or none: --recompute-granularity full, and nothing else of it"
+    for given, flag in ((kernels.mlp_chunks > 1, "--mlp-chunks"), (kernels.offload_activations, "--offload-activations")):
+        if given:
+            yield f"{flag} changes the inside of our own blocks, and this model is from outside: leave it out"
+    data = config.data
+    for given, flag in ((data.reset_position_ids, "--reset-position-ids"), (data.reset_attention_mask, "--reset-attention-mask"),
+                        (data.bert_pack_sequences, "--bert-pack-sequences")):  # fmt: skip
+        if given:
+            yield f"{flag}: a model from outside is trained on whole rows: leave it out"
+    if model.has_order_head:
+        yield "a model from outside is trained on masked tokens alone: add --bert-no-binary-head"
+
+
+def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    assert config.model.seq_length
+    return build_datasets(
+        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size, num_samples=num_samples,
+    )  # fmt: skip
+
+
+def _masked_datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    assert config.model.seq_length
+    return build_bert_datasets(
+        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size, num_samples=num_samples, binary_head=False,
+    )  # fmt: skip
+
+
+def _counts(batch: MicroBatch) -> list[Tensor]:
+    return [batch["loss_mask"].sum()]
+
+
+def _counts_and_hits(batch: MicroBatch) -> list[Tensor]:
+    return _counts(batch) * (1 if torch.is_grad_enabled() else 2)
+
+
+def _sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
+    return [model(batch, events)[0]]
+
+
+def _sums_and_hits(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
+    loss, hits = model(batch, events)
+    return [loss] if torch.is_grad_enabled() else [loss, hits]
