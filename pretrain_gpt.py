@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_sp.config.schema import Config
-    from megatron_sp.parallel.layout import Layout
+    from megatron_sp.parallel.parallel_context import ParallelContext
 
 
 def tokenizer_provider(config: Config) -> Tokenizer:
@@ -38,7 +38,7 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
     )  # fmt: skip
 
 
-def model_provider(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
     return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
 
 

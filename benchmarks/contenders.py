@@ -48,7 +48,7 @@ class Ours:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer
         from megatron_sp.optim.weights import UnitWork, WholeWeights
-        from megatron_sp.parallel.layers import attach_sink
+        from megatron_sp.parallel.layers import attach_main_grad
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],
@@ -67,7 +67,7 @@ class Ours:
         self.gradients = FlatGradients(units, groups.dp_sp)
         self.events = UnitWork(WholeWeights(units), self.gradients)
         self.optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
-        attach_sink(self.model, self.gradients)
+        attach_main_grad(self.model, self.gradients)
 
     def step(self, batch: Batch, index: int) -> float:
         from megatron_sp.ops.attention import AttentionMask

@@ -194,7 +194,7 @@ def measure(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
         training.step(1)
         counter.phases.clear()
         training.step(2)
-        training.train_step.weights.settle()
+        training.train_step.weights.finish()
     return {"resident": counter.resident, "peak": max(counter.phases.values()), **counter.phases}
 
 
@@ -244,8 +244,8 @@ class Training:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
-        from megatron_sp.parallel.layers import attach_sink, shard_specs
-        from megatron_sp.parallel.layout import Layout as Parallel
+        from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+        from megatron_sp.parallel.parallel_context import Layout as Parallel
         from megatron_sp.training.sharding import pools_of_model
         from megatron_sp.training.step import Loss, TrainStep
         from megatron_sp.utils.faults import FaultPlan
@@ -271,7 +271,7 @@ class Training:
             units, pools=pools_of_model(model, sharding), order=model.unit_order(backward=True), overlap=sharding.overlap_param_gather,
             fetch=sharding.zero3_fetch,
         )  # fmt: skip
-        attach_sink(model, gradients)
+        attach_main_grad(model, gradients)
 
         def sums(model: Any, batch: Any, context: Any, events: Any) -> Any:
             shown = (batch["tokens"], batch["types"]) if config.is_bert else (batch["tokens"],)

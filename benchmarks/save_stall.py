@@ -127,11 +127,11 @@ class Saver:
 
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.optim.weights import UnitWork, WholeWeights
-        from megatron_sp.parallel.layers import attach_sink
+        from megatron_sp.parallel.layers import attach_main_grad
 
         self.gradients = FlatGradients(self.units, self.groups.dp_sp)
         self.events = UnitWork(WholeWeights(self.units), self.gradients)
-        attach_sink(self.model, self.gradients)
+        attach_main_grad(self.model, self.gradients)
         length = min(tokens, self.shape["seq_length"])
         self.batch = torch.randint(self.shape["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1))
         began = time.perf_counter()
@@ -195,7 +195,7 @@ class Saver:
 
     def _require_finite(self) -> None:
         """As training does in front of each save."""
-        from megatron_sp.training.soundness import require_finite_weights
+        from megatron_sp.training.finite import require_finite_weights
 
         require_finite_weights((unit.master for unit in self.units), self.groups, 1)
 

@@ -188,7 +188,7 @@ def ours(shape: dict[str, int], *, seq: bool) -> Callable[[Any, Any], Any]:
     from megatron_sp.ops.attention import AttentionMask
     from megatron_sp.parallel.forward_context import ForwardContext
     from megatron_sp.parallel.layers import shard_specs
-    from megatron_sp.parallel.layout import Layout
+    from megatron_sp.parallel.parallel_context import ParallelContext
     from megatron_sp.parallel.tensor_parallel import TensorParallel
 
     config = ModelConfig(
@@ -198,7 +198,7 @@ def ours(shape: dict[str, int], *, seq: bool) -> Callable[[Any, Any], Any]:
         attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=1,
     )  # fmt: skip
     assert dist.group.WORLD is not None
-    layout = Layout(tp=TensorParallel(dist.group.WORLD, seq))
+    layout = ParallelContext(tp=TensorParallel(dist.group.WORLD, seq))
     model = GPTModel(config, KernelConfig(), seed=1, dtype=torch.float32, layout=layout)
     theirs = {f"model.{name}": p.detach() for name, p in llama(shape).named_parameters()}
     weights = Gathered(Correspondence.of(parameter_shapes(config), Llama().copies(config, 0)), _Held(theirs))

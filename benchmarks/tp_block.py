@@ -114,7 +114,7 @@ class Ours:
         from megatron_sp.models.transformer import TransformerBlock
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.forward_context import ForwardContext
-        from megatron_sp.parallel.layout import Layout
+        from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.parallel.tensor_parallel import TensorParallel
 
         config = ModelConfig(
@@ -122,9 +122,9 @@ class Ours:
             vocab_size=8, attention_dropout=0.0, hidden_dropout=0.0,
         )  # fmt: skip
         assert dist.group.WORLD is not None
-        self.layout = Layout(tp=TensorParallel(dist.group.WORLD, seq))
+        self.layout = ParallelContext(tp=TensorParallel(dist.group.WORLD, seq))
         self.block = TransformerBlock(config, 0, "block", 7, torch.float32, self.layout)
-        self.whole = TransformerBlock(config, 0, "block", 7, torch.float32, Layout())
+        self.whole = TransformerBlock(config, 0, "block", 7, torch.float32, ParallelContext())
         self.ctx = ForwardContext(AttentionMask(), length=shape["seq_length"])
 
     def once(self, x: Any, grad: Any) -> list[Any]:

@@ -220,11 +220,11 @@ class OurBlock:
         from megatron_sp.ops.attention import AttentionMask
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layers import Norm
-        from megatron_sp.parallel.layout import Layout
+        from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.parallel.ulysses import SequenceParallel
 
         config = model_config(shape)
-        layout = Layout(sp=SequenceParallel(group, overlap), mode=mode, num_chunks=chunks)
+        layout = ParallelContext(sp=SequenceParallel(group, overlap), mode=mode, num_chunks=chunks)
         self.attention = SelfAttention(config, 0, "block", 0, torch.float32, layout)
         self.norm = Norm(config, shape["hidden_size"], torch.float32, layout)
         self.exchanges = exchanges

@@ -2,11 +2,11 @@
 
     python benchmarks/zero_step.py [--cells 2:loopback 4:loopback 2:1] [--json docs/benchmarks/zero_step.json]
 
-The same model code on all sides (``GPTModel``; without a gradient sink its gradients go through autograd), the same weights and tokens,
-fp32, one micro-batch, torch's fused AdamW with decay on matrices only, no clipping. Ours computes the norm of the gradients and the loss
-over all ranks in every step, as a run does; DeepSpeed computes the norm too. The peers run with overlap and without it where they have a
-switch, and the better one is what ours is compared with. A cell RANKS:LINK is a number of processes with one thread each and what joins
-them: loopback, or Gbit/s between two "hosts" (two network namespaces with one core each; more than two ranks share the cores).
+The same model code on all sides (``GPTModel``; without a main-gradient buffer its gradients go through autograd), the same weights and
+tokens, fp32, one micro-batch, torch's fused AdamW with decay on matrices only, no clipping. Ours computes the norm of the gradients and the
+loss over all ranks in every step, as a run does; DeepSpeed computes the norm too. The peers run with overlap and without it where they
+have a switch, and the better one is what ours is compared with. A cell RANKS:LINK is a number of processes with one thread each and what
+joins them: loopback, or Gbit/s between two "hosts" (two network namespaces with one core each; more than two ranks share the cores).
 
 All contenders live in the same processes and take turns within each round, a few steps each; what ours still has under way after its last
 step (at stages 1 and 2 the gather that would run under the next forward) is waited for within its turn. Figures are medians over rounds
@@ -247,10 +247,10 @@ def build_all(task: dict[str, Any]) -> tuple[dict[str, Contender], dict[str, int
             try:
                 contender = make(name, task["model"])
                 contender.step()
-                contender.settle()
+                contender.finish()
                 count.reset_peak()
                 contender.step()
-                contender.settle()
+                contender.finish()
             except Exception as error:
                 reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
                 print(f"{name}: {reason}", file=sys.stderr, flush=True)
@@ -275,7 +275,7 @@ def take_turn(contender: Contender, steps: int) -> tuple[float, int | None]:
     began = time.perf_counter()
     for _ in range(steps):
         contender.step()
-    contender.settle()
+    contender.finish()
     dist.barrier()
     seconds = (time.perf_counter() - began) / steps
     after = bytes_sent()
@@ -335,7 +335,7 @@ class Contender:
         """Forward, backward, update; returns the loss per token, of this rank or of all (``global_losses`` knows)."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for what the last step left under way."""
 
     def global_losses(self) -> list[float]:
@@ -355,11 +355,11 @@ class Ours(Contender):
         super().__init__(model)
         import torch
 
-        from megatron_sp.comm.groups import ALONE, ParallelGroups
+        from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
         from megatron_sp.config.schema import Config, OptimizerConfig, ParallelConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
-        from megatron_sp.parallel.layout import Layout
+        from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.training.sharding import build_sharded
         from megatron_sp.training.step import Loss, TrainStep
         from megatron_sp.utils.faults import FaultPlan
@@ -369,12 +369,14 @@ class Ours(Contender):
         config = Config(model=self.config, parallel=ParallelConfig(zero_stage=stage or 0), optimizer=settings)
         groups = ParallelGroups.create(device)
         if stage is None:
-            groups = replace(groups, dp=ALONE, sp=ALONE, tp=ALONE, dp_sp=ALONE, world=ALONE, control=ALONE)
+            groups = replace(
+                groups, dp=SINGLE_RANK, sp=SINGLE_RANK, tp=SINGLE_RANK, dp_sp=SINGLE_RANK, world=SINGLE_RANK, control=SINGLE_RANK
+            )
 
-        def build(config: Config, layout: Layout, on_unit: Any) -> Any:
+        def build(config: Config, layout: ParallelContext, on_unit: Any) -> Any:
             return GPTModel(config.model, config.kernels, seed=1, dtype=torch.float32, layout=layout, on_unit=on_unit)
 
-        sharded = build_sharded(build, config, Layout(), groups, device)
+        sharded = build_sharded(build, config, ParallelContext(), groups, device)
         self.weights = sharded.weights
         self.num_parameters = sum(slot.numel for unit in sharded.units for slot in unit.slots)
 
@@ -394,8 +396,8 @@ class Ours(Contender):
         batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape), "sample_ids": torch.arange(len(tokens))}
         return self.train_step.run([batch], self.num_steps, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY).losses[0]
 
-    def settle(self) -> None:
-        self.weights.settle()
+    def finish(self) -> None:
+        self.weights.finish()
 
 
 class Peer(Contender):

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_sp.commands.schedule.train_flags import parse_foreign
+from megatron_sp.commands.schedule.train_flags import parse_external
 
 if __name__ == "__main__":
-    CONFIG, FOLDER = parse_foreign(description="Pretrain an unmodified Llama of transformers.", family="gpt")
+    CONFIG, FOLDER = parse_external(description="Pretrain an unmodified Llama of transformers.", family="gpt")
 
 import transformers
 
-from megatron_sp.tasks.external_task import ATTENTION, foreign_task
+from megatron_sp.tasks.external_task import ATTENTION, external_task
 from megatron_sp.tasks.external_weights import from_folder
 from megatron_sp.training.loop import Task, pretrain
 
@@ -62,7 +62,7 @@ def write(s: Schedule, seq: bool) -> None:
 
 def llama_task(folder: str | None = None) -> Task:
     """The task; ``folder``: of a config.json and perhaps weights."""
-    return foreign_task("train_hf_llama", build if folder is None else from_folder(folder, "AutoModelForCausalLM"), write)
+    return external_task("train_hf_llama", build if folder is None else from_folder(folder, "AutoModelForCausalLM"), write)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # positions of the tp group
     ("gather: each rank takes the first positions of the gradient", GATHER, "ctx.tp.rank * each", "0"),
     ("gather: the gradient is doubled", GATHER, "each).contiguous(), None", "each).contiguous() * 2, None"),
-    ("head: tp_seq inside", BERT, "tp=replace(self.layout.tp, seq=False), sink", "tp=self.layout.tp, sink"),
+    ("head: tp_seq inside", BERT, "tp=replace(self.layout.tp, seq=False), main_grad", "tp=self.layout.tp, main_grad"),
     ("head: its norm is summed over tp", BERT, "alike = replace(layout, tp=replace(layout.tp, seq=False))", "alike = layout"),
     # masked tokens
-    ("head: labels are not cut", BERT, "[cut.inside] for t in (labels, loss_mask)", "[: cut.inside.stop - cut.inside.start] for t in (labels, loss_mask)"),
+    ("head: labels are not cut", BERT, "[cut.sp_slice] for t in (labels, loss_mask)", "[: cut.sp_slice.stop - cut.sp_slice.start] for t in (labels, loss_mask)"),
     ("head: activation dropped", BERT, 'F.gelu(wide, approximate="tanh" if self.activation == "gelu_tanh" else "none")', "wide"),
     ("head: hits without weights", BERT, "(made.hits * loss_mask).sum()", "made.hits.sum()"),
     ("head: hits of other tokens", HEAD, "at_label[:, 0] >= 0", "at_label[:, 0] < 0"),
@@ -35,7 +35,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("bias: the last chunk's gradient alone", HEAD, "grad_bias += torch.mv", "grad_bias = torch.mv"),
     ("bias: rows of the first rank", BERT, "first = min(config.vocab_size, layout.tp.rank * mine)", "first = 0"),
     # embedding
-    ("types: not cut for the rank", LANGUAGE, "cut.pad(types.t())[cut.between]", "cut.pad(types.t())[: cut.between.stop - cut.between.start]"),
+    ("types: not cut for the rank", LANGUAGE, "cut.pad(types.t())[cut.tp_seq_slice]", "cut.pad(types.t())[: cut.tp_seq_slice.stop - cut.tp_seq_slice.start]"),
     ("types: not added", LANGUAGE, "x = x + self.tokentype_embeddings(types)", "pass"),
     ("embedding: not normed", LANGUAGE, "x = x if self.layernorm is None else self.layernorm(x)", "pass"),
     ("embedding: normed before the types are added", LANGUAGE, "x = self.word_embeddings(tokens)", "x = self.word_embeddings(tokens) * 1.01"),

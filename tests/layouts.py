@@ -34,8 +34,8 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.layers import attach_sink, shard_specs
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.sharding import pools_of_model
 
 CPU = torch.device("cpu")
@@ -266,7 +266,7 @@ class Sharded:
     def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
         self.case, self.recorder, config = case, recorder, whole.config
         self.groups = _groups(device, case.tp, case.sp)
-        self.layout = Layout.of(
+        self.layout = ParallelContext.of(
             self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
         )
         self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
@@ -287,7 +287,7 @@ class Sharded:
         self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
         self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
         self.events = UnitWork(self.weights, self.gradients)
-        attach_sink(self.model, self.gradients)
+        attach_main_grad(self.model, self.gradients)
 
     def step(self) -> Tensor:
         """All micro-batches; the loss summed over the ranks."""
@@ -391,7 +391,7 @@ def check(case: Case, device: torch.device = CPU) -> None:
     loss = sharded.step()
     got = {"loss": loss, **sharded.grads()}
     parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in known.want.items()}
-    assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the sink"
+    assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the main_grad"
     assert_law(got, parts, tolerance)
     optimizer = FlatOptimizer(sharded.units, UPDATE, tp=sharded.groups.tp, everybody=sharded.groups.world)
     norm = torch.stack([g.square().sum() for n, g in known.want.items() if n != "loss"]).sum().sqrt()
@@ -403,7 +403,7 @@ def check(case: Case, device: torch.device = CPU) -> None:
         sharded.weights.forget()
     if case.steps:
         weights = {n: sharded.part(n, t) for n, t in known.weights.items()}
-        sharded.weights.settle()
+        sharded.weights.finish()
         assert_law(sharded.params(), weights, tolerance)
         if case.zero < 3:
             assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)

@@ -43,7 +43,7 @@ class Mutant(NamedTuple):
 
 
 ULYSSES, LINEAR, HEAD, TABLE = "parallel/ulysses.py", "parallel/linear.py", "parallel/lm_head.py", "parallel/embedding.py"
-HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/layout.py", "comm/collectives.py", "optim/gradients.py"
+HEADS, CUT, COLLECTIVES, GRADIENTS = "parallel/heads.py", "parallel/parallel_context.py", "comm/collectives.py", "optim/gradients.py"
 PIECES = "parallel/chunked_mlp.py"
 TP, MODEL, GPT = "parallel/tensor_parallel.py", "models/transformer.py", "models/language_model.py"
 LAYERS = "parallel/layers.py"
@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant("embedding: gradient used before it is gathered", TABLE, "whole = gathered.wait()", "whole = gathered._result"),
     Mutant("head: x used before it is gathered", HEAD, "rows_of(tp.enter_async(x).wait())", "rows_of(tp.enter_async(x)._result)"),
     Mutant("head: gradient used before it is reduced", HEAD, "ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None", "ctx.grad_x, ctx.reduced = ctx.reduced._result, None"),
-    Mutant("attention: heads used before they arrive", ULYSSES, "wires = [handle.wait() for handle in coming[index]]", "wires = [handle._result for handle in coming[index]]"),
+    Mutant("attention: heads used before they arrive", ULYSSES, "recv_buffers = [handle.wait() for handle in coming[index]]", "recv_buffers = [handle._result for handle in coming[index]]"),
     Mutant("attention: context used before it arrives", ULYSSES, "arrived, at = handle.wait(), 0", "arrived, at = handle._result, 0"),
     Mutant("attention: gradient of the context used before it arrives", ULYSSES, "d_out = coming.pop(index).wait()", "d_out = coming.pop(index)._result"),
     Mutant("attention: gradients of the heads used before they arrive", ULYSSES, "run.by_rows(handle.wait(), message)", "run.by_rows(handle._result, message)"),
@@ -132,8 +132,8 @@ MUTANTS = [
     Mutant("heads: each part of a group brings its keys", HEADS, "mine if index == 0 else range(0), mine", "mine, mine"),
     Mutant("heads: the last ranks get more", HEADS, "i * least + min(i, longer)", "i * least + max(0, i - parts + longer)"),
     Mutant("attention: q and k messages change places", HEADS, '= ("q", "k", "v") if', '= ("k", "q", "v") if'),
-    Mutant("cut: sp ranks in reverse", CUT, "start = self.sp.rank * inside", "start = (self.sp.size - 1 - self.sp.rank) * inside"),
-    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * between if", "(self.tp.parts - 1 - self.tp.rank) * between if"),
+    Mutant("cut: sp ranks in reverse", CUT, "start = self.sp.rank * num_sp", "start = (self.sp.size - 1 - self.sp.rank) * num_sp"),
+    Mutant("cut: tp ranks in reverse under tp_seq", CUT, "self.tp.rank * num_tp_seq if", "(self.tp.parts - 1 - self.tp.rank) * num_tp_seq if"),
     Mutant("vocabulary: rows of the wrong rank", HEAD, "first_row = tp.rank * weight.shape[0]", "first_row = (tp.size - 1 - tp.rank) * weight.shape[0]"),
     # scales and sums
     Mutant("row: bias is added on every rank before the sum", LINEAR, "    torch.mm(rows_of(a), weight.t(), out=rows_of(y))\n    y = tp", "    multiply(rows_of(a), weight, bias, out=rows_of(y))\n    y = tp"),
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant("attention: replicas of a key overwrite each other", ULYSSES, "self._overwrite = fresh and rows_differ", "self._overwrite = fresh"),
     Mutant("attention: core gradients of the last chunk only", ULYSSES, "of_params = [add(total, g) for total", "of_params = [g for total"),
     Mutant("attention: padding of the context is what was in memory", ULYSSES, "        whole[self.plan.seq_length :].zero_()\n", ""),
-    Mutant("attention: padding is attended to", ULYSSES, "wire.view(self.padded_length, self.batch, -1)[:s] for wire", "wire.view(self.padded_length, self.batch, -1)[-s:] for wire"),
+    Mutant("attention: padding is attended to", ULYSSES, "buffer.view(self.padded_length, self.batch, -1)[:s] for buffer", "buffer.view(self.padded_length, self.batch, -1)[-s:] for buffer"),
     Mutant("attention: bias of the projection to ranks is dropped", ULYSSES, "            blocks.add_(bias.view(ranks, 1, -1))\n", "            pass\n"),
     Mutant("head: a later scale does not reach x", HEAD, "scaled = torch.mul(grad_x, grad_sum, out=", "scaled = torch.mul(grad_x, 1.0, out="),
     Mutant("head: a later scale does not reach W, ahead", HEAD, "ctx.ahead.mul_(grad_sum)", "ctx.ahead.mul_(1.0)"),

@@ -1,4 +1,4 @@
-"""What the tests of single ops share: gradients by name, and a gradient sink that shows every element nobody wrote."""
+"""What the tests of single ops share: gradients by name, and a main-gradient buffer that shows every element nobody wrote."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PoisonedSink:
     """Holds one buffer for each parameter, filled with NaN: a first write that adds instead of overwriting stays NaN.
 
     Args:
-        params: held by the sink; others are left to autograd.
+        params: held by the main_grad; others are left to autograd.
         dtype: of the buffers; None: that of each parameter.
     """
 
@@ -58,25 +58,25 @@ class PoisonedSink:
         self._written: set[int] = set()
         self.ahead: set[int] = set()
 
-    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+    def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self.views:
             return None
-        assert id(param) not in self.ahead, "claimed ahead and not settled"
+        assert id(param) not in self.ahead, "reserved ahead and not settled"
         fresh = id(param) not in self._written
         self._written.add(id(param))
         self.claims.append(fresh)
         return self.views[id(param)], fresh
 
-    def claim_ahead(self, param: Tensor) -> Tensor | None:
+    def reserve_ahead(self, param: Tensor) -> Tensor | None:
         if id(param) not in self.views or id(param) in self._written:
             return None
         self._written.add(id(param))
         self.ahead.add(id(param))
         return self.views[id(param)]
 
-    def settle(self, param: Tensor) -> None:
+    def finish(self, param: Tensor) -> None:
         self.ahead.remove(id(param))
 
     def of(self, param: Tensor) -> Tensor:
-        assert id(param) not in self.ahead, "claimed ahead and not settled"
+        assert id(param) not in self.ahead, "reserved ahead and not settled"
         return self.views[id(param)]

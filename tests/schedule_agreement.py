@@ -26,7 +26,7 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import NotFollowed
+from megatron_sp.schedule.core.placements import NotFollowed
 from megatron_sp.schedule.presets import auto, from_hf_plan
 
 #: families with a plan of their own, without a preset

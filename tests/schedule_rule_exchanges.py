@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
-from schedule_rule_oracle import Case, Input, Placement, Sizes, Trial
+from schedule_rule_oracle import Case, Draw, Input, Sizes, Trial
 from torch import Tensor
 
 from megatron_sp.parallel import regions
@@ -64,20 +64,18 @@ EXCHANGES = [
 
 
 def trials(ranks: int) -> Iterator[Trial]:
-    """All placements of each input, with the others as they usually are."""
+    """All draws of each input, with the others as they usually are."""
     for case in EXCHANGES:
-        usual: list[tuple[Placement, ...]] = [tuple(Placement("I" if x.differentiable else "N") for x in case.inputs)]
+        usual: list[tuple[Draw, ...]] = [tuple(Draw("I" if x.differentiable else "N") for x in case.inputs)]
         for letter in case.letters:
             for style in ("", "outer", "blocks"):
                 for rest in "IRN":
-                    usual.append(
-                        tuple(next(iter(x.along(letter, style)), Placement(rest if x.differentiable else "N")) for x in case.inputs)
-                    )
+                    usual.append(tuple(next(iter(x.along(letter, style)), Draw(rest if x.differentiable else "N")) for x in case.inputs))
         seen = set()
-        for placements in usual:
+        for draws in usual:
             for i, x in enumerate(case.inputs):
-                for p in x.placements:
-                    made = (*placements[:i], p, *placements[i + 1 :])
+                for p in x.draws:
+                    made = (*draws[:i], p, *draws[i + 1 :])
                     if p.letter != "A" and p.style != "copies" and made not in seen:
                         seen.add(made)
                         yield Trial(

@@ -1,9 +1,9 @@
 """What a rule of the dry run claims, held against numbers: a function is computed whole and on ranks that are played one after the other.
 
-    placement   how an input lies over the ranks, drawn for each tensor (``Placement``)
-    claim       the layouts that ``Follower`` gives the results, or its refusal
+    draw   how an input lies over the ranks, drawn for each tensor (``Draw``)
+    claim       the placements that ``Follower`` gives the results, or its refusal
     proof       the same function of each rank's real numbers: the results must be the claimed shares, sums or copies of the whole's, and
-                gradients, of a random weight of each result, must arrive at the inputs as their letters say (``layouts.py``)
+                gradients, of a random weight of each result, must arrive at the inputs as their letters say (``placements.py``)
 
 A claim that numbers contradict is a wrong rule. A refusal is never wrong, so what is accepted is counted, too (``schedule_rule_cases.py``).
 """
@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.schedule.check.call_values import Seen
 from megatron_sp.schedule.check.follower import Axis, Follower
-from megatron_sp.schedule.core.layout_steps import tensors_in
-from megatron_sp.schedule.core.layouts import Choice, Layout, LayoutError
 from megatron_sp.schedule.core.mesh import imagined
+from megatron_sp.schedule.core.placement_steps import tensors_in
+from megatron_sp.schedule.core.placements import Choice, Placement, PlacementError
 
 TOLERANCE = {
     torch.float64: 1e-8,
@@ -40,12 +40,12 @@ TOLERANCE = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class Draw:
     """How an input lies over the ranks.
 
     Attributes:
-        letter: I, R, S, P, U of ``layouts``; N: whole and without a gradient; ?: whole, and still open whether I or R; A: a share of what
-            is filled with one value.
+        letter: I, R, S, P, U of ``placements``; N: whole and without a gradient; ?: whole, and still open whether I or R; A: a share of
+            what is filled with one value.
         dim: that is cut.
         style: of S: "" each rank has a run, "outer" of two equal parts, "blocks" of two unequal ones, "copies": two ranks have the same.
     """
@@ -61,13 +61,13 @@ class Placement:
         """Of what the cut dim must be a multiple."""
         return {"": ranks, "outer": 2 * ranks, "blocks": 3 * ranks, "copies": ranks // 2}[self.style]
 
-    def layout(self, whole: Sequence[int], ranks: int) -> Layout:
+    def placement(self, whole: Sequence[int], ranks: int) -> Placement:
         if self.letter not in "SA":
-            return Layout("?", choice=Choice("here")) if self.letter == "?" else Layout("I" if self.letter == "N" else self.letter)
+            return Placement("?", choice=Choice("here")) if self.letter == "?" else Placement("I" if self.letter == "N" else self.letter)
         each = whole[self.dim] // ranks
         blocks = (each // 3, each - each // 3) if self.style == "blocks" else ()
         outer, copies = 2 if self.style == "outer" else 1, 2 if self.style == "copies" else 1
-        return Layout("S", self.dim, outer, blocks, copies, as_needed=self.letter == "A")
+        return Placement("S", self.dim, outer, blocks, copies, as_needed=self.letter == "A")
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,17 @@ class Input:
         return self.kind in "f+c"
 
     @cached_property
-    def placements(self) -> list[Placement]:
-        found = [Placement(p) for p in ("INR?PU" if self.differentiable else "NU" if self.kind == "m" else "NPU")]
+    def draws(self) -> list[Draw]:
+        found = [Draw(p) for p in ("INR?PU" if self.differentiable else "NU" if self.kind == "m" else "NPU")]
         for dim, letters in enumerate(self.dims):
             if letters:
-                found += [Placement("S", dim, style) for style in ("", "outer", "blocks", "copies")]
-                found.append(Placement("A", dim))
+                found += [Draw("S", dim, style) for style in ("", "outer", "blocks", "copies")]
+                found.append(Draw("A", dim))
         return found
 
-    def along(self, letter: str, style: str = "") -> list[Placement]:
+    def along(self, letter: str, style: str = "") -> list[Draw]:
         """Cuts along the dims that a letter leads."""
-        return [Placement("S", dim, style) for dim, letters in enumerate(self.dims) if letters and letters[0] == letter]
+        return [Draw("S", dim, style) for dim, letters in enumerate(self.dims) if letters and letters[0] == letter]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Case:
 class Sizes:
     """Of each letter, as a module has them written down: ``divided`` ones are those of a rank."""
 
-    def __init__(self, sizes: dict[str, int], divided: str = "", ranks: int = 1, group: Group = ALONE) -> None:
+    def __init__(self, sizes: dict[str, int], divided: str = "", ranks: int = 1, group: Group = SINGLE_RANK) -> None:
         self._sizes, self._divided, self._ranks, self._group, self.read = sizes, divided, ranks, group, set[str]()
 
     @property
@@ -166,7 +166,7 @@ class Verdict:
 
     what: str
     words: str = ""
-    layouts: list[Layout] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
 
 
 class _Called(nn.Module):
@@ -180,10 +180,10 @@ class _Called(nn.Module):
 
 @dataclass
 class Trial:
-    """One case with placements.
+    """One case with draws.
 
     Attributes:
-        placements: of each input.
+        draws: of each input.
         ranks, axis: over which they lie.
         seed: of sizes and numbers.
         divided: a letter whose size the split model has divided, as ``.set(divide=)`` does.
@@ -191,7 +191,7 @@ class Trial:
     """
 
     case: Case
-    placements: tuple[Placement, ...]
+    draws: tuple[Draw, ...]
     ranks: int = 2
     axis: str = "tp"
     seed: int = 0
@@ -199,7 +199,7 @@ class Trial:
     told: bool = True
 
     def __str__(self) -> str:
-        told = ", ".join(map(str, self.placements))
+        told = ", ".join(map(str, self.draws))
         more = f", {self.divided} divided" if self.divided else ""
         return f"{self.case}({told}) over {self.ranks} of {self.axis}{more}{'' if self.told else ', untold'}, seed {self.seed}"
 
@@ -207,7 +207,7 @@ class Trial:
     def sizes(self) -> dict[str, int]:
         rng = random.Random(f"{self.case} {self.seed} sizes")
         multiples: dict[str, int] = {}
-        for x, p in zip(self.case.inputs, self.placements, strict=True):
+        for x, p in zip(self.case.inputs, self.draws, strict=True):
             if p.letter in "SA":
                 multiples[x.dims[p.dim][0]] = lcm(multiples.get(x.dims[p.dim][0], 1), p.multiple(self.ranks))
         made = {}
@@ -228,14 +228,14 @@ class Trial:
         return shape
 
     @cached_property
-    def layouts(self) -> list[Layout]:
-        return [p.layout(self.shape(x), self.ranks) for x, p in zip(self.case.inputs, self.placements, strict=True)]
+    def placements(self) -> list[Placement]:
+        return [p.placement(self.shape(x), self.ranks) for x, p in zip(self.case.inputs, self.draws, strict=True)]
 
     @cached_property
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(random.Random(f"{self}").randrange(2**31))
 
-    def numbers(self, x: Input, p: Placement) -> Tensor:
+    def numbers(self, x: Input, p: Draw) -> Tensor:
         """Of a whole input."""
         shape, g = self.shape(x), self.generator
         if p.letter in "UA":
@@ -252,12 +252,12 @@ class Trial:
 
     @cached_property
     def wholes(self) -> list[Tensor]:
-        return [self.numbers(x, p) for x, p in zip(self.case.inputs, self.placements, strict=True)]
+        return [self.numbers(x, p) for x, p in zip(self.case.inputs, self.draws, strict=True)]
 
-    def on_ranks(self, whole: Tensor, layout: Layout) -> list[Tensor]:
+    def on_ranks(self, whole: Tensor, placement: Placement) -> list[Tensor]:
         """An input as ranks have it."""
-        if layout.kind != "P":
-            return [taken(whole, layout, self.ranks, rank) for rank in range(self.ranks)]
+        if placement.kind != "P":
+            return [taken(whole, placement, self.ranks, rank) for rank in range(self.ranks)]
         return self.parts(whole)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
@@ -270,8 +270,8 @@ class Trial:
 
     # the claim
 
-    def follow(self) -> tuple[list[Layout], Any]:
-        """What the dry run says. Raises LayoutError: it refuses."""
+    def follow(self) -> tuple[list[Placement], Any]:
+        """What the dry run says. Raises PlacementError: it refuses."""
         whole = Follower(_Called(self.case, Sizes(self.sizes)))
         without = [_without_numbers(t, x) for t, x in zip(self.wholes, self.case.inputs, strict=True)]
         with whole.inside():
@@ -281,23 +281,23 @@ class Trial:
         model = _Called(self.case, Sizes(self.sizes, self.divided, self.ranks, group))
         split = Follower(model, Axis(self.axis, group), {}, expected)
         tensors = []
-        for x, p, t, layout in zip(self.case.inputs, self.placements, self.wholes, self.layouts, strict=True):
-            share = self.on_ranks(t, layout)[0]
+        for x, p, t, placement in zip(self.case.inputs, self.draws, self.wholes, self.placements, strict=True):
+            share = self.on_ranks(t, placement)[0]
             made = _without_numbers(share, x)
             made = made.requires_grad_().clone() if x.differentiable and p.letter in "IR?PS" else made
-            split.known[made] = layout
+            split.known[made] = placement
             tensors.append(made)
         with split.inside():
             result = model(*tensors)
-        return [split.look(t).layout for t in tensors_in(result)], result
+        return [split.look(t).placement for t in tensors_in(result)], result
 
     # the proof
 
-    def compute(self, tensors: Sequence[Tensor], divided: str, group: Group = ALONE) -> tuple[list[Tensor], list[Tensor]]:
+    def compute(self, tensors: Sequence[Tensor], divided: str, group: Group = SINGLE_RANK) -> tuple[list[Tensor], list[Tensor]]:
         """(leaves, results)"""
         leaves = [
             t.detach().clone().requires_grad_(x.differentiable and p.letter in "IR?PS")
-            for t, x, p in zip(tensors, self.case.inputs, self.placements, strict=True)
+            for t, x, p in zip(tensors, self.case.inputs, self.draws, strict=True)
         ]
         sizes = Sizes(self.sizes, divided, self.ranks, group)
         result = self.case.call(sizes, *[t.clone() for t in leaves])
@@ -313,8 +313,8 @@ class Trial:
             return Verdict("none", f"{type(error).__name__}: {error}")
         try:
             claims, _ = self.follow()
-        except LayoutError as error:
-            if "split model cannot be run" in str(error) and not isinstance(error.__cause__, (RuntimeError, LayoutError)):
+        except PlacementError as error:
+            if "split model cannot be run" in str(error) and not isinstance(error.__cause__, (RuntimeError, PlacementError)):
                 raise Wrong(f"{self}: a rule breaks: {error}") from error
             return Verdict("refused", str(error))
         try:
@@ -323,17 +323,17 @@ class Trial:
             if self.axis == "dp" and self._counts_rows():
                 return Verdict("none", "a number of rows, which over dp is a rank's own")
             raise
-        return Verdict("proven", layouts=claims)
+        return Verdict("proven", placements=claims)
 
     def _counts_rows(self) -> bool:
         try:
             replace(self, axis="tp").follow()
-        except LayoutError as error:
+        except PlacementError as error:
             return "computes with" in str(error)
         return False
 
-    def prove(self, leaves: list[Tensor], wholes: list[Tensor], claims: list[Layout]) -> None:
-        shares = [self.on_ranks(t, layout) for t, layout in zip(self.wholes, self.layouts, strict=True)]
+    def prove(self, leaves: list[Tensor], wholes: list[Tensor], claims: list[Placement]) -> None:
+        shares = [self.on_ranks(t, placement) for t, placement in zip(self.wholes, self.placements, strict=True)]
         ranks = []
         for rank in range(self.ranks):
             try:
@@ -345,7 +345,7 @@ class Trial:
         for i, (whole, claim) in enumerate(zip(wholes, claims, strict=True)):
             if why := self.contradicts(whole, [r[1][i] for r in ranks], claim):
                 raise Wrong(f"{self}: claims {_told(claims)}, and result {i} {why}")
-        for letter in ("I", "R") if any(c.kind == "?" for c in [*claims, *self.layouts]) else ("",):
+        for letter in ("I", "R") if any(c.kind == "?" for c in [*claims, *self.placements]) else ("",):
             if why := self.wrong_gradients(leaves, wholes, ranks, claims, letter):
                 raise Wrong(f"{self}: claims {_told(claims)}{f' (open: {letter})' if letter else ''}, and {why}")
 
@@ -354,9 +354,9 @@ class Trial:
         leaves, wholes = self.compute(self.wholes, "")
         try:
             claims, _ = self.follow()
-        except (LayoutError, ValueError) as error:
+        except (PlacementError, ValueError) as error:
             return Verdict("refused", str(error))
-        shares = [self.on_ranks(t, layout) for t, layout in zip(self.wholes, self.layouts, strict=True)]
+        shares = [self.on_ranks(t, placement) for t, placement in zip(self.wholes, self.placements, strict=True)]
         own, results = self.compute([s[group.rank()] for s in shares], self.divided, group)
         expected, pieces = self.weigh(leaves, wholes, claims, "R")
         grads = _gradients(results, pieces[group.rank()], own)
@@ -366,9 +366,9 @@ class Trial:
                 raise Wrong(f"{self}: claims {_told(claims)}, and result {i} {why}")
         if why := self.compare(expected, [r[1] for r in every], wholes, "R"):
             raise Wrong(f"{self}: claims {_told(claims)}, and {why}")
-        return Verdict("proven", layouts=claims)
+        return Verdict("proven", placements=claims)
 
-    def contradicts(self, whole: Tensor, ranks: list[Tensor], claim: Layout) -> str:
+    def contradicts(self, whole: Tensor, ranks: list[Tensor], claim: Placement) -> str:
         """Why the results of ranks are not what is claimed of them, or ""."""
         if self.case.random:
             if claim.kind == "U":
@@ -383,7 +383,7 @@ class Trial:
             return "" if close(whole, summed / self.ranks if claim.mean else summed) else "is not the sum of the ranks' results"
         cuts = [claim]
         if claim.as_needed and self.case.rule != "own_exchange" and ranks[0].shape[claim.dim] % 2 == 0:
-            cuts.append(Layout("S", claim.dim, 2, copies=claim.copies))  # whatever it meets may be cut so
+            cuts.append(Placement("S", claim.dim, 2, copies=claim.copies))  # whatever it meets may be cut so
         for cut in cuts:
             for rank, t in enumerate(ranks):
                 try:
@@ -394,7 +394,7 @@ class Trial:
                     return f"of rank {rank}, {list(t.shape)}, is not that of the whole, {list(expected_share.shape)}"
         return ""
 
-    def wrong_gradients(self, leaves: list[Tensor], wholes: list[Tensor], ranks: list[Any], claims: list[Layout], open_as: str) -> str:
+    def wrong_gradients(self, leaves: list[Tensor], wholes: list[Tensor], ranks: list[Any], claims: list[Placement], open_as: str) -> str:
         """How the gradients of inputs differ from what their letters say, or ""."""
         try:
             expected, pieces = self.weigh(leaves, wholes, claims, open_as)
@@ -406,7 +406,7 @@ class Trial:
             expected, [_gradients(results, pieces[rank], own) for rank, (own, results) in enumerate(ranks)], wholes, open_as
         )
 
-    def weigh(self, leaves: list[Tensor], wholes: list[Tensor], claims: list[Layout], open_as: str) -> tuple[Any, list[Any]]:
+    def weigh(self, leaves: list[Tensor], wholes: list[Tensor], claims: list[Placement], open_as: str) -> tuple[Any, list[Any]]:
         """(gradients of the whole inputs, for each rank the weights of its results)"""
         asked = [t.requires_grad and not self.case.random for t in wholes]
         weights = [
@@ -420,20 +420,20 @@ class Trial:
 
     def compare(self, expected: list[Any], found: list[Any], wholes: list[Tensor], open_as: str) -> str:
         least = max((TOLERANCE[t.dtype] for t in wholes if t.requires_grad), default=0.0)
-        for j, (layout, whole) in enumerate(zip(self.layouts, expected, strict=True)):
-            kind, mine = layout.kind if layout.kind != "?" else open_as, [f[j] for f in found]
+        for j, (placement, whole) in enumerate(zip(self.placements, expected, strict=True)):
+            kind, mine = placement.kind if placement.kind != "?" else open_as, [f[j] for f in found]
             if whole is None:
                 continue
             if kind == "R":
                 mine = [sum(mine[1:], mine[0])]
             for rank, g in enumerate(mine):
-                if kind == "S" and layout.copies > 1:
-                    g = mine[rank - rank % layout.copies] + mine[rank - rank % layout.copies + 1]
-                if not close(taken(whole, layout, self.ranks, rank) if kind == "S" else whole, g, least):
+                if kind == "S" and placement.copies > 1:
+                    g = mine[rank - rank % placement.copies] + mine[rank - rank % placement.copies + 1]
+                if not close(taken(whole, placement, self.ranks, rank) if kind == "S" else whole, g, least):
                     return f"the gradient of input {j} ({kind}) is not what that says"
         return ""
 
-    def weights_on_ranks(self, weight: Tensor, claim: Layout, open_as: str) -> list[Tensor]:
+    def weights_on_ranks(self, weight: Tensor, claim: Placement, open_as: str) -> list[Tensor]:
         kind = claim.kind if claim.kind != "?" else open_as
         weight = weight if kind == "S" else taken(weight, claim, self.ranks, 0)
         if kind == "R":
@@ -445,20 +445,20 @@ class Trial:
         return [taken(weight, claim, self.ranks, rank) / claim.copies for rank in range(self.ranks)]
 
 
-def taken(whole: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
-    """A rank's share of the whole, by the definition of ``Layout``."""
-    if layout.shuffled > 1:
-        return whole.unflatten(0, (layout.shuffled, ranks, -1)).transpose(0, 1).flatten(0, 2)
-    if layout.kind != "S":
+def taken(whole: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
+    """A rank's share of the whole, by the definition of ``Placement``."""
+    if placement.shuffled > 1:
+        return whole.unflatten(0, (placement.shuffled, ranks, -1)).transpose(0, 1).flatten(0, 2)
+    if placement.kind != "S":
         return whole
-    slots, slot, dim = ranks // layout.copies, rank // layout.copies, layout.dim
-    if layout.blocks:
-        parts = whole.split([n * slots for n in layout.blocks], dim)
-        return torch.cat([part.narrow(dim, slot * n, n) for part, n in zip(parts, layout.blocks, strict=True)], dim)
-    if whole.shape[dim] % (layout.outer * slots):
-        raise IndexError(f"{list(whole.shape)} cannot be cut as {layout}")
+    slots, slot, dim = ranks // placement.copies, rank // placement.copies, placement.dim
+    if placement.blocks:
+        parts = whole.split([n * slots for n in placement.blocks], dim)
+        return torch.cat([part.narrow(dim, slot * n, n) for part, n in zip(parts, placement.blocks, strict=True)], dim)
+    if whole.shape[dim] % (placement.outer * slots):
+        raise IndexError(f"{list(whole.shape)} cannot be cut as {placement}")
     return (
-        whole.unflatten(dim, (layout.outer, slots, -1) if whole.shape[dim] else (layout.outer, slots, 0))
+        whole.unflatten(dim, (placement.outer, slots, -1) if whole.shape[dim] else (placement.outer, slots, 0))
         .select(dim + 1, slot)
         .flatten(dim, dim + 1)
     )
@@ -504,20 +504,20 @@ def _without_numbers(t: Tensor, x: Input) -> Tensor:
     return t.to("meta") if x.differentiable else t.clone()
 
 
-def _told(claims: list[Layout]) -> str:
+def _told(claims: list[Placement]) -> str:
     return ", ".join(map(str, claims)) or "nothing"
 
 
 def written_sizes(case: Case) -> list[str]:
     """Letters whose sizes a case reads, with "" for none: which of them may have been divided."""
-    trial = Trial(case, tuple(Placement("N") for _ in case.inputs))
+    trial = Trial(case, tuple(Draw("N") for _ in case.inputs))
     sizes = Sizes(trial.sizes)
     with suppress(Exception):
         case.call(sizes, *trial.wholes)
     return ["", *sorted(sizes.read)]
 
 
-def core(case: Case) -> Iterator[tuple[Placement, ...]]:
+def core(case: Case) -> Iterator[tuple[Draw, ...]]:
     """Placements that every case goes through: each input alone, all alike, all but one."""
     seen = set()
     for made in _core(case):
@@ -526,14 +526,14 @@ def core(case: Case) -> Iterator[tuple[Placement, ...]]:
             yield made
 
 
-def _core(case: Case) -> Iterator[tuple[Placement, ...]]:
+def _core(case: Case) -> Iterator[tuple[Draw, ...]]:
     inputs = case.inputs
 
-    def rest(letter: str, x: Input) -> Placement:
-        return Placement(letter if x.differentiable else "N")
+    def rest(letter: str, x: Input) -> Draw:
+        return Draw(letter if x.differentiable else "N")
 
     for i, x in enumerate(inputs):
-        for p in x.placements:
+        for p in x.draws:
             if p.style != "copies":
                 for other in "NR":
                     yield tuple(p if j == i else rest(other, y) for j, y in enumerate(inputs))
@@ -550,22 +550,22 @@ def _core(case: Case) -> Iterator[tuple[Placement, ...]]:
 
 
 def drawn(case: Case, seed: int, count: int) -> Iterator[Trial]:
-    """Trials with placements that fit together more often than chance would have it, over any axis and number of ranks."""
+    """Trials with draws that fit together more often than chance would have it, over any axis and number of ranks."""
     rng = random.Random(f"{case} {seed}")
     written = written_sizes(case)
     for i in range(count):
         letter, style = rng.choice(case.letters or [""]), rng.choice(("", "", "outer", "blocks", "copies"))
         rest = rng.choice(("N", "R", ""))
         letters = [rest or rng.choice("NNRI?U") for _ in case.inputs]
-        placements = [
-            next(iter(x.along(letter, style)), Placement(p if x.differentiable or p == "U" else "N"))
+        draws = [
+            next(iter(x.along(letter, style)), Draw(p if x.differentiable or p == "U" else "N"))
             for x, p in zip(case.inputs, letters, strict=True)
         ]
         while rng.random() < 0.3:
-            j = rng.randrange(len(placements)) if placements else 0
-            if placements:
-                placements[j] = rng.choice(case.inputs[j].placements)
-        copies = any(p.style == "copies" for p in placements)
+            j = rng.randrange(len(draws)) if draws else 0
+            if draws:
+                draws[j] = rng.choice(case.inputs[j].draws)
+        copies = any(p.style == "copies" for p in draws)
         axis, ranks = rng.choice(("tp", "tp", "sp", "dp")), rng.choice((2, 4) if copies else (2, 2, 3))
         divided = rng.choice([*written, letter]) if letter in written else rng.choice(written)
-        yield Trial(case, tuple(placements), ranks, axis, seed * 1000 + i, divided)
+        yield Trial(case, tuple(draws), ranks, axis, seed * 1000 + i, divided)

@@ -16,8 +16,8 @@ import torch
 from schedule_rule_cases import CASES
 from schedule_rule_oracle import Case, Wrong, drawn
 
-from megatron_sp.schedule.check.layout_rules import UNIFORM_FACTORIES
 from megatron_sp.schedule.check.more_rules import RULES
+from megatron_sp.schedule.check.placement_rules import UNIFORM_FACTORIES
 
 for _more in ("more", "index"):
     import_module(f"schedule_rule_{_more}_cases")  # whose cases join the others
@@ -69,7 +69,7 @@ def tried(rule: str, seed: int, times: int = 1) -> tuple[Count, list[str]]:
             ran = ran or verdict.what != "none"
             count.refused += verdict.what == "refused"
             count.proven += verdict.what == "proven"
-            count.some += verdict.what == "proven" and any(p.letter in "SP" for p in trial.placements)
+            count.some += verdict.what == "proven" and any(p.letter in "SP" for p in trial.draws)
         count.calls += ran
     return count, wrong
 

@@ -60,11 +60,11 @@ class Inspector:
         assert x.shape == want.shape, f"{tuple(x.shape)} arrived for {tuple(want.shape)}"
         assert torch.equal(x.detach(), want), f"head rows {rows} are not where the plan says"
 
-    def prepare(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         queries, keys, s, b, d, r = list(share.queries), list(share.keys), self.s, self.b, self.d, self.r
         self.queries += queries
         self.keys += keys
-        if "qkv" in wires:
+        if "qkv" in recv_buffers:
             served = Counter(q // r for q in queries)
             if keys and len(set(served.values())) == 1:  # uniform: in group order
                 rows = [
@@ -74,14 +74,14 @@ class Inspector:
                 ]
             else:
                 rows = [row_of("q", q, r) for q in queries] + [row_of(kind, k, r) for kind in "kv" for k in keys]
-            self._check(wires["qkv"], rows)
-            heads = wires["qkv"].view(s, b, len(rows), d)
+            self._check(recv_buffers["qkv"], rows)
+            heads = recv_buffers["qkv"].view(s, b, len(rows), d)
             at = {row: i for i, row in enumerate(rows)}
             q, k, v = (heads[:, :, [at[row_of(kind, x, r)] for x in (queries if kind == "q" else keys)]] for kind in "qkv")
         else:
             for kind in "qkv":
-                self._check(wires[kind], [row_of(kind, x, r) for x in (queries if kind == "q" else keys)])
-            q, k, v = (wires[kind].view(s, b, -1, d) for kind in "qkv")
+                self._check(recv_buffers[kind], [row_of(kind, x, r) for x in (queries if kind == "q" else keys)])
+            q, k, v = (recv_buffers[kind].view(s, b, -1, d) for kind in "qkv")
         return (q, k, v) if keys else (q, None, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:

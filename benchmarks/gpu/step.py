@@ -58,7 +58,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     from megatron_sp.optim.optimizer import FlatOptimizer
     from megatron_sp.optim.weights import UnitWork, WholeWeights
     from megatron_sp.parallel.forward_context import ForwardContext
-    from megatron_sp.parallel.layers import attach_sink
+    from megatron_sp.parallel.layers import attach_main_grad
 
     init_process_group(Launch(0, 0, 1, 1, 0), device, "auto", timedelta(minutes=10))
     groups = ParallelGroups.create(device)
@@ -69,7 +69,7 @@ def build_ours(shape: dict[str, int], device: Any) -> tuple[Step, str]:
     gradients = FlatGradients(units, groups.dp_sp)
     events = UnitWork(WholeWeights(units), gradients)
     optimizer = FlatOptimizer(units, OptimizerConfig(lr=LEARNING_RATE, clip_grad=CLIP))
-    attach_sink(model, gradients)
+    attach_main_grad(model, gradients)
     loss_mask = torch.ones(shape["batch"], shape["seq_length"], device=device)
     loss_mask[:, -1] = 0.0
 

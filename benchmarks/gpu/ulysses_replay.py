@@ -7,7 +7,7 @@ Each exchange is a copy of the same size on the device, on a stream of high prio
 overlaps, and what waits waits. A copy at HBM speed is faster than a link, so the times say what the computation costs around the exchanges,
 not what the exchanges cost. Values are those of no real model, the work is: kernels do not look at values.
 
-    none, split-qkv, chunked xG   our modes, the sink and fp32 gradients as in training
+    none, split-qkv, chunked xG   our modes, the main_grad and fp32 gradients as in training
     no exchange                   ours without the copies
     deepspeed                     the same model with the attention of DeepSpeed's DistributedAttention around the same kernel, where
                                   deepspeed is installed; its QKV projection as in Megatron-DeepSpeed, one product and three slices
@@ -141,14 +141,14 @@ class Replay:
     ) -> None:
         import torch
 
-        from megatron_sp.comm.groups import ALONE
+        from megatron_sp.comm.groups import SINGLE_RANK
         from megatron_sp.config.schema import KernelConfig, ModelConfig
         from megatron_sp.models.gpt import GPTModel
         from megatron_sp.ops.attention import choose_kernel
         from megatron_sp.optim.flat import FlatUnit
         from megatron_sp.optim.gradients import FlatGradients
-        from megatron_sp.parallel.layers import attach_sink
-        from megatron_sp.parallel.layout import Layout
+        from megatron_sp.parallel.layers import attach_main_grad
+        from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.parallel.ulysses import SequenceParallel
 
         config = ModelConfig(
@@ -156,7 +156,7 @@ class Replay:
             seq_length=shape["seq_length"], vocab_size=shape["vocab_size"], attention_dropout=0.0, hidden_dropout=0.0,
         )  # fmt: skip
         name, chunks, overlap = mode
-        layout = Layout(sp=SequenceParallel(ReplayGroup(SP), overlap), mode=name, num_chunks=chunks)  # type: ignore[arg-type]
+        layout = ParallelContext(sp=SequenceParallel(ReplayGroup(SP), overlap), mode=name, num_chunks=chunks)  # type: ignore[arg-type]
         self.engine = CopyEngine(device, copies)
         self.kernel = choose_kernel("auto", device.type, torch.bfloat16, 0.0).name
         with _cheap_weights(device):
@@ -168,8 +168,8 @@ class Replay:
         units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()]) for u in self.model.units()]
         for unit in units:
             unit.master = unit.params  # no optimizer step is measured
-        self.gradients = FlatGradients(units, ALONE)
-        attach_sink(self.model, self.gradients)
+        self.gradients = FlatGradients(units, SINGLE_RANK)
+        attach_main_grad(self.model, self.gradients)
         self.tokens = torch.randint(0, shape["vocab_size"], (1, shape["seq_length"]), device=device)
         self.loss_mask = torch.ones(1, shape["seq_length"], device=device)
         self.gradients.start_step()

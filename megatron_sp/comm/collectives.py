@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_sp.comm.check import announced
 from megatron_sp.comm.groups import Group
-from megatron_sp.comm.recorder import Flight
+from megatron_sp.comm.recorder import CollectiveRecord
 
 # torch 2.13 has new names for two of them and warns about the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,9 +37,9 @@ class Handle:
     ) -> None:
         self._work, self._result, self._name, self._finish, self._operand = work, result, name, finish, operand
         self._waited = False
-        self._flight: Flight | None = None
+        self._flight: CollectiveRecord | None = None
 
-    def recorded(self, flight: Flight | None) -> Handle:
+    def recorded(self, flight: CollectiveRecord | None) -> Handle:
         """This handle, which tells a recorder when it is waited for; None: nobody asks."""
         if flight is not None and self._work is not None:
             self._flight = flight

@@ -33,12 +33,12 @@ class _Alone:
         return 0
 
 
-ALONE = cast(Group, _Alone())
+SINGLE_RANK = cast(Group, _Alone())
 
 
 def world_group() -> Group:
     """Everybody in this job; a group of one where there is none."""
-    return dist.group.WORLD if dist.is_initialized() and dist.group.WORLD is not None else ALONE
+    return dist.group.WORLD if dist.is_initialized() and dist.group.WORLD is not None else SINGLE_RANK
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """When collectives ran, when somebody waited for them, and what was computed meanwhile: one rank's time line of a step.
 
-Nothing global: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) carry a ``Place``, which is a recorder and
+Nothing global: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) carry a ``CallSite``, which is a recorder and
 where in the model they stand. Without one nothing is recorded, at the price of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
-    exchanges     |--- qkv ---|   |------- qkv -------|                                             a Flight each, from start to end
+    exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
 
 A flight's *exposed* time is what its ``wait()`` blocked. On CPU times are those of the wall clock, and a flight ends when gloo's thread
 says so. On CUDA they are events: those of marks and waits on the compute stream, so "blocked" means that the stream stood still, and the
@@ -108,7 +108,7 @@ class Collective(NamedTuple):
 
 
 @dataclass
-class Flight:
+class CollectiveRecord:
     """One collective.
 
     Attributes:
@@ -153,20 +153,20 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """A recorder, and where in the model its user stands: the axis of its collectives, and the block (None: embedding or head)."""
 
     recorder: Recorder
     axis: Axis
     layer: int | None = None
 
-    def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> Flight | None:
+    def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> CollectiveRecord | None:
         """To be called right before a collective is started; None while nothing is recorded."""
         recorder = self.recorder
         if not recorder.recording:
             return None
         what = Collective(self.axis, op, sends, receives, str(dtype).removeprefix("torch."))
-        return Flight(recorder, what, name, self.layer, recorder.direction, recorder.clock.now())
+        return CollectiveRecord(recorder, what, name, self.layer, recorder.direction, recorder.clock.now())
 
     def mark(self, label: str) -> None:
         """What is computed from here on."""
@@ -184,7 +184,7 @@ class Span(NamedTuple):
     end: float
 
 
-class FlightTimes(NamedTuple):
+class CollectiveTimes(NamedTuple):
     """A flight in seconds after the step began, and how long somebody stood still for it."""
 
     what: Collective
@@ -202,7 +202,7 @@ class StepTimes:
 
     seconds: float
     spans: list[Span] = field(default_factory=list)
-    flights: list[FlightTimes] = field(default_factory=list)
+    flights: list[CollectiveTimes] = field(default_factory=list)
 
 
 class Recorder:
@@ -218,13 +218,13 @@ class Recorder:
         self.steps: list[StepTimes] = []
         self.recording = False
         self.direction: Direction = "forward"
-        self.flights: list[Flight] = []
+        self.flights: list[CollectiveRecord] = []
         self._marks: list[Mark] = []
         self._began: Moment = None
 
-    def at(self, axis: Axis, layer: int | None = None) -> Place:
+    def at(self, axis: Axis, layer: int | None = None) -> CallSite:
         """For those who start collectives there."""
-        return Place(self, axis, layer)
+        return CallSite(self, axis, layer)
 
     @property
     def is_complete(self) -> bool:
@@ -263,7 +263,7 @@ class Recorder:
             known = [t for t in (None if flight.ended is None else at(flight.ended), waited and waited[1]) if t is not None]
             exposed = 0.0 if waited is None else waited[1] - waited[0]
             finish = max(begin, min(known, default=begin))
-            step.flights.append(FlightTimes(flight.what, flight.name, flight.layer, flight.direction, begin, finish, exposed))
+            step.flights.append(CollectiveTimes(flight.what, flight.name, flight.layer, flight.direction, begin, finish, exposed))
         self.steps.append(step)
         self.flights, self._marks = [], []
 
@@ -278,7 +278,7 @@ class Recorder:
         self._marks.append(Mark(now, WAIT, last.layer, self.direction))
         return now
 
-    def go_on_computing(self, flight: Flight) -> Moment:
+    def go_on_computing(self, flight: CollectiveRecord) -> Moment:
         """The wait is over, and what was computed before it goes on."""
         now = self.clock.now()
         before = self._marks[-2]

@@ -31,7 +31,7 @@ EXTRAS = {"plot": ("matplotlib",), "log": ("tensorboard", "wandb"), "hf": ("tran
 
 
 @dataclass(frozen=True)
-class Row:
+class Finding:
     """One line of the report."""
 
     name: str
@@ -54,48 +54,48 @@ def run(as_json: bool = False) -> int:
     return int(any(row.status == "lack" for row in rows))
 
 
-def examine() -> list[Row]:
+def examine() -> list[Finding]:
     """All rows; a look that fails itself becomes a row instead of ending the report."""
-    checks: tuple[Callable[[], Iterator[Row]], ...] = (
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python, _torch, _devices, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
     )  # fmt: skip
-    rows: list[Row] = []
+    rows: list[Finding] = []
     for check in checks:
         try:
             rows.extend(check())
         except Exception as error:
             name = check.__name__.strip("_").replace("_", " ")
-            rows.append(Row(name, "warn", f"could not be examined: {type(error).__name__}: {error}"))
+            rows.append(Finding(name, "warn", f"could not be examined: {type(error).__name__}: {error}"))
     return rows
 
 
-def _python() -> Iterator[Row]:
+def _python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 10)
-    yield Row("Python", "ok" if good else "lack", f"{version} at {sys.executable}", "" if good else "use Python 3.10 or later")
+    yield Finding("Python", "ok" if good else "lack", f"{version} at {sys.executable}", "" if good else "use Python 3.10 or later")
 
 
-def _torch() -> Iterator[Row]:
+def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Row("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
+        yield Finding("torch", "lack", f"cannot be imported: {error}", "bash scripts/setup_env.sh, or pip install torch")
         return
     except ConfigError as error:  # less address space than it needs
-        yield Row("torch", "lack", f"was not imported: {error}", "ulimit -v unlimited")
+        yield Finding("torch", "lack", f"was not imported: {error}", "ulimit -v unlimited")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
     version, (oldest, newest) = numbers(torch.__version__)[:2], TESTED_TORCH
     found = f"{torch.__version__} ({build})"
     if version < OLDEST_TORCH:
-        yield Row("torch", "lack", found, "2.10 is the oldest that reads foreign files safely: pip install -U torch")
+        yield Finding("torch", "lack", found, "2.10 is the oldest that reads foreign files safely: pip install -U torch")
     elif not oldest <= version <= newest:
-        yield Row("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
+        yield Finding("torch", "warn", found, f"tested with {_dotted(oldest)} to {_dotted(newest)}")
     else:
-        yield Row("torch", "ok", found)
+        yield Finding("torch", "ok", found)
 
 
-def _devices() -> Iterator[Row]:
+def _devices() -> Iterator[Finding]:
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -106,21 +106,21 @@ def _devices() -> Iterator[Row]:
                 if not torch.version.cuda
                 else "the driver is too old for this torch, or not running: nvidia-smi"
             )
-            yield Row("devices", "warn", "a GPU that torch cannot use", remedy)
+            yield Finding("devices", "warn", "a GPU that torch cannot use", remedy)
         else:
-            yield Row("devices", "ok", "CPU (no GPU: collectives run over gloo)")
+            yield Finding("devices", "ok", "CPU (no GPU: collectives run over gloo)")
         return
     for index in range(torch.cuda.device_count()):
         prop = torch.cuda.get_device_properties(index)
         capability = f"{prop.major}.{prop.minor}"
         no_bf16 = (prop.major, prop.minor) < (8, 0) and not torch.version.hip
-        yield Row(
+        yield Finding(
             f"GPU {index}", "warn" if no_bf16 else "ok", f"{prop.name}, {prop.total_memory / GIB:.0f} GiB, capability {capability}",
             "bf16 is emulated before capability 8.0: train with --fp16" if no_bf16 else "",
         )  # fmt: skip
 
 
-def _backends() -> Iterator[Row]:
+def _backends() -> Iterator[Finding]:
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -131,10 +131,10 @@ def _backends() -> Iterator[Row]:
         needed = name == "gloo" or on_gpu
         if there or needed:
             remedy = "" if there else "this build of torch lacks it; several processes need it: install torch's own wheel"
-            yield Row(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
+            yield Finding(f"backend {name}", "ok" if there else "warn", "available" if there else "absent", remedy)
 
 
-def _required() -> Iterator[Row]:
+def _required() -> Iterator[Finding]:
     lacking, versions = [], []
     for name, oldest in REQUIRED.items():
         try:
@@ -147,12 +147,12 @@ def _required() -> Iterator[Row]:
             lacking.append((name, f"{name} {version}", oldest))
     if lacking:
         words = " ".join(f"'{name}>={oldest}'" for name, _, oldest in lacking)
-        yield Row("required packages", "lack", ", ".join(what for _, what, _ in lacking), f"pip install {words}")
+        yield Finding("required packages", "lack", ", ".join(what for _, what, _ in lacking), f"pip install {words}")
     else:
-        yield Row("required packages", "ok", ", ".join(versions))
+        yield Finding("required packages", "ok", ", ".join(versions))
 
 
-def _kernels() -> Iterator[Row]:
+def _kernels() -> Iterator[Finding]:
     torch = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_available()
     look = availability.find if on_gpu else availability.installed
@@ -165,24 +165,24 @@ def _kernels() -> Iterator[Row]:
         kernel = look(name)
         label = f"kernel {name.replace('_', '-')}"
         if kernel.available:
-            yield Row(label, "ok", f"{kernel.version or 'there'} ({use})")
+            yield Finding(label, "ok", f"{kernel.version or 'there'} ({use})")
         elif kernel.reason == availability.FOREIGN_APEX:
-            yield Row(label, "warn", f"PyPI's apex {kernel.version}, not NVIDIA's; it is not used", "pip uninstall apex")
+            yield Finding(label, "warn", f"PyPI's apex {kernel.version}, not NVIDIA's; it is not used", "pip uninstall apex")
         elif kernel.version:
-            yield Row(label, "warn", kernel.reason, remedy)
+            yield Finding(label, "warn", kernel.reason, remedy)
         else:
-            yield Row(label, "ok", f"not installed: torch does this ({use})", remedy if on_gpu else "")
+            yield Finding(label, "ok", f"not installed: torch does this ({use})", remedy if on_gpu else "")
 
 
-def _extras() -> Iterator[Row]:
+def _extras() -> Iterator[Finding]:
     for extra, names in EXTRAS.items():
         kernels = [availability.installed(name) for name in names]
         absent = [kernel.name for kernel in kernels if not kernel.available]
         found = ", ".join(f"{k.name} {k.version}" if k.available else f"{k.name} absent" for k in kernels)
-        yield Row(f"extra {extra}", "ok", found, f"optional: pip install 'megatron-sp[{extra}]'" if absent else "")
+        yield Finding(f"extra {extra}", "ok", found, f"optional: pip install 'megatron-sp[{extra}]'" if absent else "")
 
 
-def _disk() -> Iterator[Row]:
+def _disk() -> Iterator[Finding]:
     place = os.getcwd()
     free = shutil.disk_usage(place).free / GIB
     try:
@@ -191,10 +191,12 @@ def _disk() -> Iterator[Row]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        yield Row("disk", "warn", f"{place}: cannot be written: {error.strerror}", "start in a folder you may write to, or give --save DIR")
+        yield Finding(
+            "disk", "warn", f"{place}: cannot be written: {error.strerror}", "start in a folder you may write to, or give --save DIR"
+        )
         return
     low = free < 5
-    yield Row(
+    yield Finding(
         "disk",
         "warn" if low else "ok",
         f"{free:.1f} GiB free in {place}",
@@ -202,30 +204,32 @@ def _disk() -> Iterator[Row]:
     )
 
 
-def _shared_memory() -> Iterator[Row]:
+def _shared_memory() -> Iterator[Finding]:
     place = "/dev/shm"
     if not os.path.isdir(place):  # macOS has none and needs none
         return
     usage = shutil.disk_usage(place)
     low = usage.free < GIB // 2
     remedy = "NCCL needs it between GPUs: docker run --ipc=host, or --shm-size=8g" if low else ""
-    yield Row("shared memory", "warn" if low else "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}", remedy)
+    yield Finding(
+        "shared memory", "warn" if low else "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}", remedy
+    )
 
 
-def _processors() -> Iterator[Row]:
+def _processors() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else 0
     set_to = os.environ.get("OMP_NUM_THREADS")
     remedy = f"OMP_NUM_THREADS={set_to} asks for more threads than cores: unset it" if threads > cores else ""
-    yield Row("processors", "warn" if remedy else "ok", f"{cores} cores, {threads} torch threads", remedy)
+    yield Finding("processors", "warn" if remedy else "ok", f"{cores} cores, {threads} torch threads", remedy)
 
 
-def _open_files() -> Iterator[Row]:
+def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < 1024
     remedy = f"blends of many data sets keep many files open: ulimit -n {min(65536, hard) if hard > 0 else 65536}" if low else ""
-    yield Row("open files", "warn" if low else "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process", remedy)
+    yield Finding("open files", "warn" if low else "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} per process", remedy)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -238,7 +242,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _print_table(rows: list[Row]) -> None:
+def _print_table(rows: list[Finding]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_sp.commands.recipe import Recipe, build
-from megatron_sp.estimate.remedies import shortage
+from megatron_sp.estimate.suggestions import shortage
 from megatron_sp.planner.dry_run import RunPlan, plan_run
 from megatron_sp.utils.errors import EXIT_OK, ConfigError, ReportedError
 from megatron_sp.utils.format import format_bytes, format_count

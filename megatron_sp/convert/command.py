@@ -17,9 +17,9 @@ from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.arguments import MAX_SHARD_SIZE
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.formats.registry import FORMATS, detect
-from megatron_sp.convert.given import Given
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
+from megatron_sp.convert.overrides import Overrides
 from megatron_sp.convert.progress import Bar
 from megatron_sp.convert.run import convert, require_absent
 from megatron_sp.utils.errors import EXIT_OK, CheckpointError, ConfigError, DiskError
@@ -114,7 +114,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         step=args.step, qkv_layout=args.qkv_layout, vocab_size=args.vocab_size, tokenizer=args.tokenizer, optimizer=not args.no_optimizer,
         dtype=getattr(torch, args.dtype) if args.dtype else None, tp=args.target_tensor_parallel_size,
-        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Given.parse(args.set),
+        pp=args.target_pipeline_parallel_size, max_shard_bytes=parse_size(args.max_shard_size), given=Overrides.parse(args.set),
         megatron_names=args.megatron_names, deepspeed_layout=args.deepspeed_layout, deepspeed_qkv_layout=args.deepspeed_qkv_layout,
         max_metadata_mb=args.max_metadata_mb or MAX_METADATA_BYTES >> 20,
     )  # fmt: skip

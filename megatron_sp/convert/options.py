@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
-from megatron_sp.convert.given import Given
+from megatron_sp.convert.overrides import Overrides
 
 QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
 
@@ -41,7 +41,7 @@ class Options:
     tokenizer: Path | None = None
     optimizer: bool = True
     dtype: torch.dtype | None = None
-    given: Given = field(default_factory=Given)
+    given: Overrides = field(default_factory=Overrides)
     megatron_names: Literal["core", "core-local", "legacy"] = "core"
     deepspeed_layout: Literal["module", "zero1", "universal"] | None = None
     deepspeed_qkv_layout: Literal["interleaved", "flat"] = "flat"

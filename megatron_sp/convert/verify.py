@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import DataConfig
+from megatron_sp.convert.backends import Backend, Cast, backend_of
 from megatron_sp.convert.copies import widest
 from megatron_sp.convert.formats.format import Format
 from megatron_sp.convert.model import Model
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference.computed import CLASSES, MASKED, NEXT, ORDER, OUTPUTS
 from megatron_sp.convert.reference.model import Rows
-from megatron_sp.convert.sides import Cast, Side, side_of
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.data.tokenizers.files import CONFIG, name_files
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
@@ -58,8 +58,8 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
     compute = torch.float64 if dtypes == (torch.float64, torch.float64) else torch.float32
     wide = compute == torch.float64
     sides = (
-        side_of(source.name, input, before, options, wide=wide, tell=tell),
-        side_of(target.name, output, after, of_output, wide=wide, tell=tell),
+        backend_of(source.name, input, before, options, wide=wide, tell=tell),
+        backend_of(target.name, output, after, of_output, wide=wide, tell=tell),
     )
     dtypes = _computed_with(sides[0], dtypes[0]), _computed_with(sides[1], dtypes[1])
     casts = _casts(dtypes, compute)
@@ -90,7 +90,7 @@ class Result(NamedTuple):
         return self.difference / self.scale if self.scale else self.difference
 
 
-def compare(sides: Sequence[Side], casts: Sequence[Cast], rows: Rows) -> list[Result]:
+def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list[Result]:
     """All results of both sides on the same tokens, in the order of the computation; both must give the same ones."""
     ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
     inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
@@ -137,7 +137,7 @@ def _dtype_of(model: Model) -> torch.dtype | None:
     return widest(found) if len(found) == 1 else None
 
 
-def _computed_with(side: Side, read: torch.dtype | None) -> torch.dtype | None:
+def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | None:
     """The dtype of a side's weights: narrower ones than were read, if it says so."""
     own = side.dtype
     return own if own is not None and read is not None and own.itemsize < read.itemsize else read

@@ -74,7 +74,7 @@ class PreprocessReport:
     seconds: float = 0.0
 
 
-class Chunk(NamedTuple):
+class TextChunk(NamedTuple):
     """Whole documents of one file: raw bytes of each, the line each starts at (from 1), and how far the file is read."""
 
     path: str
@@ -167,7 +167,7 @@ def _is_json(path: str, input_format: InputFormat) -> bool:
 # ---- reading, in the parent ----
 
 
-def read_chunks(options: PreprocessOptions) -> Iterator[Chunk]:
+def read_chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
     """Cut all inputs into chunks of whole documents."""
     for path in options.inputs:
         is_json = _is_json(path, options.input_format)
@@ -177,7 +177,7 @@ def read_chunks(options: PreprocessOptions) -> Iterator[Chunk]:
             raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _chunks_of_file(path: str, is_json: bool, unit: TextUnit) -> Iterator[Chunk]:
+def _chunks_of_file(path: str, is_json: bool, unit: TextUnit) -> Iterator[TextChunk]:
     with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else contextlib.nullcontext(raw) as file:
         documents: list[bytes] = []
         lines: list[int] = []
@@ -187,9 +187,9 @@ def _chunks_of_file(path: str, is_json: bool, unit: TextUnit) -> Iterator[Chunk]
             lines.append(line)
             size += len(document) + 64
             if size >= _CHUNK_BYTES:
-                yield Chunk(path, is_json, documents, lines, raw.tell() - before)
+                yield TextChunk(path, is_json, documents, lines, raw.tell() - before)
                 documents, lines, size, before = [], [], 0, raw.tell()
-        yield Chunk(path, is_json, documents, lines, raw.tell() - before)
+        yield TextChunk(path, is_json, documents, lines, raw.tell() - before)
 
 
 def _documents(file: Iterable[bytes], unit: TextUnit) -> Iterator[tuple[int, bytes]]:
@@ -222,7 +222,7 @@ class Encoder:
         self.tokenizer = tokenizer or build_tokenizer(options.data, options.vocab_size)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: TextChunk) -> Encoded:
         """Raises DataError for a bad document, unless those are to be skipped."""
         ids: dict[str, list[np.ndarray]] = {key: [] for key in self.options.json_keys}
         counts: dict[str, list[int]] = {key: [] for key in self.options.json_keys}
@@ -244,7 +244,7 @@ class Encoder:
         num_sequences = {key: np.array(count, np.int64) for key, count in counts.items()}
         return Encoded(tokens, lengths, num_sequences, skipped, chunk.bytes_read)
 
-    def _texts(self, chunk: Chunk, raw: bytes) -> list[str]:
+    def _texts(self, chunk: TextChunk, raw: bytes) -> list[str]:
         text = raw.decode("utf-8")
         if not chunk.is_json:
             return [text]
@@ -283,7 +283,7 @@ def _start_worker(options: PreprocessOptions) -> None:
     _encoder = Encoder(options)
 
 
-def _encode_in_worker(chunk: Chunk) -> Encoded:
+def _encode_in_worker(chunk: TextChunk) -> Encoded:
     assert _encoder is not None, "the worker was not initialised"
     return _encoder(chunk)
 

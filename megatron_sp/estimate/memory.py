@@ -98,7 +98,7 @@ class Form(Sizes):
     def _tables(self) -> int:
         """Positions, rotary tables, dropout's token keys, masks of windows."""
         rotary = self.length * self.model.rotary_dim // 2 * 2 * max(4, self.wide) if self.model.position_embedding_type == "rope" else 0
-        keys = 8 * (self.all_tokens + self.between) if self.dropout or self.model.attention_dropout > 0 else 0
+        keys = 8 * (self.all_tokens + self.tp_seq_tokens) if self.dropout or self.model.attention_dropout > 0 else 0
         return 8 * self.length + rotary + keys + self._window_masks()
 
     def _window_masks(self) -> int:
@@ -111,7 +111,7 @@ class Form(Sizes):
         return sum(queries * (window - 1 + queries) for queries in sizes) * self.e
 
     def _widened(self) -> int:
-        return self.inside * self.h * self.wide if self.is_16_bit else 0
+        return self.sp_tokens * self.h * self.wide if self.is_16_bit else 0
 
     def _kept_by_blocks(self) -> list[Line]:
         recomputed = sum(last - first for first, last in self.recomputed)
@@ -150,7 +150,7 @@ class Form(Sizes):
             Line("one chunk of logits", logits), Line("its gradient", more), Line("gradient of the table, one chunk", product),
             Line("gradient of the table", buffer), Line(beside, max(chunk * self.h * self.e, rest)),
             Line("the last micro-batch's gradient of the head's input", before),
-            Line("labels, masks", self.inside * 16 + chunk * 20),
+            Line("labels, masks", self.sp_tokens * 16 + chunk * 20),
             Line("labels of the masked tokens", tokens * 21 if bert else 0),
         ]  # fmt: skip
 
@@ -158,7 +158,7 @@ class Form(Sizes):
         return Line("buffer for the head's parameters", self.zero.head_buffer * self.e)
 
     def _head_buffer(self) -> int:
-        """The table's gradient while the sink holds one already: at stages 2 and 3 it does not, that has been reduced."""
+        """The table's gradient while the main-gradient buffer holds one already: at stages 2 and 3 it does not, that has been reduced."""
         return self.rows * self.h * self.wide if self.num_micro_batches > 1 and self.zero.stage < 2 else 0
 
     def _head(self) -> Moment:
@@ -219,7 +219,7 @@ class Form(Sizes):
         """Last block: behind the activation, and the block's output."""
         inside = total(self.mlp_keeps) if self.recomputed else 0
         lines = self._kept_by_blocks()
-        made = [Line("MLP, behind the activation", self.inside * self.ffn * self.e), Line("block's output", self.whole_stream)]
+        made = [Line("MLP, behind the activation", self.sp_tokens * self.ffn * self.e), Line("block's output", self.whole_stream)]
         if self.chunked:
             made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", self.stream)]
         # with a parallel residual nobody keeps it: the MLP reads what attention read
@@ -262,7 +262,7 @@ class Form(Sizes):
             stream = [Line("gradient of the stream", 2 * self.stream), Line("gradient of the head's input", self.head_stream)]
             pieces = [Line(*named) for named in self.piece.backward()]
             return self._block(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
-        one = self.inside * self.ffn * self.e
+        one = self.sp_tokens * self.ffn * self.e
         made = Line("MLP, inside", activation_backward(self.model.activation, one, self.gate_block))
         return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), made)
 
@@ -279,7 +279,7 @@ class Form(Sizes):
             return []
         name, kept = "first linear layer", [*self.attention_keeps, self._norm_behind, self.mlp_keeps[0]]
         stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"] + [self._from_outside(layer)]
-        wide = Line("gradient of the MLP, inside", self.inside * self.ffn_in * self.e)
+        wide = Line("gradient of the MLP, inside", self.sp_tokens * self.ffn_in * self.e)
         product = [
             Line("norm's output", 0 if self.post else self.stream), Line("norm's output, gathered", self.gathered),
             Line("gradient of the norm's output", self.whole_stream + self.scattering),
@@ -301,7 +301,7 @@ class Form(Sizes):
         return [*self._in_backward(), waiting, self._from_outside(layer, attention=not waits)]
 
     def _attention_backward(self, layer: int) -> list[Moment]:
-        first, count = max(range(len(self.chunks)), key=lambda i: self.wires[i]), len(self.chunks)
+        first, count = max(range(len(self.chunks)), key=lambda i: self.recv_buffers[i]), len(self.chunks)
         d_out = self.outs[first] * self.padded // self.length
         received = d_out if self.sp > 1 else 0
         # with several chunks the next one's gradient is on its way already, and the last one's is not yet taken
@@ -313,23 +313,23 @@ class Form(Sizes):
         base = [*self.attention_keeps, *self._at_attention(layer)]
         # a recomputation hands over the three gradients apart, which the fused projection wants in one
         fused = self.chunks[0].messages[0].part == "qkv" and self.kernels.recompute_granularity == "selective"
-        apart = Line("gradients of q, k and v, apart", self.wires[first] if fused and not self.uses_reference else 0)
+        apart = Line("gradients of q, k and v, apart", self.recv_buffers[first] if fused and not self.uses_reference else 0)
         inside = self._block(
             layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
-            Line("gradient of q, k, v", self.wires[first]), Line("attention kernel's temporaries", kernel),
+            Line("gradient of q, k, v", self.recv_buffers[first]), Line("attention kernel's temporaries", kernel),
         )  # fmt: skip
         turning = self._block(
             layer, "rotary embedding", *base, Line("gradient of the attention's output", d_out + ahead),
-            Line("gradient of q, k, v", self.wires[first]), apart, Line("gradient of q, k, v, turned back", self.rotary_makes),
+            Line("gradient of q, k, v", self.recv_buffers[first]), apart, Line("gradient of q, k, v, turned back", self.rotary_makes),
         )  # fmt: skip
         sending = self._block(
             layer, "exchange of the gradient of q, k, v", *base, Line("gradient of the attention's output", d_out + ahead),
-            Line("gradient of q, k, v", self.wires[first] + (self.sent[first] if self.sp > 1 else 0)),
+            Line("gradient of q, k, v", self.recv_buffers[first] + (self.sent[first] if self.sp > 1 else 0)),
         )  # fmt: skip
         kept = [line for line in self.attention_keeps if line.name not in ("q, k, v", "attention output", "attention kernel's own")]
         if not self.joins:
             kept.append(Line("attention output", sum(self.outs)))
-        by_token = sum(len(of_rank) for of_rank in self.chunks[0].messages[0].rows) * self.d * self.inside * self.e if self.sp > 1 else 0
+        by_token = sum(len(of_rank) for of_rank in self.chunks[0].messages[0].rows) * self.d * self.sp_tokens * self.e if self.sp > 1 else 0
         product = [
             *kept, *self._at_attention(layer),
             Line("gradient of q, k, v, as it arrives", sum(self.sent)),

@@ -14,7 +14,7 @@ from megatron_sp.estimate.memory_mlp import PieceForm, piece_sizes
 from megatron_sp.estimate.memory_plan import Line, total
 from megatron_sp.estimate.memory_zero import ALIGN_BYTES, ZeroForm
 from megatron_sp.models.unit_order import recompute_plan
-from megatron_sp.parallel.heads import Chunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.parallel.heads import HeadChunk, OverlapMode, is_uniform, plan_heads
 from megatron_sp.utils.numbers import round_up, window_tile
 
 _MIB = 2**20
@@ -50,20 +50,20 @@ class Sizes:
         self.num_micro_batches = (batch.global_batch_size or b * dp) // (b * dp)
         self.length, self.padded = s, round_up(s, self.sp * self.parts)
         self.all_tokens = s * b
-        self.inside = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
-        self.between = self.inside // self.parts  # and between them
+        self.sp_tokens = self.padded // self.sp * b  # tokens in the tensor-parallel parts of a layer
+        self.tp_seq_tokens = self.sp_tokens // self.parts  # and between them
         self.rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * self.tp) // self.tp
         self.post, self.parallel_residual = model.norm_placement == "post", model.use_parallel_residual
         picks = model.is_bert and not self.cuda
         masked = math.ceil(round(s * b / self.sp * head_share, 6))
-        self.head_tokens = min(self.inside, masked) if picks else self.inside
+        self.head_tokens = min(self.sp_tokens, masked) if picks else self.sp_tokens
         self.head_chunk = kernels.lm_head_chunk_tokens or lm_head_chunk_tokens(self.rows, device)
         self.ffn = model.ffn_size // self.tp
         self.ffn_in = self.ffn * (2 if model.is_gated else 1)
         # the stream between the layers, and the same with all positions of the tp group
-        self.stream, self.whole_stream = self.between * self.h * self.e, self.inside * self.h * self.e
+        self.stream, self.whole_stream = self.tp_seq_tokens * self.h * self.e, self.sp_tokens * self.h * self.e
         self.gathered = self.whole_stream if self.parts > 1 else 0
-        self.norm_stats = self.between * self.wide * (2 if model.normalization == "LayerNorm" else 1)
+        self.norm_stats = self.tp_seq_tokens * self.wide * (2 if model.normalization == "LayerNorm" else 1)
         # the gradient of the head's input, as its node keeps it through the backward pass
         self.head_stream = self.head_tokens * self.h * self.e if model.is_bert else self.stream
         self._known: dict[int, tuple[Line, ...]] = {}
@@ -76,11 +76,11 @@ class Sizes:
         # one pass of our CPU ops that go by blocks; a GPU kernel does all at once
         norm_block = min(self.stream, _BLOCK_BYTES) if not self.cuda else self.stream
         self.norm_temporaries = (2 if model.normalization == "LayerNorm" else 3) * norm_block
-        self.gate_block = _BLOCK_BYTES if not self.cuda else self.inside * self.ffn * self.e
+        self.gate_block = _BLOCK_BYTES if not self.cuda else self.sp_tokens * self.ffn * self.e
 
     def _pieces(self, b: int) -> None:
         """Of the MLP (--mlp-chunks)."""
-        positions = self.between // b
+        positions = self.tp_seq_tokens // b
         self.mlp_pieces = [size * b for size in piece_sizes(positions, self.kernels.mlp_chunks)]  # tokens of this rank
         largest = max(self.mlp_pieces)
         inside = largest * self.parts * self.e
@@ -104,16 +104,17 @@ class Sizes:
         self.qkv_rows = groups * (self.queries_per_group + 2) * d  # of this tp rank
         self.proj_columns = n // tp * d
         mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
-        self.chunks: Sequence[Chunk] = plan_heads(self.queries_per_group, groups, self.sp, mode, parallel.sp_head_chunks or 2)
+        self.chunks: Sequence[HeadChunk] = plan_heads(self.queries_per_group, groups, self.sp, mode, parallel.sp_head_chunks or 2)
         shares = [chunk.shares[0] for chunk in self.chunks]
         tokens = self.padded * self.all_tokens // self.length
         widths = [[len(message.rows[0]) * d for message in chunk.messages] for chunk in self.chunks]
-        self.wires = [tokens * sum(of_chunk) * self.e for of_chunk in widths]  # what arrives for each chunk
+        self.recv_buffers = [tokens * sum(of_chunk) * self.e for of_chunk in widths]  # what arrives for each chunk
         self.outs = [self.all_tokens * len(share.queries) * d * self.e for share in shares]
         self.sent = [
-            self.inside * sum(len(of_rank) * d for message in chunk.messages for of_rank in message.rows) * self.e for chunk in self.chunks
+            self.sp_tokens * sum(len(of_rank) * d for message in chunk.messages for of_rank in message.rows) * self.e
+            for chunk in self.chunks
         ]
-        self.out_whole = self.inside * self.proj_columns * self.e
+        self.out_whole = self.sp_tokens * self.proj_columns * self.e
         # our CPU kernel alone writes its output as the projection reads it
         self.joins = self.sp > 1 or len(self.chunks) > 1 or self.padded > self.length or self.cuda or self.uses_reference
         self.num_queries = sum(len(share.queries) for share in shares)
@@ -123,7 +124,7 @@ class Sizes:
         self._attention_blocks(max(len(share.queries) for share in shares))
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
 
-    def _rotary_makes(self, chunk: Chunk, channels: int) -> int:
+    def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
         """What turning the gradients of a chunk's heads back takes: products of half of what turns, and copies where they are not packed.
 
         Args:
@@ -238,16 +239,16 @@ class Sizes:
     @cached_property
     def attention_keeps(self) -> list[Line]:
         joined = self.out_whole if self.joins else 0
-        keys = 2 * 4 * self.between if self.dropout else 0
+        keys = 2 * 4 * self.tp_seq_tokens if self.dropout else 0
         return [
-            Line("residual stream", self.stream), Line("q, k, v", sum(self.wires) + self.made_heads),
+            Line("residual stream", self.stream), Line("q, k, v", sum(self.recv_buffers) + self.made_heads),
             Line("attention output", sum(self.outs)), Line("attention output, all heads of my positions", joined),
             Line("attention kernel's own", self.kernel_keeps), Line("dropout keys", keys),
         ]  # fmt: skip
 
     @cached_property
     def mlp_keeps(self) -> list[Line]:
-        wide = 0 if self.chunked else self.inside * self.ffn_in * self.e
+        wide = 0 if self.chunked else self.sp_tokens * self.ffn_in * self.e
         return [Line("residual stream", 0 if self.parallel_residual else self.stream), Line("MLP, in front of the activation", wide)]
 
     @property

@@ -200,7 +200,7 @@ class _Counter:
     def _sent(self, rank: int, hides: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Bytes that a rank sends in a block's forward and backward pass, each (in the open, can hide)."""
         form, chunks = self.form, self.form.chunks
-        per_head = form.inside * form.d * form.e
+        per_head = form.sp_tokens * form.d * form.e
         forward, backward = [0, 0], [0, 0]
         messages = sum(len(chunk.messages) for chunk in chunks)
         for index, chunk in enumerate(chunks):

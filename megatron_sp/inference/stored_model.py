@@ -16,7 +16,7 @@ from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import CheckpointError, DataError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # their rows are the vocabulary
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     checkpointer: Checkpointer
 
     def load(
-        self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: Layout | None = None
+        self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: ParallelContext | None = None
     ) -> LanguageModel:  # fmt: skip
         """The model with its weights, to be used and not trained; no other tensor is read. Collective, if the checkpointer is.
 

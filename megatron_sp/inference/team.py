@@ -29,7 +29,7 @@ from megatron_sp.config.rules import inference_violations
 from megatron_sp.config.schema import Config, raise_all
 from megatron_sp.inference.stored_model import Stored, find_stored
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, ConfigError, PeerError, ReportedError
 from megatron_sp.utils.program import leave
 
@@ -48,7 +48,7 @@ class Team:
     def __init__(self, launch: Launch, device: torch.device, groups: ParallelGroups | None) -> None:
         self.launch, self.device, self._groups = launch, device, groups
         self._control = None if groups is None else groups.control
-        self.layout = Layout() if groups is None else Layout.of(groups)
+        self.layout = ParallelContext() if groups is None else ParallelContext.of(groups)
         self.dp_rank, self.dp_size = (0, 1) if groups is None else (groups.dp_rank, groups.dp_size)
         self.is_first_of_replica = groups is None or groups.is_first_of_replica
 

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.models.language_model import LanguageModel
-from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
 from megatron_sp.parallel.init import draw_normal
 from megatron_sp.parallel.layers import Norm
-from megatron_sp.parallel.layout import Layout
 from megatron_sp.parallel.linear import column_linear, rows_of
 from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.numbers import round_up
 
 
@@ -52,9 +52,11 @@ class BertLoss(NamedTuple):
 class Dense(nn.Module):
     """A linear layer that every tp rank has whole, for inputs that all of them have."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(
+        self, name: str, in_features: int, out_features: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext
+    ) -> None:
         super().__init__()
-        self.sink: GradSink | None = None
+        self.main_grad: MainGrad | None = None
         self._specs = {
             "weight": ShardSpec.whole((out_features, in_features), layout.tp.rank, layout.tp.size),
             "bias": ShardSpec.whole((out_features,), layout.tp.rank, layout.tp.size),
@@ -67,13 +69,13 @@ class Dense(nn.Module):
         return self._specs
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, sink=self.sink)[0]
+        return column_linear(x, self.weight, self.bias, main_grad=self.main_grad)[0]
 
 
 class MaskedHead(nn.Module):
     """What stands between the blocks and the table."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
         alike = replace(layout, tp=replace(layout.tp, seq=False))  # every tp rank has all positions of the group here
@@ -91,7 +93,7 @@ class MaskedHead(nn.Module):
 class Pooler(nn.Module):
     """tanh(dense(the first position))."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
         self.dense = Dense("pooler.dense", config.hidden_size, config.hidden_size, config.init_method_std, seed, dtype, layout)
@@ -103,7 +105,7 @@ class Pooler(nn.Module):
 class VocabBias(nn.Module):
     """One number for each entry of the vocabulary, split as the table is; its padding is never trained and never written to disk."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.vocab_size
         mine = round_up(config.vocab_size, config.make_vocab_size_divisible_by * layout.tp.size) // layout.tp.size
@@ -159,7 +161,7 @@ class BertModel(LanguageModel):
         types = torch.zeros_like(tokens) if types is None else types
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
         cut = self.layout.cut(tokens.shape[1])
-        labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
+        labels, loss_mask = (cut.pad(t.t())[cut.sp_slice] for t in (labels, loss_mask))
         order_sum, order_hits = self._order(x, order)
         if x.device.type in self.selects_on:
             places = loss_mask.reshape(-1).nonzero()[:, 0]
@@ -170,7 +172,7 @@ class BertModel(LanguageModel):
         table = self.embedding.word_embeddings
         made = lm_head_loss(
             x, table.weight, labels, loss_mask, vocab_size=table.rows, bias=self.output_layer.bias,
-            chunk_tokens=self.kernels.lm_head_chunk_tokens, tp=replace(self.layout.tp, seq=False), sink=table.sink,
+            chunk_tokens=self.kernels.lm_head_chunk_tokens, tp=replace(self.layout.tp, seq=False), main_grad=table.main_grad,
         )  # fmt: skip
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 

@@ -15,7 +15,7 @@ from megatron_sp.models.transformer import SITE_EMBEDDING
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 
 NEW_PARAMETERS = ("classification_head.", "pooler.")
 """Beginnings of names that a checkpoint of pretraining need not have."""
@@ -42,7 +42,7 @@ class BertClassifier(LanguageModel):
 
     def __init__(
         self, config: ModelConfig, kernels: KernelConfig, *, num_classes: int, seed: int, dtype: torch.dtype,
-        layout: Layout | None = None, on_unit: OnUnit | None = None,
+        layout: ParallelContext | None = None, on_unit: OnUnit | None = None,
     ) -> None:  # fmt: skip
         self._num_classes = num_classes
         super().__init__(config, kernels, seed=seed, dtype=dtype, layout=layout, on_unit=on_unit)

@@ -75,10 +75,10 @@ class GPTModel(LanguageModel):
             events.before_use(0)
         head = self.output_layer or self.embedding.word_embeddings
         cut = self.layout.cut(tokens.shape[1])
-        labels, loss_mask = (cut.pad(t.t())[cut.inside] for t in (labels, loss_mask))
+        labels, loss_mask = (cut.pad(t.t())[cut.sp_slice] for t in (labels, loss_mask))
         return lm_head_loss(
             x, head.weight, labels, loss_mask, vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens,
-            tp=self.layout.tp, sink=head.sink,
+            tp=self.layout.tp, main_grad=head.main_grad,
         )  # fmt: skip
 
     def logits(self, x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, unit_boundary
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
-from megatron_sp.parallel.layout import Layout, SequenceCut
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
+from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
 from megatron_sp.parallel.recompute import recompute
 
 OnUnit = Callable[["LanguageModel", Unit], None]
@@ -27,7 +27,7 @@ OnUnit = Callable[["LanguageModel", Unit], None]
 class Embedding(nn.Module):
     """Word plus position embedding, for BERT plus that of the segment; normed where the blocks norm their outputs."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.vocab_size and config.hidden_size
         self.hidden_dropout = config.hidden_dropout
@@ -79,7 +79,7 @@ class Embedding(nn.Module):
 class Stack(nn.Module):
     """The blocks, which ``LanguageModel`` puts in, and the norm behind them, if their own stand in front."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
         self.layers = nn.ModuleList()
@@ -103,12 +103,12 @@ class LanguageModel(nn.Module):
     """The blocks' first name in a checkpoint."""
 
     def __init__(
-        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: Layout | None = None,
+        self, config: ModelConfig, kernels: KernelConfig, *, seed: int, dtype: torch.dtype, layout: ParallelContext | None = None,
         on_unit: OnUnit | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         assert config.num_layers and config.vocab_size and config.hidden_size
-        self.config, self.kernels, self.layout = config, kernels, layout or Layout()
+        self.config, self.kernels, self.layout = config, kernels, layout or ParallelContext()
         self._offload: ActivationOffload | None = None
         tell = on_unit or (lambda model, unit: None)
         self.embedding = Embedding(config, seed, dtype, self.layout)
@@ -169,8 +169,8 @@ class LanguageModel(nn.Module):
         ctx = self._prepare(ctx, positions, cut)
         if events is not None:
             events.before_use(0)
-        mine = None if types is None else cut.pad(types.t())[cut.between]
-        x = self.embedding(cut.pad(tokens.t())[cut.inside], cut.pad(positions)[cut.between], ctx, mine)
+        mine = None if types is None else cut.pad(types.t())[cut.tp_seq_slice]
+        x = self.embedding(cut.pad(tokens.t())[cut.sp_slice], cut.pad(positions)[cut.tp_seq_slice], ctx, mine)
         layers = cast("list[TransformerBlock]", list(self.stack.layers))
         offload = self._offload_pass(x, ctx)
         # the unit whose parameters backward reads next, when it is through with what comes now
@@ -214,7 +214,7 @@ class LanguageModel(nn.Module):
         dtype = self.embedding.word_embeddings.weight.dtype
         ctx = replace(ctx, length=cut.length)
         if ctx.dropout is not None:
-            ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.between]))
+            ctx = replace(ctx, local_dropout=DropoutKeys(cut.pad(ctx.dropout.token_keys)[cut.tp_seq_slice]))
         if ctx.rotary is None:
             ctx = replace(ctx, rotary=rotary_of(self.config, positions, dtype))
         again = self.kernels.recompute_granularity == "selective" and torch.is_grad_enabled()

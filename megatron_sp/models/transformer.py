@@ -5,8 +5,8 @@
     post-norm   y = norm(x + attention(x)), then norm(y + mlp(y))
 
 Activations are [s, b, h], s a rank's share of the positions. Parameter names are Megatron-core's. The ops underneath write weight
-gradients into ``self.sink`` when one has been attached (``attach_sink``); everything a forward pass needs beside x travels in one
-``ForwardContext``. Each layer knows its part of its weights (``shard_specs``); the groups come in one ``Layout``.
+gradients into ``self.main_grad`` when one has been attached (``attach_main_grad``); everything a forward pass needs beside x travels in one
+``ForwardContext``. Each layer knows its part of its weights (``shard_specs``); the groups come in one ``ParallelContext``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
 from megatron_sp.parallel.init import output_std
 from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
 
@@ -39,7 +39,7 @@ SITE_ATTENTION, SITE_ATTENTION_OUTPUT, SITE_MLP_OUTPUT, SITE_EMBEDDING = 0, 1, 2
 class SelfAttention(nn.Module):
     """QKV projection, rotary, attention, output projection; the fused weight has rows [g, n/g + 2, d]."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size and config.num_attention_heads and config.num_layers  # validate() has seen to it
         self.layer, self.layout = layer, layout
@@ -85,7 +85,7 @@ class SelfAttention(nn.Module):
         qkv, proj = self.linear_qkv, self.linear_proj
         plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
         out, x = attention_block(
-            x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, sink=self.linear_qkv.sink
+            x, norm, (qkv.weight, qkv.bias), (proj.weight, proj.bias), AttentionCore(self, ctx), plan, main_grad=self.linear_qkv.main_grad
         )
         return out if dropout is None else dropped_onto(x, out, dropout), x
 
@@ -109,15 +109,15 @@ class AttentionCore:
     def __init__(self, layer: SelfAttention, ctx: ForwardContext) -> None:
         self.layer, self.ctx, self.r, self.d = layer, ctx, layer.queries_per_group, layer.head_dim
         norms = [layer.q_layernorm, layer.k_layernorm] if layer.qk_layernorm else []
-        self.parameters = [p for norm in norms if norm.sink is None for p in norm.parameters()]
+        self.parameters = [p for norm in norms if norm.main_grad is None for p in norm.parameters()]
 
-    def prepare(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, keys and values as the attention wants them; see ``parallel.ulysses.Core``."""
         queries, groups = len(share.queries), len(share.keys)
         rotates_inside = self.ctx.rotary is not None and not self.layer.qk_layernorm
-        fused = wires.get("qkv")
+        fused = recv_buffers.get("qkv")
         if fused is None:
-            q, k, v = (self._rotated(wires[part]) if rotates_inside and part != "v" else wires[part] for part in "qkv")
+            q, k, v = (self._rotated(recv_buffers[part]) if rotates_inside and part != "v" else recv_buffers[part] for part in "qkv")
             q, k, v = self._grouped(q, share), self._apart(k, groups), self._apart(v, groups)
         elif groups == 0:
             q, k, v = self._grouped(self._rotated(fused) if rotates_inside else fused, share), None, None
@@ -180,7 +180,7 @@ class AttentionCore:
 class MLP(nn.Module):
     """fc1, activation, fc2; where it is gated fc1's rows are [gate | up]."""
 
-    def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size and config.num_layers
         std, bias, activation = config.init_method_std, config.mlp_bias, Activation(config.activation)
@@ -216,7 +216,9 @@ class MLP(nn.Module):
         assert fc2.activation is not None
         plan = MLPPlan(None if norm is None else norm.spec, fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
         row_keys = None if dropout is None else dropout.row_keys
-        return chunked_mlp(x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, sink=fc1.sink)
+        return chunked_mlp(
+            x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, main_grad=fc1.main_grad
+        )
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
@@ -231,7 +233,7 @@ class TransformerBlock(nn.Module):
     input on to the MLP, and waits for the gradient of both.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
         self.layer = layer

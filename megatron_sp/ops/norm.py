@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the sink.
+"""LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
 ``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for ``ops/linear.py``, which can
 put a norm in front of a linear layer and compute it again in backward instead of storing its output.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.grad_sink import GradSink, put_grad
+from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import blocks, empty
 
 
@@ -40,18 +40,18 @@ class NormInFront:
     bias: Tensor | None
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, sink: GradSink | None = None) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None) -> Tensor:
     """The norm of x [..., h] over its last dim; ``weight`` and ``bias`` [h], the bias for LayerNorm only."""
-    return _Norm.apply(x, weight, bias, spec, sink)
+    return _Norm.apply(x, weight, bias, spec, main_grad)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, sink: GradSink | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, main_grad: MainGrad | None) -> Tensor:
         y, stats = norm_forward(x, weight, bias, spec)
         ctx.save_for_backward(x, weight, bias, *stats)
-        ctx.params = weight, bias  # the sink knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.spec, ctx.sink = spec, sink
+        ctx.params = weight, bias  # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
+        ctx.spec, ctx.main_grad = spec, main_grad
         return y
 
     @staticmethod
@@ -60,9 +60,9 @@ class _Norm(torch.autograd.Function):
         need = ctx.needs_input_grad[:3]
         grad_x, grad_weight, grad_bias = norm_backward(grad, x, weight, bias, tuple(stats), ctx.spec, need)
         if grad_weight is not None:
-            grad_weight = put_grad(ctx.sink, ctx.params[0], grad_weight)
+            grad_weight = put_grad(ctx.main_grad, ctx.params[0], grad_weight)
         if grad_bias is not None:
-            grad_bias = put_grad(ctx.sink, ctx.params[1], grad_bias)
+            grad_bias = put_grad(ctx.main_grad, ctx.params[1], grad_bias)
         return grad_x, grad_weight, grad_bias, None, None
 
 

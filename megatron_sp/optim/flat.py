@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_gather_async
-from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.ops.memory import empty, host_empty
 from megatron_sp.utils.numbers import round_up
@@ -39,7 +39,7 @@ class Zero:
     """
 
     stage: int = 0
-    group: Group = field(default=ALONE)
+    group: Group = field(default=SINGLE_RANK)
 
     @property
     def parts(self) -> int:

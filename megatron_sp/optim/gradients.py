@@ -1,6 +1,6 @@
-"""The gradient sink of a model: weight gradients go into flat buffers and are summed over the ranks, whole or to shards.
+"""The main-gradient buffer of a model: weight gradients go into flat buffers and are summed over the ranks, whole or to shards.
 
-``start_step`` opens a step; ops ``claim`` views; when a backward leaves a unit, ``unit_done`` may start the unit's collective under the
+``start_step`` opens a step; ops ``reserve`` views; when a backward leaves a unit, ``unit_done`` may start the unit's collective under the
 rest of backward; ``finish_step`` waits for all of them.
 
     stage 0   all_reduce in the last micro-batch, in place
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_reduce, all_reduce_async, reduce_scatter_async
-from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.optim.flat import FlatUnit, Slot
 from megatron_sp.optim.offload import HostCopies
 
@@ -40,7 +40,7 @@ class FlatGradients:
     """
 
     def __init__(
-        self, units: list[FlatUnit], group: Group, *, tp: Group = ALONE, overlap: bool = True,
+        self, units: list[FlatUnit], group: Group, *, tp: Group = SINGLE_RANK, overlap: bool = True,
         reduce_dtype: torch.dtype | None = None, host: HostCopies | None = None,
     ) -> None:  # fmt: skip
         self.host = host
@@ -82,15 +82,15 @@ class FlatGradients:
         """The next backward is the step's last: units may be reduced as they complete."""
         self._last_micro_batch = True
 
-    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+    def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         if id(param) not in self._slots:
             return None
-        assert id(param) not in self._ahead, "a gradient claimed ahead was not settled: its backward has not run"
+        assert id(param) not in self._ahead, "a gradient reserved ahead was not settled: its backward has not run"
         view, fresh = self._view(param), id(param) not in self._written
         self._written.add(id(param))
         return view, fresh
 
-    def claim_ahead(self, param: Tensor) -> Tensor | None:
+    def reserve_ahead(self, param: Tensor) -> Tensor | None:
         if id(param) not in self._slots or id(param) in self._written:
             return None
         view = self._view(param)
@@ -98,7 +98,7 @@ class FlatGradients:
         self._ahead.add(id(param))
         return view
 
-    def settle(self, param: Tensor) -> None:
+    def finish(self, param: Tensor) -> None:
         self._ahead.remove(id(param))
 
     def _view(self, param: Tensor) -> Tensor:

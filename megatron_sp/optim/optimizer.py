@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_sp.comm.collectives import all_reduce
-from megatron_sp.comm.groups import ALONE, Group
+from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, squared_norm, within
 from megatron_sp.optim.offload import HostCopies
@@ -43,7 +43,12 @@ class FlatOptimizer:
     """
 
     def __init__(
-        self, units: list[FlatUnit], config: OptimizerConfig, tp: Group = ALONE, everybody: Group = ALONE, host: HostCopies | None = None
+        self,
+        units: list[FlatUnit],
+        config: OptimizerConfig,
+        tp: Group = SINGLE_RANK,
+        everybody: Group = SINGLE_RANK,
+        host: HostCopies | None = None,
     ) -> None:
         self.units, self.config, self.tp, self.host = units, config, tp, host
         self.holders = everybody if units and units[0].zero.stage > 0 else tp

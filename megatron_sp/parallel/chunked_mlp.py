@@ -13,7 +13,7 @@ Forward, with pieces 0, 1, 2 (g gathers, r reduces):
     now:     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 under piece 0, r0 under piece 1, ...
 Backward is drawn the same way: the gathers of the piece behind, and the reduction of the piece before, run under a piece's products.
 
-Weight gradients of the pieces are added up in the sink, the first one overwriting; without a sink in fp32 or wider.
+Weight gradients of the pieces are added up in the main_grad, the first one overwriting; without a main_grad in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import keep_mask
-from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product
+from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
 from megatron_sp.parallel.linear import column_sum, multiply, normed_by, rows_of
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MLPPlan:
     spec: NormSpec | None
     activation: Activation
     chunks: int
-    tp: TensorParallel = NOT_SPLIT
+    tp: TensorParallel = NO_TP
     rate: float = 0.0
 
     def pieces(self, positions: int) -> list[slice]:
@@ -61,7 +61,7 @@ class MLPPlan:
 
 def chunked_mlp(
     x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan: MLPPlan,
-    *, row_keys: Tensor | None = None, onto: Tensor | None = None, sink: GradSink | None = None,
+    *, row_keys: Tensor | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
 ) -> Tensor:  # fmt: skip
     """x + mlp(norm(x)) without the wide activation of all positions.
 
@@ -73,24 +73,24 @@ def chunked_mlp(
         plan: pieces, group, dropout.
         row_keys: int32 [s/parts, b], for dropout.
         onto: like x; what the branch is added to instead of x.
-        sink: receives the gradients of all parameters; else they go through autograd.
+        main_grad: receives the gradients of all parameters; else they go through autograd.
     Returns:
         [s/parts, b, h].
     """
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    return _ChunkedMLP.apply(x, weight, bias, *fc1, *fc2, onto, row_keys, plan, sink)
+    return _ChunkedMLP.apply(x, weight, bias, *fc1, *fc2, onto, row_keys, plan, main_grad)
 
 
 class _ChunkedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-        b2: Tensor | None, onto: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, sink: GradSink | None,
+        b2: Tensor | None, onto: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, main_grad: MainGrad | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, row_keys)
-        # the sink knows parameters by identity; recomputation hands saved tensors back as copies
+        # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params = norm_weight, norm_bias, w1, b1, w2, b2
-        ctx.plan, ctx.sink, ctx.apart = plan, sink, onto is not None
+        ctx.plan, ctx.main_grad, ctx.apart = plan, main_grad, onto is not None
         stream = x if onto is None else onto
         plan.tp.mark("mlp")
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -157,13 +157,13 @@ class _Backward:
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.row_keys = ctx.saved_tensors
-        self.plan, self.sink, self.grad, self.params = ctx.plan, ctx.sink, grad, ctx.params
+        self.plan, self.main_grad, self.grad, self.params = ctx.plan, ctx.main_grad, grad, ctx.params
         self.passes = None if ctx.apart else grad  # to x, beside what comes through the branch
         self.grad_onto = grad if ctx.needs_input_grad[7] else None
         self.need_x, self.need = ctx.needs_input_grad[0], ctx.needs_input_grad[1:7]
         self.need_back = self.need_x or self.need[0] or self.need[1]
-        self.sums: list[Tensor | None] = [None] * 6  # by parameter; of the two weights only without a sink
-        self.weights = {i: _WeightGrad(self.sink, self.params[i]) for i in (2, 4) if self.need[i]}
+        self.sums: list[Tensor | None] = [None] * 6  # by parameter; of the two weights only without a main_grad
+        self.weights = {i: _WeightGrad(self.main_grad, self.params[i]) for i in (2, 4) if self.need[i]}
         self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need_x else None
 
     def run(self) -> tuple[Tensor | None, ...]:
@@ -184,7 +184,7 @@ class _Backward:
             del reduced
         if under_way is not None:
             self._norm(*under_way)
-        found = [None if s is None else put_grad(self.sink, p, s) for p, s in zip(self.params, self.sums, strict=True)]
+        found = [None if s is None else put_grad(self.main_grad, p, s) for p, s in zip(self.params, self.sums, strict=True)]
         for i, weight in self.weights.items():
             found[i] = weight.result()
         return self.grad_x, *found, self.grad_onto, None, None, None
@@ -248,13 +248,13 @@ class _Backward:
 
 
 class _WeightGrad:
-    """The gradient of a weight, added up over pieces: in the sink's view, or in a buffer of its own in fp32 or wider."""
+    """The gradient of a weight, added up over pieces: in the main_grad's view, or in a buffer of its own in fp32 or wider."""
 
-    def __init__(self, sink: GradSink | None, param: Tensor) -> None:
-        claimed = sink.claim(param) if sink is not None else None
-        self._param, self._held = param, claimed is not None
+    def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
+        reserved = main_grad.reserve(param) if main_grad is not None else None
+        self._param, self._held = param, reserved is not None
         wide = torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
-        self._view, self._fresh = claimed or (torch.empty(param.shape, dtype=wide, device=param.device), True)
+        self._view, self._fresh = reserved or (torch.empty(param.shape, dtype=wide, device=param.device), True)
 
     def add_product(self, grad_out: Tensor, x: Tensor) -> None:
         """Add grad_out.T @ x."""

@@ -18,7 +18,7 @@ from megatron_sp.comm.collectives import Handle, all_to_all_async
 from megatron_sp.comm.groups import Group
 
 
-class Flight:
+class EarlyExchange:
     """One exchange of equal parts, and later that of its gradient.
 
     Args:
@@ -55,7 +55,7 @@ class Flight:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: EarlyExchange) -> Tensor:
         ctx.flight = flight
         flight._there = flight.start(x)
         return x.new_empty(0)
@@ -68,7 +68,7 @@ class _Launch(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flight: EarlyExchange) -> Tensor:
         ctx.flight = flight
         handle, flight._there = flight._there, None
         return flight.end(handle)

@@ -1,4 +1,4 @@
-"""Rows of a table by index, the gradient added straight into the sink.
+"""Rows of a table by index, the gradient added straight into the main_grad.
 
 The table's rows may be split over the tp ranks (arXiv:1909.08053): each looks up what it has, zeros stand for the rest, and the sum over
 the ranks is the lookup.
@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.memory import empty
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
-def embedding(ids: Tensor, weight: Tensor, *, tp: TensorParallel = NOT_SPLIT, sink: GradSink | None = None) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, *, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None) -> Tensor:
     """Look rows up.
 
     Args:
         ids: int64 [s, ...], the same on every rank of the group.
         weight: [rows/tp, h]; rank r holds rows from r * rows/tp on.
         tp: the group over which the rows are split.
-        sink: receives the gradient of weight.
+        main_grad: receives the gradient of weight.
     Returns:
         [s/parts, ..., h].
     """
-    return _Embedding.apply(ids, weight, tp, sink)
+    return _Embedding.apply(ids, weight, tp, main_grad)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: GradSink | None) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, main_grad: MainGrad | None) -> Tensor:
         ctx.save_for_backward(ids)
         tp.mark("embedding")
-        ctx.param, ctx.tp, ctx.sink = weight, tp, sink  # by identity, as the sink knows it; its values are not needed
+        ctx.param, ctx.tp, ctx.main_grad = weight, tp, main_grad  # by identity, as the main_grad knows it; its values are not needed
         out = empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         rows, elsewhere = _local_rows(ids, weight.shape[0], tp)
         torch.index_select(weight, 0, rows, out=out.view(-1, weight.shape[1]))
@@ -48,8 +48,8 @@ class _Embedding(torch.autograd.Function):
         ctx.tp.mark("embedding")
         (ids,), weight = ctx.saved_tensors, ctx.param
         gathered = ctx.tp.enter_async(grad)
-        claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
-        view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
+        reserved = ctx.main_grad.reserve(weight) if ctx.main_grad is not None else None
+        view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
         if fresh:
             view.zero_()
         rows, elsewhere = _local_rows(ids, view.shape[0], ctx.tp)  # with ZeRO stage 3 the weight itself may be away again
@@ -58,7 +58,7 @@ class _Embedding(torch.autograd.Function):
         if elsewhere is not None:
             grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)  # not an index by mask: its size would have to come from the GPU
         view.index_add_(0, rows, grad2)
-        return None, view if claimed is None else None, None, None
+        return None, view if reserved is None else None, None, None
 
 
 def _local_rows(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, broadcast
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
@@ -33,18 +33,18 @@ class _GatherPositions(torch.autograd.Function):
         return grad.narrow(0, ctx.tp.rank * each, each).contiguous(), None
 
 
-def whole_sequence(x: Tensor, length: int, layout: Layout) -> Tensor:
+def whole_sequence(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
     """[s/sp, ...] of each sp rank -> [length, ...], without padding; for evaluation, there is no backward."""
     return all_gather_async(x.contiguous(), layout.sp.group).wait()[:length]
 
 
-def last_position(x: Tensor, length: int, layout: Layout) -> Tensor:
+def last_position(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
     """[s/sp, ...] of each sp rank -> [...], what stands at position ``length - 1``; for generation, there is no backward."""
     owner, at = divmod(length - 1, x.shape[0])
     return broadcast((x[at] if layout.sp.rank == owner else torch.empty_like(x[0])).contiguous(), layout.sp.group, owner)
 
 
-def agreed(value: int, layout: Layout, device: torch.device) -> int:
+def agreed(value: int, layout: ParallelContext, device: torch.device) -> int:
     """What the first rank of the tp and sp groups says, on all of them.
 
     Every rank has computed the same; but should a library round differently on one of them, they would generate different texts and

@@ -52,7 +52,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class HeadChunk:
     """One pass through the pipeline: the shares of all ranks and the messages that bring them."""
 
     shares: tuple[Share, ...]
@@ -66,7 +66,7 @@ def deal(count: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1) -> list[Chunk]:
+def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1) -> list[HeadChunk]:
     """The plan for one tp rank's heads.
 
     Args:
@@ -91,7 +91,7 @@ def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: Over
         of_all = tuple(s[index] for s in shares)
         parts: tuple[Literal["qkv", "q", "k", "v"], ...] = ("q", "k", "v") if mode == "split-qkv" else ("qkv",)
         messages = tuple(Message(part, tuple(_rows(share, part, r) for share in of_all)) for part in parts)
-        chunks.append(Chunk(of_all, messages))
+        chunks.append(HeadChunk(of_all, messages))
     return chunks
 
 

@@ -13,8 +13,8 @@ Activations are [s, b, h]; ``s/parts`` are the positions that a rank keeps betwe
     Table                    weight          [rows, h]            with --sequence-parallel
 
 Each parameter's ``ShardSpec`` says so (``shard_specs``): optimizer, checkpoints and converters read nothing else. The algebra is that of
-``linear.py``, ``embedding.py`` and ``lm_head.py``. When gradient buffers are attached (``attach_sink``) weight gradients are added into
-them, and autograd sees none. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+``linear.py``, ``embedding.py`` and ``lm_head.py``. When gradient buffers are attached (``attach_main_grad``) weight gradients are added
+into them, and autograd sees none. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.grad_sink import GradSink
+from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.init import draw_normal
-from megatron_sp.parallel.layout import Layout
 from megatron_sp.parallel.linear import column_linear, row_linear
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT
+from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.parallel.tensor_parallel import NO_TP
 from megatron_sp.utils.numbers import round_up
 
 
@@ -46,18 +46,23 @@ class Norm(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, width: int, dtype: torch.dtype, layout: Layout, sees: Literal["positions", "heads"] = "positions"
+        self,
+        config: ModelConfig,
+        width: int,
+        dtype: torch.dtype,
+        layout: ParallelContext,
+        sees: Literal["positions", "heads"] = "positions",
     ) -> None:
         super().__init__()
         self.spec_of_shard = ShardSpec.whole((width,), layout.tp.rank, layout.tp.size, summed=layout.tp.seq or sees == "heads")
         self.spec = NormSpec(config.normalization, config.norm_epsilon, config.apply_layernorm_1p)
-        self.sink: GradSink | None = None
+        self.main_grad: MainGrad | None = None
         start = torch.zeros if self.spec.zero_centered else torch.ones
         self.weight = nn.Parameter(start(width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.bias, self.spec, sink=self.sink)
+        return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Of the parameters, by their names in this module."""
@@ -80,10 +85,18 @@ class ParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, name: str, weight_spec: ShardSpec, bias_spec: ShardSpec | None, *, std: float, seed: int, dtype: torch.dtype, layout: Layout
+        self,
+        name: str,
+        weight_spec: ShardSpec,
+        bias_spec: ShardSpec | None,
+        *,
+        std: float,
+        seed: int,
+        dtype: torch.dtype,
+        layout: ParallelContext,
     ) -> None:
         super().__init__()
-        self.sink: GradSink | None = None
+        self.main_grad: MainGrad | None = None
         self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
         whole = draw_normal(weight_spec.shape, std, seed, f"{name}.weight")
         self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
@@ -115,7 +128,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def __init__(
         self, name: str, in_features: int, out_features: int, runs: tuple[tuple[int, int], ...], *, bias: bool, std: float, seed: int,
-        dtype: torch.dtype, layout: Layout, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
+        dtype: torch.dtype, layout: ParallelContext, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
     ) -> None:  # fmt: skip
         weight = replace(ShardSpec.split((out_features, in_features), 0, runs), sums=sums)
         weight = weight if counted is None else replace(weight, counted=counted)
@@ -124,7 +137,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
         """[s/parts, b, in] -> ([s, b, out/tp]; x again, for the residual branch)."""
-        return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, sink=self.sink)
+        return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, main_grad=self.main_grad)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -145,8 +158,8 @@ class RowParallelLinear(ParallelLinear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype, layout: Layout,
-        activation: Activation | None = None,
+        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype,
+        layout: ParallelContext, activation: Activation | None = None,
     ) -> None:  # fmt: skip
         tp = layout.tp
         mine = in_features // tp.size
@@ -157,15 +170,17 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """[s, b, in/tp] -> [s/parts, b, out], the residual added."""
-        return row_linear(x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, sink=self.sink)
+        return row_linear(
+            x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, main_grad=self.main_grad
+        )
 
 
 class Table(nn.Module):
     """An embedding table that every rank holds whole: positions, token types."""
 
-    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
-        self.sink: GradSink | None = None
+        self.main_grad: MainGrad | None = None
         self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
         self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
 
@@ -174,7 +189,7 @@ class Table(nn.Module):
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, tp=NOT_SPLIT, sink=self.sink)
+        return embedding(ids, self.weight, tp=NO_TP, main_grad=self.main_grad)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -188,10 +203,10 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: Layout
+        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext
     ) -> None:
         super().__init__()
-        self.sink: GradSink | None = None
+        self.main_grad: MainGrad | None = None
         self.rows, self.tp = rows, layout.tp
         mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
         first = min(rows, layout.tp.rank * mine)
@@ -207,7 +222,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
-        return embedding(ids, self.weight, tp=self.tp, sink=self.sink)
+        return embedding(ids, self.weight, tp=self.tp, main_grad=self.main_grad)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
@@ -220,8 +235,8 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     return found
 
 
-def attach_sink(model: nn.Module, sink: GradSink | None) -> None:
-    """Make every layer of ours write its weight gradients into ``sink`` (None: through autograd again)."""
+def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
+    """Make every layer of ours write its weight gradients into ``main_grad`` (None: through autograd again)."""
     for module in model.modules():
-        if hasattr(module, "sink"):
-            module.sink = sink  # type: ignore[assignment]
+        if hasattr(module, "main_grad"):
+            module.main_grad = main_grad  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers, with the weight gradient written straight into the gradient sink.
+"""Tensor-parallel linear layers, with the weight gradient written straight into the main-gradient buffer.
 
     column-parallel:  y = enter(norm(x)) @ W.T + b            W [out/tp, in]: each rank computes its own columns of y
     row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own rows
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation
-from megatron_sp.ops.grad_sink import GradSink, put_grad, put_weight_grad
+from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward, norm_forward
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
 def column_linear(
@@ -32,8 +32,8 @@ def column_linear(
     bias: Tensor | None = None,
     *,
     norm: NormInFront | None = None,
-    tp: TensorParallel = NOT_SPLIT,
-    sink: GradSink | None = None,
+    tp: TensorParallel = NO_TP,
+    main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A linear layer split by columns, optionally behind a norm.
 
@@ -43,13 +43,13 @@ def column_linear(
         bias: [out/tp].
         norm: applied to x first; its weights are whole on every rank.
         tp: the group.
-        sink: receives the gradients of all parameters; else they go through autograd.
+        main_grad: receives the gradients of all parameters; else they go through autograd.
     Returns:
         ([s, ..., out/tp]; x again, for the residual branch: the gradient that arrives there is added in here).
     Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
     norm_weight, norm_bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
-    return _ColumnLinear.apply(x, weight, bias, norm_weight, norm_bias, spec, tp, sink)
+    return _ColumnLinear.apply(x, weight, bias, norm_weight, norm_bias, spec, tp, main_grad)
 
 
 def row_linear(
@@ -59,8 +59,8 @@ def row_linear(
     *,
     activation: Activation | None = None,
     residual: Tensor | None = None,
-    tp: TensorParallel = NOT_SPLIT,
-    sink: GradSink | None = None,
+    tp: TensorParallel = NO_TP,
+    main_grad: MainGrad | None = None,
 ) -> Tensor:
     """A linear layer split by rows, optionally behind an activation.
 
@@ -71,24 +71,24 @@ def row_linear(
         activation: applied to x first.
         residual: [s/parts, ..., out], added to the result.
         tp: the group.
-        sink: receives the gradients of all parameters; else they go through autograd.
+        main_grad: receives the gradients of all parameters; else they go through autograd.
     Returns:
         [s/parts, ..., out].
     Source: as ``column_linear``.
     """
-    return _RowLinear.apply(x, weight, bias, residual, activation, tp, sink)
+    return _RowLinear.apply(x, weight, bias, residual, activation, tp, main_grad)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        spec: NormSpec | None, tp: TensorParallel, sink: GradSink | None,
+        spec: NormSpec | None, tp: TensorParallel, main_grad: MainGrad | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(x, weight, norm_weight, norm_bias)
-        # the sink knows parameters by identity; recomputation hands saved tensors back as copies
+        # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
         ctx.params = weight, bias, norm_weight, norm_bias
-        ctx.spec, ctx.tp, ctx.sink = spec, tp, sink
+        ctx.spec, ctx.tp, ctx.main_grad = spec, tp, main_grad
         ctx.set_materialize_grads(False)
         tp.mark("mlp")
         normed, _ = normed_by(x, norm_weight, norm_bias, spec)
@@ -116,9 +116,9 @@ class _ColumnLinear(torch.autograd.Function):
             reduced = tp.leave_async(grad_a)
             del grad_a
         if need_bias:
-            grad_bias = put_grad(ctx.sink, ctx.params[1], column_sum(grad2))
+            grad_bias = put_grad(ctx.main_grad, ctx.params[1], column_sum(grad2))
         if gathered is not None:
-            grad_weight = put_weight_grad(ctx.sink, ctx.params[0], grad2, rows_of(gathered.wait()))
+            grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(gathered.wait()))
         del normed, gathered
         if reduced is None:
             return passed if need_x else None, grad_weight, grad_bias, None, None, None, None, None
@@ -134,11 +134,11 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: Activation | None,
-        tp: TensorParallel, sink: GradSink | None,
+        tp: TensorParallel, main_grad: MainGrad | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.params = weight, bias
-        ctx.activation, ctx.tp, ctx.sink = activation, tp, sink
+        ctx.activation, ctx.tp, ctx.main_grad = activation, tp, main_grad
         tp.mark("mlp")
         a = x if activation is None else activation.forward(x)
         return project_back(a, weight, bias, residual, tp)
@@ -151,11 +151,11 @@ class _RowLinear(torch.autograd.Function):
         gathered = ctx.tp.enter_async(grad)
         grad_x = grad_weight = grad_bias = None
         if need_bias:
-            grad_bias = put_grad(ctx.sink, ctx.params[1], column_sum(rows_of(grad)))
+            grad_bias = put_grad(ctx.main_grad, ctx.params[1], column_sum(rows_of(grad)))
         grad2 = rows_of(gathered.wait())
         if need_weight:
             a = x if ctx.activation is None else ctx.activation.forward(x)
-            grad_weight = put_weight_grad(ctx.sink, ctx.params[0], grad2, rows_of(a))
+            grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(a))
             del a
         if need_x:
             grad_x = empty((*x.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
@@ -196,7 +196,7 @@ def norm_gradients(
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """Backward of a norm in front: (gradient of x with that of the residual branch added, what autograd gets for the norm's parameters)."""
     grad_x, *grads = norm_backward(grad, x, weight, bias, stats, ctx.spec, need, passed)
-    first, second = (None if g is None else put_grad(ctx.sink, p, g) for g, p in zip(grads, ctx.params[-2:], strict=True))
+    first, second = (None if g is None else put_grad(ctx.main_grad, p, g) for g, p in zip(grads, ctx.params[-2:], strict=True))
     return grad_x, (first, second)
 
 

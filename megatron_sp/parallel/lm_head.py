@@ -6,7 +6,7 @@ tokens x vocabulary. The gradients are those of the summed loss; backward scales
 loss scale), so any later scaling is honoured. Related: Liger's fused linear cross entropy (arXiv:2410.10989), which this
 does without a custom kernel.
 
-The price: the weight's gradient lives from the forward of the head on. It is written straight into the sink where that is free (the
+The price: the weight's gradient lives from the forward of the head on. It is written straight into the main_grad where that is free (the
 first micro-batch of a step), else into a buffer of its own.
 
 With the vocabulary split over tp ranks each chunk costs two small reductions, of the rows' maxima and of their sums and label logits; the
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async
-from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product
+from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.parallel.linear import rows_of
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 _CHUNK_BYTES = {"cpu": 52 * 2**20, "cuda": 2**29}
 _MOST_TOKENS = {"cpu": 512, "cuda": 2**20}
@@ -49,8 +49,8 @@ def lm_head_loss(
     vocab_size: int,
     bias: Tensor | None = None,
     chunk_tokens: int | None = None,
-    tp: TensorParallel = NOT_SPLIT,
-    sink: GradSink | None = None,
+    tp: TensorParallel = NO_TP,
+    main_grad: MainGrad | None = None,
 ) -> HeadLoss:
     """Sum over tokens of loss_mask * cross_entropy(x @ weight.T + bias, labels).
 
@@ -64,14 +64,14 @@ def lm_head_loss(
         bias: [rows/tp], or None.
         chunk_tokens: tokens per chunk; None: ``default_chunk_tokens``.
         tp: the group over which the vocabulary is split.
-        sink: receives the gradients of weight and bias.
+        main_grad: receives the gradients of weight and bias.
     """
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
     here = _Rows(first_row, valid, vocab_size)
     # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
-    return HeadLoss(*_LMHeadLoss.apply(x, weight, labels, loss_mask, bias, here, chunk, tp, sink, torch.is_grad_enabled()))
+    return HeadLoss(*_LMHeadLoss.apply(x, weight, labels, loss_mask, bias, here, chunk, tp, main_grad, torch.is_grad_enabled()))
 
 
 class HeadLoss(NamedTuple):
@@ -100,7 +100,7 @@ class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, bias: Tensor | None,
-        rows: _Rows, chunk: int, tp: TensorParallel, sink: GradSink | None, train: bool,
+        rows: _Rows, chunk: int, tp: TensorParallel, main_grad: MainGrad | None, train: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         tp.mark("head")
@@ -109,7 +109,7 @@ class _LMHeadLoss(torch.autograd.Function):
         hits = torch.empty(x2.shape[0], dtype=torch.bool, device=x.device)
         need_x, need_weight, need_bias = (train and ctx.needs_input_grad[i] for i in (0, 1, 4))
         grad_x = empty(x2.shape, dtype=x2.dtype, device=x2.device) if need_x else None
-        ahead = sink.claim_ahead(weight) if sink is not None and need_weight else None
+        ahead = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
         grad_weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
         if grad_weight is not None and x2.shape[0] == 0:
             grad_weight.zero_()  # no chunk will write it
@@ -142,7 +142,7 @@ class _LMHeadLoss(torch.autograd.Function):
         ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
         ctx.grad_x = None
         ctx.tp = tp
-        ctx.shape, ctx.sink, ctx.param, ctx.ahead = x.shape, sink, weight, ahead
+        ctx.shape, ctx.main_grad, ctx.param, ctx.ahead = x.shape, main_grad, weight, ahead
         token_loss_sb, hits_sb = token_loss.view(labels.shape), hits.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb, hits_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
@@ -162,20 +162,20 @@ class _LMHeadLoss(torch.autograd.Function):
             out_x = scaled.to(grad_x.dtype).view(ctx.shape)
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
-            ctx.sink.settle(weight)
-        out_bias = None if grad_bias is None else put_grad(ctx.sink, ctx.bias, grad_bias * grad_sum)
+            ctx.main_grad.finish(weight)
+        out_bias = None if grad_bias is None else put_grad(ctx.main_grad, ctx.bias, grad_bias * grad_sum)
         rest: tuple[None, ...] = (None,) * 5
         if grad_weight is None:
             return out_x, None, None, None, out_bias, *rest
-        claimed = ctx.sink.claim(weight) if ctx.sink is not None else None
-        if claimed is None:
+        reserved = ctx.main_grad.reserve(weight) if ctx.main_grad is not None else None
+        if reserved is None:
             return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, out_bias, *rest
-        view, fresh = claimed
+        view, fresh = reserved
         torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
         return out_x, None, None, None, out_bias, *rest
 
 
-def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NOT_SPLIT) -> Tensor:
+def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP) -> Tensor:
     """[..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group: for generation, where few tokens need logits."""
     rows = vocab_size if tp.size == 1 else weight.shape[0]
     logits = x @ weight[:rows].t()

@@ -5,7 +5,7 @@ attention dropout inside a fused kernel, which draws from torch's generator.
 
 Not torch's checkpoint: that packs whatever an op saves, and asks for the recomputation once for every autograd graph in it; the attention
 block (``parallel/ulysses.py``) runs graphs of its own. Here the function is simply called twice. Parameters used inside get their gradients
-through their sink or in ``.grad``, as from any ``backward()``.
+through their main_grad or in ``.grad``, as from any ``backward()``.
 """
 
 from __future__ import annotations

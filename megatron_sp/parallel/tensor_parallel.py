@@ -18,8 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_gather_async, all_reduce_async, done, reduce_scatter_async
-from megatron_sp.comm.groups import ALONE, Group
-from megatron_sp.comm.recorder import Flight, Place
+from megatron_sp.comm.groups import SINGLE_RANK, Group
+from megatron_sp.comm.recorder import CallSite, CollectiveRecord
 from megatron_sp.ops.memory import empty
 
 
@@ -33,9 +33,9 @@ class TensorParallel:
         recorder: is told of every collective and of what is computed between them.
     """
 
-    group: Group = ALONE
+    group: Group = SINGLE_RANK
     seq: bool = False
-    recorder: Place | None = None
+    recorder: CallSite | None = None
 
     @property
     def size(self) -> int:
@@ -83,9 +83,9 @@ class TensorParallel:
         if self.recorder is not None:
             self.recorder.mark(label)
 
-    def _flight(self, op: str, x: Tensor, receives: int) -> Flight | None:
+    def _flight(self, op: str, x: Tensor, receives: int) -> CollectiveRecord | None:
         assert self.recorder is not None
         return self.recorder.start(op, (x.numel(),), (receives,), x.dtype, op.replace("_", "-"))
 
 
-NOT_SPLIT = TensorParallel()
+NO_TP = TensorParallel()

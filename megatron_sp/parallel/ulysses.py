@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, all_to_all_async
-from megatron_sp.comm.groups import ALONE, Group
-from megatron_sp.comm.recorder import Place
+from megatron_sp.comm.groups import SINGLE_RANK, Group
+from megatron_sp.comm.recorder import CallSite
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.grad_sink import GradSink, put_grad, put_product, put_weight_grad, weight_product
+from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product, put_weight_grad, weight_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront
-from megatron_sp.parallel.heads import Chunk, Message, Share, runs_of
+from megatron_sp.parallel.heads import HeadChunk, Message, Share, runs_of
 from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, normed_by, project_back, rows_of
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
 
@@ -47,7 +47,7 @@ PROJECTION, ATTENTION, OUTPUT_PROJECTION, OTHER = "projection", "attention", "ou
 class Core(Protocol):
     """What happens to the heads of one chunk between the exchanges."""
 
-    def prepare(self, wires: dict[str, Tensor], share: Share) -> Heads:
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
         """From what arrived ([s, b, width] for each message's part) to q [s, m, r, d] and k, v [s, m, 1, d], rotated and normed.
 
         k and v are None for a chunk that uses those of an earlier one. May write in place.
@@ -58,7 +58,7 @@ class Core(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Those that ``prepare`` uses and no sink holds; their gradients go through autograd."""
+        """Those that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class SequenceParallel:
         recorder: is told of every exchange and of what is computed between them.
     """
 
-    group: Group = ALONE
+    group: Group = SINGLE_RANK
     overlap: bool = False
-    recorder: Place | None = None
+    recorder: CallSite | None = None
 
     @property
     def size(self) -> int:
@@ -89,7 +89,7 @@ class SequenceParallel:
             self.recorder.mark(label)
 
 
-NOT_CUT = SequenceParallel()
+NO_SP = SequenceParallel()
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class AttentionPlan:
         add_input: the block's input is added to the result (the residual stream).
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[HeadChunk, ...]
     head_dim: int
     seq_length: int
-    tp: TensorParallel = NOT_SPLIT
-    sp: SequenceParallel = NOT_CUT
+    tp: TensorParallel = NO_TP
+    sp: SequenceParallel = NO_SP
     add_input: bool = True
 
 
 def attention_block(
     x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core,
-    plan: AttentionPlan, *, sink: GradSink | None = None,
+    plan: AttentionPlan, *, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """proj(attention(qkv(norm(x)))), plus x if the plan says so.
 
@@ -125,22 +125,22 @@ def attention_block(
         proj: weight [h, n*d] of this tp rank, bias [h] or None.
         core: the attention itself.
         plan: groups and heads.
-        sink: receives the gradients of all parameters; else they go through autograd.
+        main_grad: receives the gradients of all parameters; else they go through autograd.
     Returns:
         (the result, like x; x again, for a residual branch outside: the gradient that arrives there is added in here).
     """
     weight, bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
-    return _AttentionBlock.apply(x, weight, bias, *qkv, *proj, spec, core, plan, sink, torch.is_grad_enabled(), *core.parameters)
+    return _AttentionBlock.apply(x, weight, bias, *qkv, *proj, spec, core, plan, main_grad, torch.is_grad_enabled(), *core.parameters)
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_qkv: Tensor, b_qkv: Tensor | None, w_proj: Tensor,
-        b_proj: Tensor | None, spec: Any, core: Core, plan: AttentionPlan, sink: GradSink | None, train: bool, *core_params: Tensor,
+        b_proj: Tensor | None, spec: Any, core: Core, plan: AttentionPlan, main_grad: MainGrad | None, train: bool, *core_params: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.plan, ctx.sink, ctx.core_params = spec, plan, sink, core_params
+        ctx.spec, ctx.plan, ctx.main_grad, ctx.core_params = spec, plan, main_grad, core_params
         plan.sp.mark(PROJECTION)
         normed, _ = normed_by(x, norm_weight, norm_bias, spec)
         a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
@@ -163,7 +163,7 @@ class _AttentionBlock(torch.autograd.Function):
             return passed, *nothing
         if ctx.run is None:
             raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
-        (run, ctx.run), plan, sink = (ctx.run, None), ctx.plan, ctx.sink
+        (run, ctx.run), plan, main_grad = (ctx.run, None), ctx.plan, ctx.main_grad
         x, norm_weight, norm_bias, w_qkv, w_proj, *outs = ctx.saved_tensors
         param_qkv, param_b_qkv, param_proj, param_b_proj = ctx.params[:4]
         need_x, need_norm_w, need_norm_b, need_qkv, need_b_qkv, need_proj, need_b_proj = ctx.needs_input_grad[:7]
@@ -175,11 +175,11 @@ class _AttentionBlock(torch.autograd.Function):
         if plan.add_input:
             passed, late = (grad, None) if passed is None else (passed, grad)
         gathered = plan.tp.enter_async(grad)
-        g_b_proj = put_grad(sink, param_b_proj, column_sum(rows_of(grad))) if need_b_proj else None
+        g_b_proj = put_grad(main_grad, param_b_proj, column_sum(rows_of(grad))) if need_b_proj else None
         grad2 = rows_of(gathered.wait())
 
         def weight_of_proj() -> Tensor | None:
-            return _grad_of_columns(sink, param_proj, grad2, list(zip(ctx.columns, outs, strict=True))) if need_proj else None
+            return _grad_of_columns(main_grad, param_proj, grad2, list(zip(ctx.columns, outs, strict=True))) if need_proj else None
 
         needs_qkv = need_back or need_qkv or need_b_qkv or any(p.requires_grad for p in ctx.core_params)
         if not needs_qkv:
@@ -193,8 +193,8 @@ class _AttentionBlock(torch.autograd.Function):
         a = plan.tp.enter_async(normed)
         reduced: Handle | None = None
         grad_a = empty((run.tokens, w_qkv.shape[1]), dtype=grad.dtype, device=grad.device) if need_back else None
-        weight_grad = _RowWiseGrad(sink, param_qkv, run.whole_weight) if need_qkv else None
-        bias_grad = _RowWiseGrad(sink, param_b_qkv, run.whole_weight) if need_b_qkv else None
+        weight_grad = _RowWiseGrad(main_grad, param_qkv, run.whole_weight) if need_qkv else None
+        bias_grad = _RowWiseGrad(main_grad, param_b_qkv, run.whole_weight) if need_b_qkv else None
         a2: Tensor | None = None
         first = True
         for index, (message, handle) in enumerate(arriving):
@@ -232,7 +232,7 @@ class _AttentionBlock(torch.autograd.Function):
 class _ChunkState:
     """What a chunk's backward needs: leaves, the heads made from them, their copies in front of the attention, its output."""
 
-    wires: list[Tensor]
+    recv_buffers: list[Tensor]
     heads: Heads
     leaves: tuple[Tensor, Tensor, Tensor]
     out: Tensor
@@ -262,14 +262,14 @@ class _Run:
             if index + 1 < len(chunks):
                 coming.append(self._send_heads(chunks[index + 1], a, weight, bias))
             self.sp.mark(ATTENTION)
-            wires = [handle.wait() for handle in coming[index]]
+            recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
-            out = self._attend(chunk, wires, shared)
+            out = self._attend(chunk, recv_buffers, shared)
             going.append(self._exchange("out", out, *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
-    def _send_heads(self, chunk: Chunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
+    def _send_heads(self, chunk: HeadChunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Project a chunk's heads, message by message, and start their exchange."""
         handles = []
         self.sp.mark(PROJECTION)
@@ -281,24 +281,24 @@ class _Run:
             handles.append(self._exchange(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
         return handles
 
-    def _attend(self, chunk: Chunk, wires: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """The attention of this rank's share; flat, with padding behind the real positions."""
         share = chunk.shares[self.sp.rank]
         if not share.queries:
             self.states.append(None)
-            return wires[0].new_empty(0)
+            return recv_buffers[0].new_empty(0)
         s = self.plan.seq_length
-        wires = [wire.view(self.padded_length, self.batch, -1)[:s] for wire in wires]
+        recv_buffers = [buffer.view(self.padded_length, self.batch, -1)[:s] for buffer in recv_buffers]
         if self.train:
-            wires = [wire.detach().requires_grad_() for wire in wires]
+            recv_buffers = [buffer.detach().requires_grad_() for buffer in recv_buffers]
         with torch.set_grad_enabled(self.train):
-            inside = [_Alias.apply(wire) for wire in wires] if self.train else wires
+            inside = [_Alias.apply(buffer) for buffer in recv_buffers] if self.train else recv_buffers
             q, k, v = heads = self.core.prepare({m.part: w for m, w in zip(chunk.messages, inside, strict=True)}, share)
             if k is not None and v is not None:
                 shared[share.uses.start] = self._leaf(k), self._leaf(v)
             leaves = (self._leaf(q), *shared[share.uses.start])
             out = self.core.attend(*leaves, share)
-        self.states.append(_ChunkState(wires, heads, leaves, out) if self.train else None)
+        self.states.append(_ChunkState(recv_buffers, heads, leaves, out) if self.train else None)
         return self._padded(out.detach())
 
     def _leaf(self, x: Tensor) -> Tensor:
@@ -372,18 +372,18 @@ class _Run:
             self.sp.mark(ATTENTION)
             d_out = coming.pop(index).wait()
             chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
-            d_wires: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
+            d_recv_buffers: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
             if state is not None:
-                d_wires, more = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
+                d_recv_buffers, more = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
                 of_params = [add(total, g) for total, g in zip(of_params, more, strict=True)]
             # v first: its gradient needs no rotation, and whoever waits takes them in this order
-            for message, d_wire in reversed(list(zip(chunk.messages, d_wires, strict=True))):
+            for message, d_wire in reversed(list(zip(chunk.messages, d_recv_buffers, strict=True))):
                 widths = self._widths(message)
                 mine = [self.tokens * widths[self.sp.rank]] * self.sp.size
                 arriving.append((message, self._exchange(f"d {message.part}", d_wire, mine, [self.tokens * width for width in widths])))
         return arriving, found, of_params
 
-    def _send_grad(self, chunk: Chunk, grad: Tensor, w_proj: Tensor) -> Handle:
+    def _send_grad(self, chunk: HeadChunk, grad: Tensor, w_proj: Tensor) -> Handle:
         """Start sending the gradient of a chunk's attention output to the ranks of its heads."""
         self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
@@ -420,9 +420,9 @@ class _Run:
         else:
             d_shared[group] = [a + b for a, b in zip(d_kv, d_shared[group], strict=True)] if group in d_shared else d_kv
         parameters = self.core.parameters
-        found = gradients_of([*state.wires, *parameters], outputs, gradients, allow_unused=True)
-        d_wires = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.wires, strict=False)]
-        return [self._padded(g) for g in d_wires], list(found[len(state.wires) :])
+        found = gradients_of([*state.recv_buffers, *parameters], outputs, gradients, allow_unused=True)
+        d_recv_buffers = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.recv_buffers, strict=False)]
+        return [self._padded(g) for g in d_recv_buffers], list(found[len(state.recv_buffers) :])
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
         """Gradients of a message's heads, flat, rank by rank -> (rows of the weight, [tokens, those rows]), for each rank or in one piece.
@@ -461,7 +461,7 @@ class _Run:
     def _widths(self, message: Message) -> list[int]:
         return [len(rows) * self.plan.head_dim for rows in message.rows]
 
-    def _counts_back(self, chunk: Chunk) -> tuple[list[int], list[int]]:
+    def _counts_back(self, chunk: HeadChunk) -> tuple[list[int], list[int]]:
         """Elements of a chunk's attention output: (from this rank to each, from each to this rank)."""
         per_head = self.tokens * self.plan.head_dim
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
@@ -501,24 +501,24 @@ def _project(
     return (y if bias is None else y.add_(bias)), kept
 
 
-def _grad_of_columns(sink: GradSink | None, weight: Tensor, grad: Tensor, pieces: list[tuple[slice, Tensor]]) -> Tensor | None:
-    """Weight gradient of ``_project``: grad.T @ piece in each piece's columns; None if the sink took it."""
+def _grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: list[tuple[slice, Tensor]]) -> Tensor | None:
+    """Weight gradient of ``_project``: grad.T @ piece in each piece's columns; None if the main_grad took it."""
     if len(pieces) == 1:
-        return put_weight_grad(sink, weight, grad, pieces[0][1])
-    claimed = sink.claim(weight) if sink is not None else None
-    view, fresh = (torch.zeros_like(weight), False) if claimed is None else claimed
+        return put_weight_grad(main_grad, weight, grad, pieces[0][1])
+    reserved = main_grad.reserve(weight) if main_grad is not None else None
+    view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
     for columns, piece in pieces:
         torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
-    return view if claimed is None else None
+    return view if reserved is None else None
 
 
 class _RowWiseGrad:
     """The gradient of a parameter that is found message by message, each for some of its rows."""
 
-    def __init__(self, sink: GradSink | None, param: Tensor, rows_differ: bool) -> None:
-        claimed = sink.claim(param) if sink is not None else None
-        self._held = claimed is not None
-        self._view, fresh = claimed if claimed is not None else (torch.zeros_like(param), False)
+    def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
+        reserved = main_grad.reserve(param) if main_grad is not None else None
+        self._held = reserved is not None
+        self._view, fresh = reserved if reserved is not None else (torch.zeros_like(param), False)
         if fresh and not rows_differ:
             self._view.zero_()
         self._overwrite = fresh and rows_differ  # every row comes exactly once

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from megatron_sp.config.rules import violations
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GPUS
-from megatron_sp.estimate.remedies import plan_of
-from megatron_sp.planner.layouts import Given, Layout, default_batch, frames, micro_batches, most_saving, savings
+from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.planner.machine import Machine, reserve
+from megatron_sp.planner.parallel_plans import Given, ParallelPlan, default_batch, frames, micro_batches, most_saving, savings
 from megatron_sp.planner.search import num_groups
 
 _NUMBER = 3
@@ -31,16 +31,16 @@ class Change(NamedTuple):
         return self.needs <= self.have
 
 
-def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Layout] | None:
+def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, ParallelPlan] | None:
     """Bytes and layout of what needs least memory of all layouts; None if the rules allow none."""
-    found: list[tuple[int, Layout]] = []
+    found: list[tuple[int, ParallelPlan]] = []
     # how exchanges are overlapped hardly matters here, and tp_seq always saves
     distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
     for frame in distinct.values():
         dp = frame.dp(machine.gpus)
         size = micro_batches(base, given, dp, frame.sp)[0]
         for stage, kind in most_saving(savings(base, given, dp * frame.sp)):
-            layout = Layout(**{**vars(frame), "zero": stage, "recompute": kind, "micro_batch": size})
+            layout = ParallelPlan(**{**vars(frame), "zero": stage, "recompute": kind, "micro_batch": size})
             config = layout.apply(base)
             if not violations(config, machine.gpus):
                 peak = plan_of(config, machine.gpus, "cpu" if machine.is_cpu else "cuda").peak

@@ -14,8 +14,8 @@ from megatron_sp.estimate.hardware import CPU, GIB, Link, find_gpu, find_link
 from megatron_sp.planner import report
 from megatron_sp.planner.advice import find_changes, least_memory
 from megatron_sp.planner.dry_run import complete
-from megatron_sp.planner.layouts import Given, default_batch
 from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.parallel_plans import Given, default_batch
 from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes

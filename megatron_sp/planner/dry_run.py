@@ -16,7 +16,7 @@ from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.estimate.memory import Form
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.remedies import Device, Remedy, find_remedies, head_share, plan_of
+from megatron_sp.estimate.suggestions import Device, Suggestion, find_suggestions, head_share, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
@@ -43,7 +43,7 @@ class RunPlan:
     num_micro_batches: int
     memory: MemoryPlan
     traffic: TrafficPlan
-    remedies: list[Remedy]
+    remedies: list[Suggestion]
     copy_of_saves: int = 0
     notes: tuple[str, ...] = ()
 
@@ -141,7 +141,7 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     return RunPlan(
         config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
         plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
-        find_remedies(config, world_size, device), copy_bytes(config, world_size),
+        find_suggestions(config, world_size, device), copy_bytes(config, world_size),
         tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note))),
     )  # fmt: skip
 

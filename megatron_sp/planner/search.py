@@ -16,9 +16,9 @@ from megatron_sp.config.rules import violations
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import step_flops_per_token
 from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.remedies import head_share, plan_of
-from megatron_sp.planner.layouts import Given, Layout, Saving, frames, micro_batches, most_saving, saves_no_less, savings
+from megatron_sp.estimate.suggestions import head_share, plan_of
 from megatron_sp.planner.machine import Machine, reserve
+from megatron_sp.planner.parallel_plans import Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.planner.timing import StepTime, step_time
 
 TIGHT = 0.95  # of the memory: a little more of anything, and it does not fit
@@ -35,7 +35,7 @@ class Candidate:
         model_flops: of a step, of the pairs that the mask leaves, for MFU.
     """
 
-    layout: Layout
+    layout: ParallelPlan
     config: Config
     machine: Machine
     memory: MemoryPlan
@@ -90,7 +90,7 @@ class Findings:
 
     candidates: list[Candidate] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    smallest: tuple[int, Layout] | None = None
+    smallest: tuple[int, ParallelPlan] | None = None
     tried: int = 0
 
     def best_of_each(self) -> list[Candidate]:
@@ -109,8 +109,8 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
         given: fields that stay as they are.
         machine: where.
     """
-    found, least = Findings(), dict[tuple[int, int], tuple[int, Layout]]()
-    refused: dict[str, list[Layout]] = {}
+    found, least = Findings(), dict[tuple[int, int], tuple[int, ParallelPlan]]()
+    refused: dict[str, list[ParallelPlan]] = {}
     for frame in frames(base, given, machine.gpus, machine.per_node):
         broken = _broken(frame, base, machine.gpus)
         if broken:
@@ -126,7 +126,7 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
     return found
 
 
-def _broken(frame: Layout, base: Config, gpus: int) -> str:
+def _broken(frame: ParallelPlan, base: Config, gpus: int) -> str:
     """The first rule that the layout breaks whatever the micro-batch is, or ""."""
     return next(iter(violations(frame.apply(base), gpus)), "")
 
@@ -134,7 +134,7 @@ def _broken(frame: Layout, base: Config, gpus: int) -> str:
 class _Tried(NamedTuple):
     """A layout whose memory is known."""
 
-    layout: Layout
+    layout: ParallelPlan
     config: Config
     memory: MemoryPlan
     reserve: int
@@ -147,11 +147,11 @@ class _Tried(NamedTuple):
 class _Frame:
     """All micro-batches, ZeRO stages and recomputations of one way to split."""
 
-    def __init__(self, frame: Layout, base: Config, given: Given, machine: Machine) -> None:
+    def __init__(self, frame: ParallelPlan, base: Config, given: Given, machine: Machine) -> None:
         self.frame, self.base, self.given, self.machine = frame, base, given, machine
         self.dp = frame.dp(machine.gpus)
 
-    def fill(self, found: Findings) -> Iterable[tuple[int, Layout]]:
+    def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
         """Add the candidates that fit; yields (bytes, layout) of all that were tried."""
         tries = savings(self.base, self.given, self.dp * self.frame.sp)
         ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
@@ -193,7 +193,7 @@ class _Frame:
 
     def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
         """The memory of one layout; None if a rule forbids it."""
-        layout = Layout(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
+        layout = ParallelPlan(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
         config = layout.apply(self.base)
         if violations(config, self.machine.gpus):
             return None
@@ -211,12 +211,12 @@ class _Frame:
         return Candidate(*tried[:2], self.machine, *tried[2:], step_time(config, self.machine), tokens, flops)
 
 
-def num_groups(layout: Layout, gpus: int) -> int:
+def num_groups(layout: ParallelPlan, gpus: int) -> int:
     """Communicators of a rank with more than one member: the world, tp, sp, dp x sp."""
     return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.dp(gpus) * layout.sp))
 
 
-def _too_large(least: dict[tuple[int, int], tuple[int, Layout]], fitting: set[tuple[int, int]], machine: Machine) -> list[Rejected]:
+def _too_large(least: dict[tuple[int, int], tuple[int, ParallelPlan]], fitting: set[tuple[int, int]], machine: Machine) -> list[Rejected]:
     have, made = machine.memory_bytes / 2**30, []
     for (tp, sp), (needs, layout) in sorted(least.items()):
         if (tp, sp) not in fitting:
@@ -225,14 +225,14 @@ def _too_large(least: dict[tuple[int, int], tuple[int, Layout]], fitting: set[tu
     return made
 
 
-def _refused(refused: dict[str, list[Layout]]) -> list[Rejected]:
-    by_rule: dict[str, list[Layout]] = {}
+def _refused(refused: dict[str, list[ParallelPlan]]) -> list[Rejected]:
+    by_rule: dict[str, list[ParallelPlan]] = {}
     for text, layouts in refused.items():
         rule = text.split(": ")[0].split("; use")[0]
         by_rule.setdefault(rule, []).extend(layouts)
     return [Rejected(_names(layouts), rule) for rule, layouts in by_rule.items()]
 
 
-def _names(layouts: list[Layout]) -> str:
+def _names(layouts: list[ParallelPlan]) -> str:
     pairs = list(dict.fromkeys(f"tp {each.tp}, sp {each.sp}" for each in layouts))
     return "; ".join(pairs[:3]) + (f" and {len(pairs) - 3} more" if len(pairs) > 3 else "")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory import Form
-from megatron_sp.estimate.remedies import Device, head_share
+from megatron_sp.estimate.suggestions import Device, head_share
 from megatron_sp.estimate.traffic import Flow, traffic_plan
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.work import Pass, Work

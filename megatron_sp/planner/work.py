@@ -93,15 +93,15 @@ class Work:
 
     def qkv(self) -> list[Product]:
         form = self.form
-        return [(form.inside, form.qkv_rows // self.pieces, form.h)] * self.pieces
+        return [(form.sp_tokens, form.qkv_rows // self.pieces, form.h)] * self.pieces
 
     def out(self) -> list[Product]:
         form, parts = self.form, len(self.form.chunks)
-        return [(form.inside, form.h, form.proj_columns // parts)] * parts
+        return [(form.sp_tokens, form.h, form.proj_columns // parts)] * parts
 
     def mlp(self) -> list[Product]:
         form, pieces = self.form, self.form.kernels.mlp_chunks
-        tokens = -(-form.inside // pieces)
+        tokens = -(-form.sp_tokens // pieces)
         return [(tokens, form.ffn_in, form.h), (tokens, form.h, form.ffn)] * pieces
 
     def _forward(self, products: Sequence[Product]) -> float:
@@ -137,7 +137,7 @@ class Work:
         form, model = self.form, self.form.model
         norms, sums = 2 * 2 * form.stream, 2 * 3 * form.stream
         dropped = 2 * 4 * form.stream if form.dropout else 0
-        activation = (form.ffn_in + form.ffn) * form.inside * form.e
+        activation = (form.ffn_in + form.ffn) * form.sp_tokens * form.e
         heads = form.num_queries * (1 + 1 / form.queries_per_group) * form.all_tokens * form.d * form.e
         rotated = int(4 * heads) if model.position_embedding_type == "rope" else 0
         normed = int(2 * heads) if model.qk_layernorm else 0

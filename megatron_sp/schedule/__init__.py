@@ -1,6 +1,6 @@
 """Make any PyTorch model tensor-, sequence- and Ulysses-parallel without rewriting it: ``docs/schedule.md``."""
 
-from megatron_sp.schedule.check.layout_rules import teach
+from megatron_sp.schedule.check.placement_rules import teach
 from megatron_sp.schedule.core.kinds import Kind, register_shardable
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import PathError

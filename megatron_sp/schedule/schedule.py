@@ -29,9 +29,9 @@ from megatron_sp.schedule.check.check import Report, check
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.check.derive import as_said, complete, explained, open_gathers, with_derived
 from megatron_sp.schedule.core.directives import Directive, caller
-from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placements import NotFollowed, PlacementError
 from megatron_sp.schedule.report import show as text
 from megatron_sp.schedule.report.compare import Difference, diff
 from megatron_sp.schedule.report.cost import Cost, cost
@@ -175,7 +175,7 @@ class Schedule:
         Returns:
             How tensors lie at the edges of all modules, and warnings.
         Raises:
-            LayoutError: a sum that is missing or made twice, shares that do not fit; names modules and lines.
+            PlacementError: a sum that is missing or made twice, shares that do not fit; names modules and lines.
             ConfigError: what ``apply`` says; or ``apply`` has been called (E15).
         """
         if self.applied is not None:
@@ -184,7 +184,7 @@ class Schedule:
         self._batch = batch if batch is not None else self._batch
         try:
             report = check(self.model, said, self.mesh, self.seq_dim, self._batch)
-        except LayoutError as error:
+        except PlacementError as error:
             if said != self._verified or self._speaks_of_dp():
                 raise
             return Report(
@@ -238,7 +238,7 @@ class Schedule:
         Returns:
             The model.
         Raises:
-            LayoutError: what ``check`` finds wrong.
+            PlacementError: what ``check`` finds wrong.
             ConfigError: a line that cannot be, something that is open and cannot be worked out, or a second call (E15).
         """
         if self.applied is not None:

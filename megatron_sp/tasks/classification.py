@@ -18,7 +18,7 @@ from megatron_sp.models.classifier import NEW_PARAMETERS, BertClassifier
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -66,7 +66,7 @@ class Classification:
             ClassificationDataset(self.valid, self.labels, tokenizer, length, multiple_of=full), None,
         )  # fmt: skip
 
-    def build_model(self, config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+    def build_model(self, config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
         return BertClassifier(
             config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config), layout=layout,
             on_unit=on_unit,

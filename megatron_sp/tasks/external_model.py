@@ -20,7 +20,7 @@ from megatron_sp.schedule.apply.units import UnitHooks, find_blocks, order_of, u
 from megatron_sp.utils.errors import ConfigError
 
 
-class ForeignModel(nn.Module):
+class ExternalModel(nn.Module):
     """The adapter.
 
     Args:
@@ -62,7 +62,7 @@ class ForeignModel(nn.Module):
         sharded = units[0].zero.stage == 3 and units[0].zero.group.size() > 1
         self._hooks.sharded = units if sharded else []
 
-    def train(self, mode: bool = True) -> ForeignModel:
+    def train(self, mode: bool = True) -> ExternalModel:
         super().train(mode)
         self.model.training = mode
         return self

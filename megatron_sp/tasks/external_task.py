@@ -15,9 +15,9 @@ from megatron_sp.data.build import Datasets, build_bert_datasets, build_datasets
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.tasks.external_model import ForeignModel
+from megatron_sp.tasks.external_model import ExternalModel
 from megatron_sp.training.run import Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -30,7 +30,7 @@ ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eage
 """--attention-backend -> what transformers calls it."""
 
 
-def foreign_task(
+def external_task(
     name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[], None] = lambda: None,
 ) -> Task:  # fmt: skip
     """A task for ``training.loop.pretrain``.
@@ -48,7 +48,7 @@ def foreign_task(
         prepare()
         return build_tokenizer(config.data, config.model.vocab_size)
 
-    def build_model(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+    def build_model(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
         model = _scheduled(config, layout, build, write)
         for unit in model.units():
             if on_unit is not None:
@@ -64,7 +64,7 @@ def foreign_task(
     )  # fmt: skip
 
 
-def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSchedule) -> ForeignModel:
+def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write: WriteSchedule) -> ExternalModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.batch.seed)  # the same weights on every rank, in every layout
         model = build(config).to(dtype_of(config)).train()  # from_pretrained leaves it evaluating, without dropout
@@ -80,7 +80,7 @@ def _scheduled(config: Config, layout: Layout, build: BuildModel, write: WriteSc
         s.ulysses(overlap_qkv=layout.mode == "split-qkv")
     s.apply()
     assert s.applied is not None
-    return ForeignModel(model, s.applied)
+    return ExternalModel(model, s.applied)
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -23,11 +23,11 @@ from megatron_sp.comm.peers import Peers, is_peer_failure
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
+from megatron_sp.training.finite import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.report import dump_bad_step
 from megatron_sp.training.run import Run, Task
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
-from megatron_sp.training.soundness import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.starting_point import require_kept_steps
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism

@@ -31,7 +31,7 @@ from megatron_sp.comm.collectives import (
 )
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.objects import gather_json
-from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CudaClock, Direction, FlightTimes, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, Clock, Collective, CollectiveTimes, CudaClock, Direction, Recorder, StepTimes, WallClock
 from megatron_sp.ops import availability
 from megatron_sp.training.overlap_picture import draw_steps, in_lanes
 from megatron_sp.utils.files import atomic_write_text
@@ -43,7 +43,7 @@ _SECONDS = 20.0  # no more rounds are begun after so long
 _TRACED_STEPS = 3
 
 
-class Row(NamedTuple):
+class OverlapEntry(NamedTuple):
     """The collectives of one axis, layer and direction in one step, in seconds; layer None: embedding and head."""
 
     axis: Axis
@@ -80,7 +80,7 @@ class OverlapReport:
         """Whether to write now: enough steps are recorded, or there will be no more. The same answer on every rank."""
         return not self._written and (self.recorder.is_complete or (last and bool(self.recorder.steps)))
 
-    def write(self) -> list[Row]:
+    def write(self) -> list[OverlapEntry]:
         """Time the collectives alone, print the table, and on rank 0 write trace and picture. Collective; returns this rank's rows."""
         self._written = True
         steps = comparable(self.recorder.steps)
@@ -95,7 +95,7 @@ class OverlapReport:
             self._write_files(steps, rows, length)
         return rows
 
-    def _write_files(self, steps: list[StepTimes], rows: list[Row], length: float) -> None:
+    def _write_files(self, steps: list[StepTimes], rows: list[OverlapEntry], length: float) -> None:
         """Trouble with them is a line and no reason to stop."""
         path = self._run_dir / TRACE_NAME
         try:
@@ -186,7 +186,7 @@ def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tens
     return all_reduce_async(send, group)
 
 
-def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Row]:
+def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
     """One row for each axis, layer and direction: sp before tp, layers in order, embedding and head at the end.
 
     Args:
@@ -200,11 +200,11 @@ def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Row]:
     for (axis, layer, direction), indices in places.items():
         exposed = [sum(step.flights[i].exposed for i in indices) for step in steps]
         share = statistics.median(e / step.seconds for e, step in zip(exposed, steps, strict=True))
-        rows.append(Row(axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share))
+        rows.append(OverlapEntry(axis, layer, direction, len(indices), sum(alone[i] for i in indices), statistics.median(exposed), share))
     return sorted(rows, key=lambda r: (r.axis, r.layer is None, r.layer or 0, r.direction != "forward"))
 
 
-def table(rows: Sequence[Row], num_steps: int, length: float, shares: Sequence[float]) -> list[str]:
+def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: Sequence[float]) -> list[str]:
     """The lines to print.
 
     Args:
@@ -231,20 +231,20 @@ def table(rows: Sequence[Row], num_steps: int, length: float, shares: Sequence[f
     return lines
 
 
-def _line(word: str, layer: str, direction: str, row: Row) -> str:
+def _line(word: str, layer: str, direction: str, row: OverlapEntry) -> str:
     return (
         f"  {word:8s} {layer:>5s}  {direction:<9s} {row.number:7d} {1e3 * row.exchange:9.2f} ms {100 * row.hidden:6.0f} %"
         f" {1e3 * row.exposed:9.2f} ms {100 * row.share_of_step:13.2f} %"
     )
 
 
-def _added(rows: Sequence[Row]) -> Row:
+def _added(rows: Sequence[OverlapEntry]) -> OverlapEntry:
     """Several rows as one."""
     number, exchange, exposed, share = (sum(values) for values in zip(*(row[3:] for row in rows), strict=True))
     return rows[0]._replace(number=int(number), exchange=exchange, exposed=exposed, share_of_step=share)
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[OverlapEntry]) -> str:
     """Of all layers in one direction, for the title of a picture."""
     if not rows:
         return "no exchanges"
@@ -252,7 +252,7 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"exchanges of all layers {1e3 * whole.exchange:.1f} ms, {100 * whole.hidden:.0f} % hidden"
 
 
-def trace(steps: Sequence[StepTimes], rows: Sequence[Row], length: float) -> dict[str, Any]:
+def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: float) -> dict[str, Any]:
     """Chrome's trace format: one line of computation and waits, and under it as many lines of exchanges as run at once; times in us."""
     names: dict[int, str] = {0: "compute"}
     events: list[dict[str, Any]] = []
@@ -275,7 +275,7 @@ def trace(steps: Sequence[StepTimes], rows: Sequence[Row], length: float) -> dic
     return {"traceEvents": about_lines + events, "displayTimeUnit": "ms", "otherData": {"step_seconds": length, "rows": table_rows}}
 
 
-def _about(flight: FlightTimes) -> dict[str, Any]:
+def _about(flight: CollectiveTimes) -> dict[str, Any]:
     return {
         "layer": flight.layer, "direction": flight.direction, "op": flight.what.op, "elements": sum(flight.what.sends),
         "dtype": flight.what.dtype, "exposed_us": 1e6 * flight.exposed,

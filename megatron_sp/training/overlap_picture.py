@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.comm.recorder import WAIT, Direction, FlightTimes, Span, StepTimes
+from megatron_sp.comm.recorder import WAIT, CollectiveTimes, Direction, Span, StepTimes
 from megatron_sp.ops import availability
 
 LAYERS_SHOWN = 2
@@ -31,10 +31,10 @@ class Window(NamedTuple):
     begin: float
     end: float
     spans: list[Span]
-    flights: list[FlightTimes]
+    flights: list[CollectiveTimes]
 
 
-def in_lanes(flights: Iterable[FlightTimes]) -> list[tuple[int, FlightTimes]]:
+def in_lanes(flights: Iterable[CollectiveTimes]) -> list[tuple[int, CollectiveTimes]]:
     """Each with the first line on which nothing else is at that time."""
     free_from: list[float] = []
     placed = []
@@ -102,7 +102,7 @@ def _num_lanes(part: Window) -> int:
     return sum(1 + max(lane for lane, _ in placed) for _, placed in _by_axis(part))
 
 
-def _by_axis(part: Window) -> list[tuple[str, list[tuple[int, FlightTimes]]]]:
+def _by_axis(part: Window) -> list[tuple[str, list[tuple[int, CollectiveTimes]]]]:
     placed = [(name, in_lanes([f for f in part.flights if f.what.axis == axis])) for axis, name in (("sp", "ulysses"), ("tp", "tensor"))]
     return [(name, lanes) for name, lanes in placed if lanes]
 

@@ -21,7 +21,7 @@ from megatron_sp.ops.attention import AttentionMask, choose_kernel
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.layers import Norm
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 
 Candidate = tuple[OverlapMode, int]
 
@@ -88,12 +88,12 @@ class _Timer:
         model, device = config.model, groups.device
         assert model.seq_length and model.hidden_size
         mode, chunks = candidate
-        layout = Layout.of(groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none")
+        layout = ParallelContext.of(groups, tp_seq=config.parallel.sequence_parallel, mode=mode, num_chunks=chunks, overlap=mode != "none")
         self.groups = groups
         self.attention = SelfAttention(model, 0, "probe", 0, dtype, layout).to(device)
         self.norm = Norm(model, model.hidden_size, dtype, layout).to(device)
         cut = layout.cut(model.seq_length)
-        positions = cut.between.stop - cut.between.start
+        positions = cut.tp_seq_slice.stop - cut.tp_seq_slice.start
         self.x = torch.randn(positions, config.batch.micro_batch_size, model.hidden_size, dtype=dtype, device=device, requires_grad=True)
         rotary = rotary_of(model, torch.arange(model.seq_length, device=device), dtype)
         kernel = choose_kernel(config.kernels.attention_backend, device.type, dtype, model.attention_dropout).name

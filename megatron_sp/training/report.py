@@ -19,11 +19,11 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
-from megatron_sp.estimate.remedies import head_share
+from megatron_sp.estimate.suggestions import head_share
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.console import Console
-from megatron_sp.training.foresight import STEPS, Foresight
+from megatron_sp.training.memory_estimate import STEPS, MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.state import Progress
@@ -42,7 +42,7 @@ class StepReporter:
     """
 
     def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, foresight: Foresight
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, foresight: MemoryEstimate
     ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
         self._train_iters, self._foresight, self._lengths = train_iters, foresight, list[float]()

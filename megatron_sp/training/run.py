@@ -23,13 +23,13 @@ from megatron_sp.data.build import Datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
-from megatron_sp.optim.schedule import Schedule
 from megatron_sp.parallel.heads import OverlapMode
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.console import Console
 from megatron_sp.training.environment import environment
-from megatron_sp.training.foresight import Foresight
+from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
@@ -135,10 +135,12 @@ class Run:
                 f"train_samples ({config.batch.train_samples}) is less than one step takes ({self.plan.global_batch_size(0)}):"
                 " raise --train-samples, or lower --global-batch-size"
             )
-        self.schedule = Schedule.from_config(config.optimizer, config.batch, self.plan.samples_after)
+        self.schedule = LRSchedule.from_config(config.optimizer, config.batch, self.plan.samples_after)
         self._build_data()
         self._choose_layout(stored)
-        self.foresight = Foresight(config, self.overlap_choice, self.launch.world_size, self.launch.local_world_size, self.groups.device)
+        self.foresight = MemoryEstimate(
+            config, self.overlap_choice, self.launch.world_size, self.launch.local_world_size, self.groups.device
+        )
         self.status.explain_memory = self.foresight.explain
         if not config.batch.skip_train:
             with all_ranks_agree(self.groups.control):
@@ -238,7 +240,7 @@ class Run:
         overlap = overlap and mode != "none"
         steps = self.config.logging.report_overlap
         self.overlap = None if steps is None else OverlapReport(steps, self.groups, self.run_dir, self.console.line)
-        self.layout = Layout.of(
+        self.layout = ParallelContext.of(
             self.groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks, overlap=overlap,
             recorder=None if self.overlap is None else self.overlap.recorder,
         )  # fmt: skip
@@ -301,7 +303,7 @@ class Run:
         optimizer, old, new = self.config.optimizer, stored.get("schedule"), self.schedule.state()
         if optimizer.use_checkpoint_opt_param_scheduler and isinstance(old, dict):
             try:
-                self.schedule = Schedule(**old)
+                self.schedule = LRSchedule(**old)
             except TypeError:
                 raise CheckpointError(
                     "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"

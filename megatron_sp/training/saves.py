@@ -19,8 +19,8 @@ from megatron_sp.checkpoint.checkpointer import SaveReport
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import background_group
 from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.training.finite import require_finite_weights
 from megatron_sp.training.save_interval import SaveInterval
-from megatron_sp.training.soundness import require_finite_weights
 from megatron_sp.utils.format import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_sp.comm.groups import ALONE, ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, ParallelGroups
 from megatron_sp.config.schema import Config, ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
@@ -17,8 +17,8 @@ from megatron_sp.optim.offload import HostCopies
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.parallel.forward_context import Unit
-from megatron_sp.parallel.layers import attach_sink, shard_specs
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.fingerprint import Fingerprint
 
 
@@ -40,7 +40,7 @@ class ShardedModel:
 
 
 def build_sharded(
-    build_model: Callable[..., nn.Module], config: Config, layout: Layout, groups: ParallelGroups | None, device: torch.device,
+    build_model: Callable[..., nn.Module], config: Config, layout: ParallelContext, groups: ParallelGroups | None, device: torch.device,
     prepare: Callable[[nn.Module, Unit], None] | None = None,
 ) -> ShardedModel:  # fmt: skip
     """Build a model and put it into flat units.
@@ -75,10 +75,10 @@ def build_sharded(
     )  # fmt: skip
     host = HostCopies(units) if parallel.offload_optimizer else None
     gradients = FlatGradients(
-        units, ALONE if groups is None else groups.dp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
+        units, SINGLE_RANK if groups is None else groups.dp_sp, tp=layout.tp.group, overlap=parallel.overlap_grad_reduce,
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None, host=host,
     )  # fmt: skip
-    attach_sink(model, gradients)
+    attach_main_grad(model, gradients)
     if (attach_units := getattr(model, "attach_units", None)) is not None:
         attach_units(units)
     return ShardedModel(model, units, weights, gradients, fingerprint, host)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.agree import all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce, broadcast
-from megatron_sp.comm.groups import ALONE, Launch, ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, Launch, ParallelGroups
 from megatron_sp.comm.objects import broadcast_json
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import Config
@@ -33,7 +33,7 @@ from megatron_sp.optim.weights import UnitWork
 from megatron_sp.parallel.forward_context import MicroBatch, micro_batch_context
 from megatron_sp.parallel.init import name_generator
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.probe import Candidate, candidates, words_for
 from megatron_sp.training.run import Task, settle_vocab_size
@@ -92,7 +92,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
 
     step = _Step(config, task, dtype, groups)
     everybody = [batches(rank) for rank in range(groups.dp_size)] if launch.rank == 0 else []
-    reference = step.run(Layout(), None, [micro for mine in everybody for micro in mine]) if everybody else None
+    reference = step.run(ParallelContext(), None, [micro for mine in everybody for micro in mine]) if everybody else None
     sizes = f"tp {groups.tp.size()}{' with sequence parallel' if config.parallel.sequence_parallel else ''}, sp {groups.sp.size()}"
     say(
         f"verify: {sizes}, dp {groups.dp_size} against one process: {config.model.num_layers} layers, {str(dtype).removeprefix('torch.')},"
@@ -100,7 +100,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     )
     mine, good = batches(groups.dp_rank), True
     for mode in _modes(config):
-        layout = Layout.of(
+        layout = ParallelContext.of(
             groups, tp_seq=config.parallel.sequence_parallel, mode=mode[0], num_chunks=mode[1],
             overlap=mode[0] != "none" and config.parallel.overlaps_exchanges,
         )  # fmt: skip
@@ -121,7 +121,7 @@ class _Step:
         config.precision.bf16 = config.precision.fp16 = config.parallel.offload_optimizer = False  # nothing is updated
         config.precision.fp64 = dtype == torch.float64
 
-    def run(self, layout: Layout, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
+    def run(self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
         """One step; without groups all of it on this process."""
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
@@ -150,7 +150,7 @@ class _Step:
         gradients.finish_step()
         if groups is not None:
             total = all_reduce(total * float(groups.tp_rank == 0), groups.control)
-        everybody = ALONE if groups is None else groups.world
+        everybody = SINGLE_RANK if groups is None else groups.world
         norm = FlatOptimizer(units, self.config.optimizer, tp=layout.tp.group, everybody=everybody).grad_norm()
         grads: dict[str, tuple[ShardSpec, Tensor]] = {}
         for unit in units:

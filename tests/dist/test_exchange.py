@@ -24,8 +24,8 @@ from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.heads import Share, key_of_each_query, plan_heads
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
-from megatron_sp.parallel.ulysses import NOT_CUT, AttentionPlan, SequenceParallel, attention_block
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
+from megatron_sp.parallel.ulysses import NO_SP, AttentionPlan, SequenceParallel, attention_block
 
 S, B, H = 12, 3, 5
 
@@ -160,17 +160,17 @@ class LinearCore:
         self.scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         self.parameters = [self.scale]
 
-    def prepare(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        q, k, v = self._heads(wires, share)
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        q, k, v = self._heads(recv_buffers, share)
         return q * self.scale, k, v
 
-    def _heads(self, wires: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        s, b = next(iter(wires.values())).shape[:2]
+    def _heads(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        s, b = next(iter(recv_buffers.values())).shape[:2]
         queries, keys = len(share.queries), len(share.keys)
         if not self.fused:
-            q, k, v = (wires[part].reshape(s, b, -1, self.d) for part in "qkv")
+            q, k, v = (recv_buffers[part].reshape(s, b, -1, self.d) for part in "qkv")
             return q, k, v
-        heads = wires["qkv"].reshape(s, b, queries + 2 * keys, self.d)
+        heads = recv_buffers["qkv"].reshape(s, b, queries + 2 * keys, self.d)
         served = [sum(q // self.r == k for q in share.queries) for k in share.keys]
         if keys and len(set(served)) == 1:
             by_group = heads.view(s, b, keys, served[0] + 2, self.d)
@@ -226,7 +226,7 @@ def _region(tp_size: int, seq: bool, mode: Any, chunks: int, r: int, g: int, s: 
         assert_adjoint(ax_y, total((wq * wq.grad).sum()))
         assert_adjoint(ax_y, total((wp * wp.grad).sum()))
         # one process: all tp ranks' groups side by side
-        dense = AttentionPlan(tuple(plan_heads(r, g, 1, "none")), d, s, NOT_SPLIT, NOT_CUT, add_input=False)
+        dense = AttentionPlan(tuple(plan_heads(r, g, 1, "none")), d, s, NO_TP, NO_SP, add_input=False)
         fused = LinearCore(r, d, fused=True)
         whole = torch.zeros(s, b, H, dtype=torch.float64)
         for t in range(tp_size):

@@ -20,7 +20,7 @@ from megatron_sp.inference.kv_cache import BatchCache, KVCache
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -51,7 +51,7 @@ def models(tp: int, sp: int, overrides: dict[str, Any]) -> tuple[GPTModel, GPTMo
     config = tiny.shape(**overrides)
     groups = ParallelGroups.create(torch.device("cpu"), tp_size=tp, sp_size=sp)
     whole = GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64)
-    return whole, GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64, layout=Layout.of(groups))
+    return whole, GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64, layout=ParallelContext.of(groups))
 
 
 def check_logits(whole: GPTModel, part: GPTModel) -> None:

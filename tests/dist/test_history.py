@@ -26,7 +26,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.heads import plan_heads
 from megatron_sp.parallel.lm_head import lm_head_loss
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.parallel.ulysses import AttentionPlan, SequenceParallel, attention_block
 
 MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), ("chunked", 2)]
@@ -136,13 +136,13 @@ class _Causal:
         assert r == 1
         self.d = d
 
-    def prepare(self, wires: dict[str, Tensor], share: Any) -> tuple[Tensor, Tensor, Tensor]:
-        s, b = next(iter(wires.values())).shape[:2]
-        if "qkv" in wires:
-            heads = wires["qkv"].reshape(s, b, -1, 3, self.d)
+    def prepare(self, recv_buffers: dict[str, Tensor], share: Any) -> tuple[Tensor, Tensor, Tensor]:
+        s, b = next(iter(recv_buffers.values())).shape[:2]
+        if "qkv" in recv_buffers:
+            heads = recv_buffers["qkv"].reshape(s, b, -1, 3, self.d)
             q, k, v = heads.unbind(3)
         else:
-            q, k, v = (wires[part].reshape(s, b, -1, self.d) for part in "qkv")
+            q, k, v = (recv_buffers[part].reshape(s, b, -1, self.d) for part in "qkv")
         return tuple(t.reshape(s, -1, 1, self.d) for t in (q, k, v))  # type: ignore[return-value]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Any) -> Tensor:
@@ -174,7 +174,7 @@ def _sequence_first(mode: Any, chunks: int) -> None:
     want.sin().sum().backward()
     x = x_all.detach()[4 * rank : 4 * rank + 4].clone().requires_grad_()
     wq, wp = (t.detach().clone().requires_grad_() for t in (w_qkv, w_proj))
-    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NOT_SPLIT, SequenceParallel(group, True))
+    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
     out = region(x, wq, wp, 1, d, plan)
     assert out.shape == (4, 2, h)
     out.sin().sum().backward()
@@ -295,7 +295,7 @@ def _scaled_with_sink(scale: float) -> None:
     whole = tiny.make_model(config)
     m = Sharded(case, whole)
     m.gradients.start_step()
-    for i in range(2):  # the first gradient is written ahead into the sink, the second added from a buffer
+    for i in range(2):  # the first gradient is written ahead into the main gradient, the second added from a buffer
         batch = batch_of(case, config, i)
         loss = m.model(batch["tokens"], batch["labels"], batch["loss_mask"], context(config, batch), m.events)[0] * scale
         if i == 1:
@@ -347,7 +347,7 @@ def _leaf_and_frozen(mode: Any, chunks: int) -> None:
     want = _dense(x_all, w_qkv, w_proj, n, d)
     want.sin().sum().backward()
     true = {"x": x_all.grad, "w_qkv": w_qkv.grad, "w_proj": w_proj.grad}
-    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NOT_SPLIT, SequenceParallel(group, True))
+    plan = AttentionPlan(tuple(plan_heads(1, n, 2, mode, chunks)), d, s, NO_TP, SequenceParallel(group, True))
     for trained in ({"x"}, {"w_qkv"}, {"w_proj"}, {"x", "w_proj"}, {"w_qkv", "w_proj"}, set[str]()):
         padded = F.pad(x_all.detach(), (0, 0, 0, 0, 0, 2 * local - s))[start : start + local]
         mine = {"x": padded, "w_qkv": w_qkv.detach(), "w_proj": w_proj.detach()}

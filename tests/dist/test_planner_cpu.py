@@ -11,7 +11,7 @@ import pytest
 from megatron_sp.commands import cli
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.planner.calibrate import rates
-from megatron_sp.planner.layouts import Layout
+from megatron_sp.planner.parallel_plans import ParallelPlan
 from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 
@@ -64,8 +64,8 @@ def test_the_planned_memory_is_the_one_that_is_measured() -> None:
     gpu, link = rates({**times, "collective": 1.0, "small collective": 0.1}, base, 2**34, 2)
     planned = {c.layout: c for c in search(base, given, Machine(gpu, 2, 1, link, None, 1, 2**34)).candidates}
     for layout, as_measured in (
-        (Layout(zero=1, micro_batch=2), memory.Layout(dp=2, zero={"zero_stage": 1})),
-        (Layout(tp=2, tp_seq=True, micro_batch=2), memory.Layout(tp=2, tp_seq=True, micro_batches=2)),
+        (ParallelPlan(zero=1, micro_batch=2), memory.Layout(dp=2, zero={"zero_stage": 1})),
+        (ParallelPlan(tp=2, tp_seq=True, micro_batch=2), memory.Layout(tp=2, tp_seq=True, micro_batches=2)),
     ):
         measured = max(rank["peak"] for rank in memory.run(as_measured, shape, 2))
         assert planned[layout].memory.peak == pytest.approx(measured, rel=plan_check.MEMORY_BOUND), layout

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.verify.verify import require, verify
 from megatron_sp.utils.errors import NumericsError
 
@@ -131,7 +131,7 @@ def drop_each(name: str, seq: bool) -> None:
         mutant.directives = [d for i, d in enumerate(s.directives) if i != line]
         with pytest.raises(NumericsError if not seq else (NumericsError, RuntimeError)):
             require(verify(mutant.model, mutant.directives, mutant.mesh, 1, batch()))
-        with pytest.raises(LayoutError, match="E6"):  # what check() and apply() say of it
+        with pytest.raises(PlacementError, match="E6"):  # what check() and apply() say of it
             mutant.verify(batch())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.verify.doubles import Doubles
+from megatron_sp.schedule.verify.float64_mode import Float64Mode
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
@@ -53,7 +53,7 @@ def scheduled(model: nn.Module, name: str, tp: int, *, seq: bool, region: bool =
 
 def step(model: nn.Module) -> Tensor:
     torch.manual_seed(7)
-    with Doubles():
+    with Float64Mode():
         loss: Tensor = model(**batch()).loss
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()

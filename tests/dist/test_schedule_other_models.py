@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.verify.verify import require, verify
 from megatron_sp.utils.errors import ConfigError, NumericsError
 
@@ -285,7 +285,7 @@ def without_a_sync() -> None:
     s.directives = [d for d in s.directives if not (d.on == "stages.*.*.gate_up" and d.do == "sync")]
     with pytest.raises(NumericsError, match=r"gradient stages.0.0.norms.second"):
         require(verify(s.model, s.directives, s.mesh, 0, images()))
-    with pytest.raises(LayoutError, match=r"stages.0.0.gate_up is split .* no line sums it.*E6"):  # as check() and apply() say
+    with pytest.raises(PlacementError, match=r"stages.0.0.gate_up is split .* no line sums it.*E6"):  # as check() and apply() say
         s.verify(images())
 
 

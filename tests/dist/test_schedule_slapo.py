@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.parallel.regions import copy_to, reduce_from
 from megatron_sp.schedule import Kind, PathError, register_shardable
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.slapo import SlapoSchedule, build, create_schedule, list_primitives
 from megatron_sp.utils.errors import ConfigError
 
@@ -311,7 +311,7 @@ def mistakes() -> None:
     sch = create_schedule(TwoInputs())
     column(sch, "linear1")
     model, _ = build(sch)  # what its inputs are it cannot guess
-    with pytest.raises(LayoutError, match=r"linear2 .*sizes do not fit.*is a .shard\(\) missing there"):
+    with pytest.raises(PlacementError, match=r"linear2 .*sizes do not fit.*is a .shard\(\) missing there"):
         model(torch.zeros(2, 4, H), torch.zeros(2, 4, H))
     sch = create_schedule(TwoInputs())
     column(sch, "linear1")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import world_group
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.slapo import (
     Primitive,
     ShardMethod,
@@ -120,7 +120,7 @@ def early_versions() -> None:
         sch["0"].sync("both")
 
     compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), packed)
-    with pytest.raises(LayoutError, match="say blocks=3"):
+    with pytest.raises(PlacementError, match="say blocks=3"):
         compare(nn.Sequential(nn.Linear(H, 3 * H)), data(2, H), lambda sch: packed(sch, None))
     sch = create_schedule(Mlp())
     sch["down"].shard("weight", axis=1)
@@ -191,7 +191,7 @@ def verified() -> None:
 
     def differs(write: Callable[[SlapoSchedule], Any], *words: str, **more: Any) -> None:
         sch = create_schedule(Mlp())
-        with pytest.raises((NumericsError, LayoutError)) as error, Verify(sch, x, **more):
+        with pytest.raises((NumericsError, PlacementError)) as error, Verify(sch, x, **more):
             write(sch)
         assert all(word in str(error.value) for word in words), str(error.value)
 

@@ -17,9 +17,9 @@ from megatron_sp.checkpoint.background import BackgroundSaves
 from megatron_sp.checkpoint.manifest import read_manifest
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.estimate import remedies
+from megatron_sp.estimate import suggestions as remedies
 from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.training import foresight
+from megatron_sp.training import memory_estimate as foresight
 from megatron_sp.utils.errors import DataError
 
 EVERY_2 = ("--save-interval", 2)
@@ -163,7 +163,7 @@ def test_too_little_host_memory_means_waiting(tmp_path: Path) -> None:
 
     def setup(rank: int) -> None:
         if rank == 1:
-            foresight.Foresight.spare_host_bytes = lambda *_: 1000  # type: ignore[method-assign, assignment]
+            foresight.MemoryEstimate.spare_host_bytes = lambda *_: 1000  # type: ignore[method-assign, assignment]
 
     outcome = train(tmp_path, "--save", run, *EVERY_2, ranks=2, setup=setup)
     outcome.expect(0, "saving in the background is off: rank 1: the copy takes ", "training waits for each save")

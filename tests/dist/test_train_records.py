@@ -197,7 +197,7 @@ def test_after_ten_steps_the_log_shows_predicted_beside_measured(tmp_path: Path)
 
 
 def too_little(rank: int) -> None:
-    from megatron_sp.training import foresight
+    from megatron_sp.training import memory_estimate as foresight
 
     foresight.host_memory_bytes = lambda: 2**20  # type: ignore[assignment]
 

@@ -57,17 +57,17 @@ def test_stopped_and_resumed(tmp_path: Path, name: str) -> None:
 
 def as_it_was_once(rank: int) -> None:
     """The learning rate is that of the samples at the end of a step, and a checkpoint says nothing else."""
-    from megatron_sp.optim.schedule import Schedule
+    from megatron_sp.optim.lr_schedule import LRSchedule
     from megatron_sp.training.state import Progress
 
-    lr, to_dict, from_config = Schedule.lr, Progress.to_dict, Schedule.from_config
+    lr, to_dict, from_config = LRSchedule.lr, Progress.to_dict, LRSchedule.from_config
 
-    def rounded(*args: Any) -> Schedule:
+    def rounded(*args: Any) -> LRSchedule:
         found = from_config(*args)
         return replace(found, warmup=round(found.warmup))
 
-    Schedule.lr = lambda self, samples: lr(self, samples + 4)  # type: ignore[method-assign]
-    Schedule.from_config = rounded  # type: ignore[method-assign,assignment]
+    LRSchedule.lr = lambda self, samples: lr(self, samples + 4)  # type: ignore[method-assign]
+    LRSchedule.from_config = rounded  # type: ignore[method-assign,assignment]
     Progress.to_dict = lambda self: {k: v for k, v in to_dict(self).items() if k != "scheduled_samples"}  # type: ignore[method-assign]
 
 

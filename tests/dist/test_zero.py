@@ -195,8 +195,8 @@ def _odd(stage: int) -> None:
         return y if of_rank == 1 else y + models[2](x[:, :1]).square().sum()
 
     for step in range(3):
-        for sink in (gradients, reference):
-            sink.start_step()
+        for main_grad in (gradients, reference):
+            main_grad.start_step()
         weights.start_step(2)
         for micro in range(2):
             for index in range(3):
@@ -310,7 +310,7 @@ def _our_step(sharded: Sharded, optimizer: FlatOptimizer, batch: tiny.Batch, wei
 def _against_ddp(stage: int) -> None:
     """Five steps of torch's DistributedDataParallel with its fused AdamW on the same model, to the last bit.
 
-    Untied: the gradient of a tied table is a sum of two, which autograd and our sink take in another order.
+    Untied: the gradient of a tied table is a sum of two, which autograd and our main_grad take in another order.
     """
     rank, config = dist.get_rank(), UNTIED
     model = tiny.make_model(config, dtype=torch.float32)

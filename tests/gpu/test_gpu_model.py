@@ -19,7 +19,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import Norm
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -109,7 +109,7 @@ def test_training_goes_down_and_its_updates_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("mode, chunks", [("none", 1), ("split-qkv", 1), ("chunked", 2)])
 def test_the_attention_block_is_captured_in_a_graph(mode: Any, chunks: int) -> None:
     config = tiny.shape(**{**ROPE, "num_attention_heads": 4, "kv_channels": 64, "hidden_size": 64})
-    layout = Layout(mode=mode, num_chunks=chunks)
+    layout = ParallelContext(mode=mode, num_chunks=chunks)
     attention = SelfAttention(config, 0, "block", 5, torch.bfloat16, layout).to(CUDA)
     norm = Norm(config, 64, torch.bfloat16, layout).to(CUDA)
     x, grad = (torch.randn(tiny.S, 3, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))

@@ -9,7 +9,7 @@ import torch
 from errors import FP32, assert_law
 from torch import Tensor, nn
 
-from megatron_sp.comm.groups import ALONE
+from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
@@ -22,13 +22,13 @@ CUDA = torch.device("cuda")
 
 def trained(layers: nn.ModuleList, stage: int, offload: bool, steps: int = 6) -> tuple[dict[str, Tensor], list[FlatUnit]]:
     """Weights after some steps; one step in the middle is skipped, as one that is not finite."""
-    zero = Zero(stage, ALONE)
+    zero = Zero(stage, SINGLE_RANK)
     units = [
         FlatUnit(str(i), ((f"{i}.{n}", p) for n, p in layer.named_parameters()), zero=zero, offload=offload)
         for i, layer in enumerate(layers)
     ]
     host = HostCopies(units) if offload else None
-    gradients = FlatGradients(units, ALONE, host=host)
+    gradients = FlatGradients(units, SINGLE_RANK, host=host)
     optimizer = FlatOptimizer(units, OptimizerConfig(clip_grad=0.5, adam_eps=1e-3), host=host)
     generator = torch.Generator(CUDA).manual_seed(3)
     for step in range(steps):

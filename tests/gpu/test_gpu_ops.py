@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import head_row_keys
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout, keep_mask
-from megatron_sp.ops.grad_sink import put_product
+from megatron_sp.ops.main_grad import put_product
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 from megatron_sp.parallel.embedding import embedding
@@ -137,11 +137,11 @@ def test_weight_gradients_reach_an_fp32_view_unrounded(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype, tolerance", DTYPES)
 def test_a_first_gradient_overwrites_what_was_in_the_buffer(dtype: torch.dtype, tolerance: float) -> None:
     x, w = randn(30, 32, dtype=dtype).cuda().requires_grad_(), randn(24, 32, dtype=dtype).cuda().requires_grad_()
-    sink = PoisonedSink(w, dtype=None if dtype != torch.bfloat16 else torch.float32)
-    sink.views = {key: view.cuda() for key, view in sink.views.items()}
-    y, _ = column_linear(x, w, sink=sink)
+    main_grad = PoisonedSink(w, dtype=None if dtype != torch.bfloat16 else torch.float32)
+    main_grad.views = {key: view.cuda() for key, view in main_grad.views.items()}
+    y, _ = column_linear(x, w, main_grad=main_grad)
     y.backward(torch.ones_like(y))
-    assert law_error(sink.of(w).cpu(), (torch.ones_like(y).double().t() @ x.double()).cpu()) < tolerance
+    assert law_error(main_grad.of(w).cpu(), (torch.ones_like(y).double().t() @ x.double()).cpu()) < tolerance
 
 
 @pytest.mark.parametrize("dtype, tolerance", DTYPES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sp.comm.collectives import Handle
-from megatron_sp.comm.recorder import CudaClock, FlightTimes, Recorder
+from megatron_sp.comm.recorder import CollectiveTimes, CudaClock, Recorder
 
 pytestmark = pytest.mark.gpu
 CYCLES = 50_000_000  # some 30 ms
@@ -27,7 +27,7 @@ class Work:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-def flight_of(exchange: int, compute: int) -> tuple[FlightTimes, float]:
+def flight_of(exchange: int, compute: int) -> tuple[CollectiveTimes, float]:
     """(a flight with so many cycles of computation in front of its wait, seconds of the step)."""
     recorder = Recorder(CudaClock(torch.device("cuda", torch.cuda.current_device())), 1)
     recorder.start_step()

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_sp.commands.cli import main
-from megatron_sp.convert import sides
+from megatron_sp.convert import backends as sides
+from megatron_sp.convert.backends import Reference, Transformers
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.reference import hugging_face
 from megatron_sp.convert.reference.model import Rows
-from megatron_sp.convert.sides import Reference, Transformers
 from megatron_sp.convert.verify import LIMITS, compare, verify
 from megatron_sp.utils.errors import EXIT_NUMERICS, EXIT_OK
 

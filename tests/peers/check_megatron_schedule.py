@@ -22,7 +22,7 @@ import numpy as np
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_sp.config.schema import BatchConfig, OptimizerConfig
-from megatron_sp.optim.schedule import Schedule
+from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.training.microbatches import BatchPlan
 
 
@@ -77,7 +77,7 @@ def check(number: int) -> int:
     random = np.random.default_rng([number, 19])
     optimizer, batch = flags(random)
     peer, size = theirs(optimizer, batch), batch.global_batch_size or 1
-    schedule = Schedule.from_config(optimizer, batch, BatchPlan.from_config(batch, 1).samples_after)
+    schedule = LRSchedule.from_config(optimizer, batch, BatchPlan.from_config(batch, 1).samples_after)
     samples = 0
     for step in range(1, 160):
         group = peer.optimizer.param_groups[0]

@@ -1,4 +1,4 @@
-"""The MLP over pieces as an op: pieces, gradients with and without a sink, what is kept, and which inputs need no gradient."""
+"""The MLP over pieces as an op: pieces, gradients with and without a main_grad, what is kept, and which inputs need no gradient."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def norm_of(t: dict[str, Tensor]) -> NormInFront | None:
     return NormInFront(LAYER if "norm_bias" in t else RMS, t["norm"], t.get("norm_bias")) if "norm" in t else None
 
 
-def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, sink: Any = None) -> Tensor:
+def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, main_grad: Any = None) -> Tensor:
     norm, fc1, fc2 = norm_of(t), (t["w1"], t.get("b1")), (t["w2"], t.get("b2"))
     plan = MLPPlan(None if norm is None else norm.spec, Activation(activation), chunks, rate=rate)
-    return chunked_mlp(t["x"], norm, fc1, fc2, plan, row_keys=KEYS if rate else None, onto=t.get("onto"), sink=sink)
+    return chunked_mlp(t["x"], norm, fc1, fc2, plan, row_keys=KEYS if rate else None, onto=t.get("onto"), main_grad=main_grad)
 
 
 def whole(t: dict[str, Tensor], activation: ActivationName, rate: float = 0.0) -> Tensor:
@@ -77,15 +77,15 @@ def test_onto_another_stream(rate: float, without: tuple[str, ...], frozen: tupl
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_the_sink_gets_every_gradient_once_and_adds_the_next(rate: float) -> None:
+def test_the_main_grad_gets_every_gradient_once_and_adds_the_next(rate: float) -> None:
     """A first piece that adds, or a second that overwrites, would show."""
     tensors, grad = leaves(**inputs("swiglu")), randn(S, B, H, seed=4)
     want = gradients(lambda t: whole(t, "swiglu", rate), leaves(**tensors), grad)
-    sink = PoisonedSink(*(t for name, t in tensors.items() if name != "x"))
+    main_grad = PoisonedSink(*(t for name, t in tensors.items() if name != "x"))
     for times in (1, 2):
-        pieces_of(tensors, "swiglu", 3, rate, sink).backward(grad)
+        pieces_of(tensors, "swiglu", 3, rate, main_grad).backward(grad)
         assert all(t.grad is None for name, t in tensors.items() if name != "x")
-        got = {name: sink.views[id(t)] for name, t in tensors.items() if name != "x"}
+        got = {name: main_grad.views[id(t)] for name, t in tensors.items() if name != "x"}
         assert_law(got, {name: times * want[name] for name in got}, FP64)  # type: ignore[operator]
 
 
@@ -100,13 +100,13 @@ def test_pieces_in_16_bits_are_added_up_in_32() -> None:
     """As exact with one piece for each position as with one for all."""
     tensors, grad = inputs("gelu", dtype=torch.bfloat16), randn(S, B, H, seed=4)
     want = gradients(lambda t: whole(t, "gelu"), leaves(**{n: t.double() for n, t in tensors.items()}), grad)
-    for sink_dtype in (None, torch.float32):
+    for main_grad_dtype in (None, torch.float32):
         errors = []
         for chunks in (1, S):
             mine = leaves(**tensors)
-            sink = PoisonedSink(mine["w1"], mine["w2"], dtype=sink_dtype) if sink_dtype else None
-            pieces_of(mine, "gelu", chunks, 0.0, sink).backward(grad.bfloat16())
-            got = {n: sink.views[id(mine[n])] if sink else mine[n].grad for n in ("w1", "w2")}
+            main_grad = PoisonedSink(mine["w1"], mine["w2"], dtype=main_grad_dtype) if main_grad_dtype else None
+            pieces_of(mine, "gelu", chunks, 0.0, main_grad).backward(grad.bfloat16())
+            got = {n: main_grad.views[id(mine[n])] if main_grad else mine[n].grad for n in ("w1", "w2")}
             errors.append(max(law_error(got[n], want[n]) for n in got))  # type: ignore[arg-type]
         assert errors[1] < 1.5 * errors[0] < 0.03
 

@@ -13,10 +13,10 @@ from convert_models import BERT, LLAMA, SIZES, Tensors
 from megatron_files import Kind, rank_trees, save
 
 from megatron_sp.config.schema import ModelConfig
+from megatron_sp.convert.backends import Ours, Reference
 from megatron_sp.convert.model import Model, parameter_shapes
 from megatron_sp.convert.reference import megatron
 from megatron_sp.convert.reference.model import Rows
-from megatron_sp.convert.sides import Ours, Reference
 from megatron_sp.convert.verify import LIMITS, Result, compare
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_sp.commands.cli import main
-from megatron_sp.convert import sides
+from megatron_sp.convert import backends as sides
 from megatron_sp.convert.formats.registry import FORMATS
 from megatron_sp.convert.options import Options
 from megatron_sp.convert.verify import verify

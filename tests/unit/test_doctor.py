@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_sp.commands import doctor
-from megatron_sp.commands.doctor import Row, examine, numbers, run
+from megatron_sp.commands.doctor import Finding, examine, numbers, run
 from megatron_sp.ops import availability
 
 ROOT = Path(__file__).parents[2]
 
 
-def row(name: str) -> Row:
+def row(name: str) -> Finding:
     (found,) = (r for r in examine() if r.name == name)
     return found
 
@@ -151,7 +151,7 @@ def test_a_look_that_fails_does_not_end_the_report(monkeypatch: pytest.MonkeyPat
         raise ValueError("no such limit")
 
     monkeypatch.setattr(doctor.resource, "getrlimit", broken)
-    assert row("open files") == Row("open files", "warn", "could not be examined: ValueError: no such limit")
+    assert row("open files") == Finding("open files", "warn", "could not be examined: ValueError: no such limit")
     assert row("Python").status == "ok"
 
 

@@ -18,8 +18,8 @@ import tiny
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate import remedies
-from megatron_sp.estimate.remedies import find_remedies, plan_of, shortage
+from megatron_sp.estimate import suggestions as remedies
+from megatron_sp.estimate.suggestions import find_suggestions, plan_of, shortage
 from megatron_sp.planner.dry_run import count_parameters, plan_run
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_parameters_are_counted_as_the_model_has_them(overrides: dict[str, Any])
 def test_remedies_are_tried_and_do_what_they_say() -> None:
     config = config_of("--bf16")
     peak = plan_of(config, 16, "cuda").peak
-    found = find_remedies(config, 16, "cuda", available=peak - 1)
+    found = find_suggestions(config, 16, "cuda", available=peak - 1)
     assert len(found) == 3 and all(remedy.peak < peak for remedy in found)
     for remedy in found:
         changed = config_of("--bf16", *remedy.flags.split())
@@ -155,13 +155,13 @@ def test_remedies_are_tried_and_do_what_they_say() -> None:
 def test_the_smallest_change_that_suffices_comes_first() -> None:
     config = config_of("--bf16")
     peaks = {stage: plan_of(config_of("--bf16", "--zero-stage", str(stage)), 16, "cuda").peak for stage in range(4)}
-    found = find_remedies(config, 16, "cuda", available=peaks[1])
+    found = find_suggestions(config, 16, "cuda", available=peaks[1])
     assert found[0].flags == "--zero-stage 1" and found[0].peak == peaks[1]
 
 
 def test_if_nothing_suffices_alone_all_together_are_tried() -> None:
     config = config_of()
-    last = find_remedies(config, 16, "cuda", available=GIB // 2)[-1]
+    last = find_suggestions(config, 16, "cuda", available=GIB // 2)[-1]
     assert last.flags == "--micro-batch-size 1 --recompute-granularity full --offload-activations --zero-stage 3 --mlp-chunks 4"
     assert last.peak == plan_of(config_of(*last.flags.split()), 16, "cuda").peak
 
@@ -169,7 +169,7 @@ def test_if_nothing_suffices_alone_all_together_are_tried() -> None:
 def test_impossible_changes_are_not_recommended() -> None:
     """One process: nothing to shard, no ranks to give a share to."""
     config = config_from_args([*MODEL, "--num-attention-heads", "1", "--kv-channels", "64"], world_size=1)
-    flags = [remedy.flags for remedy in find_remedies(config, 1, "cpu")]
+    flags = [remedy.flags for remedy in find_suggestions(config, 1, "cpu")]
     assert flags and not any(f.startswith(("--zero", "--seq", "--tensor")) for f in flags)
 
 
@@ -184,7 +184,7 @@ def test_an_absurd_micro_batch_is_answered_as_fast_as_any(monkeypatch: pytest.Mo
         return plan(*args, **given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(remedies, "plan_of", counted)
-    flags = [remedy.flags for remedy in find_remedies(config, 16, "cpu", available=GIB)]
+    flags = [remedy.flags for remedy in find_suggestions(config, 16, "cpu", available=GIB)]
     assert plans[0] < 1000 and any("--micro-batch-size 1 " in f"{f} " for f in flags)
 
 
@@ -255,7 +255,7 @@ def test_the_copy_of_a_save_is_counted_and_said(capsys: pytest.CaptureFixture[st
     without = plan_run(config_of(*saves, "--device", "cpu", "--no-async-save"), 16)
     assert without.copy_of_saves == 0 and plan.memory.peak - without.memory.peak == plan.copy_of_saves
     small = ("--micro-batch-size", "1", "--recompute-granularity", "full", "--mlp-chunks", "16", "--zero-stage", "3", "--device", "cpu")
-    assert "--no-async-save" in [remedy.flags for remedy in find_remedies(config_of(*saves, *small, world_size=1), 1, "cpu")]
+    assert "--no-async-save" in [remedy.flags for remedy in find_suggestions(config_of(*saves, *small, world_size=1), 1, "cpu")]
     on_gpus = plan_run(config_of(*saves), 16)
     assert on_gpus.memory.host == on_gpus.copy_of_saves == plan.copy_of_saves
     assert on_gpus.memory.peak == plan_run(config_of(*saves, "--no-async-save"), 16).memory.peak

@@ -1,4 +1,4 @@
-"""Table look-up: values, the gradient by index, and the sink."""
+"""Table look-up: values, the gradient by index, and the main_grad."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ def ids(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (8,), (), (0,), (2, 3, 4), (200,)])
-def test_is_torchs_with_and_without_a_sink(shape: tuple[int, ...]) -> None:
+def test_is_torchs_with_and_without_a_main_grad(shape: tuple[int, ...]) -> None:
     index, grad = ids(*shape), randn(*shape, H, seed=1)
     want = gradients(lambda i: F.embedding(index, i["weight"]), leaves(weight=randn(ROWS, H)), grad)
     assert_law(gradients(lambda i: embedding(index, i["weight"]), leaves(weight=randn(ROWS, H)), grad), want, FP64)
     inputs = leaves(weight=randn(ROWS, H))
-    sink = PoisonedSink(inputs["weight"])
-    got = gradients(lambda i: embedding(index, i["weight"], sink=sink), inputs, grad)
+    main_grad = PoisonedSink(inputs["weight"])
+    got = gradients(lambda i: embedding(index, i["weight"], main_grad=main_grad), inputs, grad)
     assert got["weight"] is None
-    assert_law(got | {"weight": sink.of(inputs["weight"])}, want, FP64)
-    assert not sink.of(inputs["weight"])[ROWS - 3 :].any()
+    assert_law(got | {"weight": main_grad.of(inputs["weight"])}, want, FP64)
+    assert not main_grad.of(inputs["weight"])[ROWS - 3 :].any()
 
 
 def test_micro_batches_add_up_and_the_order_of_writers_does_not_matter() -> None:
-    """With a tied head the sink's buffer has been written by somebody else first."""
+    """With a tied head the main_grad's buffer has been written by somebody else first."""
     inputs, total = leaves(weight=randn(ROWS, H)), torch.zeros(ROWS, H, dtype=torch.float64)
-    sink = PoisonedSink(inputs["weight"])
-    view, _ = sink.claim(inputs["weight"])  # type: ignore[misc]
+    main_grad = PoisonedSink(inputs["weight"])
+    view, _ = main_grad.reserve(inputs["weight"])  # type: ignore[misc]
     view.copy_(head := randn(ROWS, H, seed=9))
     for seed in range(3):
         grad = randn(8, 3, H, seed=seed)
-        got = gradients(lambda i, seed=seed: embedding(ids(8, 3, seed=seed), i["weight"], sink=sink), inputs, grad)
+        got = gradients(lambda i, seed=seed: embedding(ids(8, 3, seed=seed), i["weight"], main_grad=main_grad), inputs, grad)
         total.index_add_(0, ids(8, 3, seed=seed).flatten(), grad.flatten(0, 1))
         assert got["weight"] is None
-    assert law_error(sink.of(inputs["weight"]), head + total) <= FP64
+    assert law_error(main_grad.of(inputs["weight"]), head + total) <= FP64
 
 
-@pytest.mark.parametrize("with_sink", [True, False])
-def test_half_precision_gradients_are_summed_in_fp32(with_sink: bool) -> None:
+@pytest.mark.parametrize("with_main_grad", [True, False])
+def test_half_precision_gradients_are_summed_in_fp32(with_main_grad: bool) -> None:
     """A frequent token: 4096 gradients of 1 are 4096, where a bf16 running sum stops at 256."""
     inputs = leaves(weight=randn(ROWS, H, dtype=torch.bfloat16))
-    sink = PoisonedSink(inputs["weight"], dtype=torch.float32) if with_sink else None
-    got = gradients(lambda i: embedding(torch.full((4096,), 2), i["weight"], sink=sink), inputs, torch.ones(4096, H, dtype=torch.bfloat16))
-    weight_grad = sink.of(inputs["weight"]) if sink is not None else got["weight"]
+    main_grad = PoisonedSink(inputs["weight"], dtype=torch.float32) if with_main_grad else None
+    got = gradients(
+        lambda i: embedding(torch.full((4096,), 2), i["weight"], main_grad=main_grad), inputs, torch.ones(4096, H, dtype=torch.bfloat16)
+    )
+    weight_grad = main_grad.of(inputs["weight"]) if main_grad is not None else got["weight"]
     assert weight_grad is not None and (weight_grad[2] == 4096).all() and weight_grad.sum() == 4096 * H
-    assert weight_grad.dtype == (torch.float32 if with_sink else torch.bfloat16)
+    assert weight_grad.dtype == (torch.float32 if with_main_grad else torch.bfloat16)
 
 
 def test_strides_of_ids_and_gradient_do_not_matter() -> None:
@@ -63,7 +65,7 @@ def test_strides_of_ids_and_gradient_do_not_matter() -> None:
 
 
 def test_a_frozen_table_needs_no_backward() -> None:
-    out = embedding(ids(4), randn(ROWS, H), sink=PoisonedSink())
+    out = embedding(ids(4), randn(ROWS, H), main_grad=PoisonedSink())
     assert not out.requires_grad
 
 

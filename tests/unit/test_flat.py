@@ -11,7 +11,7 @@ from errors import FP64, assert_law, law_error
 from tiny import Alone
 from torch import Tensor, nn
 
-from megatron_sp.comm.groups import ALONE
+from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.optim.flat import FlatUnit, Slot, Zero, squared_norm
 from megatron_sp.optim.gradients import FlatGradients
@@ -123,7 +123,7 @@ def test_a_parameter_without_a_gradient_in_this_step_gets_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_foreign_layers_come_through_autograd(dtype: torch.dtype) -> None:
+def test_gradients_of_external_layers_come_through_autograd(dtype: torch.dtype) -> None:
     """Beside one of ours, over several micro-batches and steps; 16-bit ones add up in fp32."""
     torch.manual_seed(0)
     module = nn.ModuleDict({"ours": nn.Linear(4, 4), "foreign": nn.Linear(4, 4)}).to(dtype)
@@ -134,7 +134,7 @@ def test_gradients_of_foreign_layers_come_through_autograd(dtype: torch.dtype) -
         want = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in module.named_parameters()}
         for i in range(30):
             x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + i)).to(dtype)
-            linear(module["foreign"](x), module["ours"].weight, module["ours"].bias, sink=gradients).sum().backward()
+            linear(module["foreign"](x), module["ours"].weight, module["ours"].bias, main_grad=gradients).sum().backward()
             exact = torch.autograd.functional.vjp(
                 lambda *w, x=x: _two(x.double(), w), tuple(p.double() for p in module.parameters()), torch.ones((), dtype=torch.float64)
             )[1]
@@ -157,7 +157,7 @@ def test_a_parameter_used_by_both_kinds_of_layers() -> None:
     gradients = FlatGradients([unit], Alone())  # type: ignore[arg-type]
     x = torch.randn(3, 4, dtype=torch.float64)
     gradients.start_step()
-    (linear(x, module.weight, module.bias, sink=gradients).sum() + 2 * module(x).sum()).backward()
+    (linear(x, module.weight, module.bias, main_grad=gradients).sum() + 2 * module(x).sum()).backward()
     gradients.finish_step()
     assert law_error(unit.slots[0].view(unit.grads), 3 * x.sum(0).expand(4, 4)) <= FP64
 
@@ -214,7 +214,7 @@ def test_stages_2_and_3_reduce_in_every_micro_batch_from_the_callback(stage: int
     """Under the rest of the backward pass, and not behind it."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     units = [FlatUnit(str(i), layer.named_parameters(), zero=Zero(stage)) for i, layer in enumerate(module)]
-    gradients = FlatGradients(units, ALONE)
+    gradients = FlatGradients(units, SINGLE_RANK)
     gradients.start_step()
     for _ in range(2):
         gradients.unit_done(1)
@@ -273,21 +273,21 @@ def test_squared_norm_of_large_small_and_bad_numbers() -> None:
 def test_gradients_take_no_memory_between_steps_and_a_claim_ahead_must_be_settled() -> None:
     unit = FlatUnit("unit", [("w", nn.Parameter(torch.ones(3, 5))), ("b", nn.Parameter(torch.ones(5)))])
     weight = unit.slots[0].param
-    sink = FlatGradients([unit], Alone())  # type: ignore[arg-type]
-    sink.start_step()
+    main_grad = FlatGradients([unit], Alone())  # type: ignore[arg-type]
+    main_grad.start_step()
     assert unit._grads is None
-    view = sink.claim_ahead(weight)
-    assert view is not None and sink.claim_ahead(weight) is None, "there is a gradient in it already"
+    view = main_grad.reserve_ahead(weight)
+    assert view is not None and main_grad.reserve_ahead(weight) is None, "there is a gradient in it already"
     with pytest.raises(AssertionError, match="not settled"):
-        sink.claim(weight)
+        main_grad.reserve(weight)
     view.fill_(2.0)
-    sink.settle(weight)
-    claimed = sink.claim(weight)
-    assert claimed is not None and not claimed[1] and torch.equal(claimed[0], torch.full((3, 5), 2.0))
-    claimed[0].add_(1.0)
-    sink.finish_step()
+    main_grad.finish(weight)
+    reserved = main_grad.reserve(weight)
+    assert reserved is not None and not reserved[1] and torch.equal(reserved[0], torch.full((3, 5), 2.0))
+    reserved[0].add_(1.0)
+    main_grad.finish_step()
     assert torch.equal(unit.grads, torch.tensor([3.0] * 15 + [0.0] * 17)), "padding and what got no gradient are zero"
-    sink.start_step()
+    main_grad.start_step()
     assert unit._grads is None
 
 
@@ -296,4 +296,4 @@ def test_a_parameter_in_two_units_is_refused(stage: int) -> None:
     shared = nn.Parameter(torch.ones(3, 3))
     units = [FlatUnit(unit, [(f"{unit}.weight", shared)], zero=Zero(stage)) for unit in ("first", "second")]
     with pytest.raises(ValueError, match=r"second\.weight is in two units, first and second"):
-        FlatGradients(units, ALONE)
+        FlatGradients(units, SINGLE_RANK)

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.parallel.heads import Chunk, deal, is_uniform, key_of_each_query, plan_heads, runs_of
+from megatron_sp.parallel.heads import HeadChunk, deal, is_uniform, key_of_each_query, plan_heads, runs_of
 
 MODES: list[tuple[Any, int]] = [("none", 1), ("split-qkv", 1), *(("chunked", count) for count in (1, 2, 3, 4, 5, 9))]
 SIZES = [(r, g, sp) for r, g, sp in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 3, 5, 8), range(1, 9)) if r * g >= sp]
 
 
-def plans() -> list[tuple[int, int, int, Any, int, list[Chunk]]]:
+def plans() -> list[tuple[int, int, int, Any, int, list[HeadChunk]]]:
     return [(r, g, sp, mode, count, plan_heads(r, g, sp, mode, count)) for r, g, sp in SIZES for mode, count in MODES]
 
 
-def heads_of(chunks: list[Chunk], rank: int) -> list[int]:
+def heads_of(chunks: list[HeadChunk], rank: int) -> list[int]:
     return [q for chunk in chunks for q in chunk.shares[rank].queries]
 
 

@@ -1,4 +1,4 @@
-"""The linear op: values, all gradients, the activation in front, the residual behind, and the sink."""
+"""The linear op: values, all gradients, the activation in front, the residual behind, and the main_grad."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def naive_linear(i: Inputs, name: str | None) -> Tensor:
     return y + i.get("bias", 0.0) + i.get("residual", 0.0)
 
 
-def ours(i: Inputs, name: ActivationName | None = None, sink: PoisonedSink | None = None) -> Tensor:
+def ours(i: Inputs, name: ActivationName | None = None, main_grad: PoisonedSink | None = None) -> Tensor:
     activation = None if name is None else Activation(name)
-    return row_linear(i["x"], i["weight"], i.get("bias"), activation=activation, residual=i.get("residual"), sink=sink)
+    return row_linear(i["x"], i["weight"], i.get("bias"), activation=activation, residual=i.get("residual"), main_grad=main_grad)
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -54,57 +54,57 @@ def test_is_the_formula(name: ActivationName | None, bias: bool, residual: bool,
 @pytest.mark.parametrize(
     "frozen", [("x",), ("weight",), ("bias",), ("residual",), ("x", "residual"), ("weight", "bias"), ("x", "weight", "bias")]
 )
-@pytest.mark.parametrize("with_sink", [True, False])
-def test_frozen_inputs_get_no_gradient(frozen: tuple[str, ...], with_sink: bool) -> None:
+@pytest.mark.parametrize("with_main_grad", [True, False])
+def test_frozen_inputs_get_no_gradient(frozen: tuple[str, ...], with_main_grad: bool) -> None:
     inputs, grad = leaves(frozen, **tensors()), randn(S, B, OUT, seed=3)
     want = gradients(lambda i: naive_linear(i, "gelu"), leaves(frozen, **tensors()), grad)
-    sink = PoisonedSink(*(inputs[k] for k in ("weight", "bias") if k not in frozen)) if with_sink else None
-    got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
-    if sink is not None:
-        got |= {k: sink.of(inputs[k]) for k in ("weight", "bias") if k not in frozen}
+    main_grad = PoisonedSink(*(inputs[k] for k in ("weight", "bias") if k not in frozen)) if with_main_grad else None
+    got = gradients(lambda i: ours(i, "gelu", main_grad), inputs, grad)
+    if main_grad is not None:
+        got |= {k: main_grad.of(inputs[k]) for k in ("weight", "bias") if k not in frozen}
     assert_law(got, want, FP64)
 
 
-def test_the_sink_is_overwritten_once_then_added_to() -> None:
+def test_the_main_grad_is_overwritten_once_then_added_to() -> None:
     inputs, held = leaves(**tensors()), ("weight", "bias")
-    sink = PoisonedSink(*(inputs[k] for k in held))
+    main_grad = PoisonedSink(*(inputs[k] for k in held))
     total: dict[str, Tensor] = {}
     for micro_batch in range(3):
         grad = randn(S, B, OUT, seed=3 + micro_batch)
         want = gradients(lambda i: naive_linear(i, "gelu"), leaves(**tensors()), grad)
-        got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
+        got = gradients(lambda i: ours(i, "gelu", main_grad), inputs, grad)
         assert got["weight"] is None and got["bias"] is None
         assert_law({k: got[k] for k in ("out", "x", "residual")}, {k: want[k] for k in ("out", "x", "residual")}, FP64)
         total = {k: want[k] + total.get(k, 0.0) for k in held}  # type: ignore[operator]
-        assert_law({k: sink.of(inputs[k]) for k in held}, total, FP64)
-    assert sink.claims == [True, True, False, False, False, False]
+        assert_law({k: main_grad.of(inputs[k]) for k in held}, total, FP64)
+    assert main_grad.claims == [True, True, False, False, False, False]
 
 
-def test_a_parameter_that_the_sink_does_not_hold_goes_through_autograd() -> None:
+def test_a_parameter_that_the_main_grad_does_not_hold_goes_through_autograd() -> None:
     inputs, grad = leaves(**tensors()), randn(S, B, OUT, seed=3)
-    sink = PoisonedSink(inputs["bias"])
-    got = gradients(lambda i: ours(i, None, sink), inputs, grad)
+    main_grad = PoisonedSink(inputs["bias"])
+    got = gradients(lambda i: ours(i, None, main_grad), inputs, grad)
     want = gradients(lambda i: naive_linear(i, None), leaves(**tensors()), grad)
-    assert_law(got | {"bias": sink.of(inputs["bias"])}, want, FP64)
+    assert_law(got | {"bias": main_grad.of(inputs["bias"])}, want, FP64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_half_precision_accumulates_in_an_fp32_sink(dtype: torch.dtype, micro_batches: int) -> None:
+def test_half_precision_accumulates_in_an_fp32_main_grad(dtype: torch.dtype, micro_batches: int) -> None:
     inputs = leaves(**tensors(dtype=dtype))
-    sink = PoisonedSink(inputs["weight"], inputs["bias"], dtype=torch.float32)
+    main_grad = PoisonedSink(inputs["weight"], inputs["bias"], dtype=torch.float32)
     want_weight, want_bias = torch.zeros(OUT, IN), torch.zeros(OUT)
     for micro_batch in range(micro_batches):
         grad = randn(S, B, OUT, seed=3 + micro_batch, dtype=dtype)
         want = gradients(lambda i: naive_linear(i, None), leaves(**{k: v.detach().double() for k, v in inputs.items()}), grad.double())
         want_weight, want_bias = want_weight + want["weight"], want_bias + want["bias"]
-        got = gradients(lambda i: ours(i, None, sink), inputs, grad)
+        got = gradients(lambda i: ours(i, None, main_grad), inputs, grad)
         # one rounding of GEMM plus residual, then one of the bias added to it
         assert law_error(got["out"], want["out"]) <= 3 * torch.finfo(dtype).eps  # type: ignore[arg-type]
         assert law_error(got["x"], want["x"]) <= torch.finfo(dtype).eps  # type: ignore[arg-type]
     # on CPU each micro-batch's product is rounded once to 16 bits; sums of them are fp32
-    assert law_error(sink.of(inputs["weight"]), want_weight) <= torch.finfo(dtype).eps
-    assert law_error(sink.of(inputs["bias"]), want_bias) <= FP32
+    assert law_error(main_grad.of(inputs["weight"]), want_weight) <= torch.finfo(dtype).eps
+    assert law_error(main_grad.of(inputs["bias"]), want_bias) <= FP32
 
 
 def test_strides_of_inputs_and_gradient_do_not_matter() -> None:
@@ -117,10 +117,10 @@ def test_strides_of_inputs_and_gradient_do_not_matter() -> None:
     grad = randn(B, OUT, S, seed=5).permute(2, 0, 1)
     want = gradients(lambda i: naive_linear(i, "gelu"), leaves(**odd), grad)
     inputs = leaves(**odd)
-    sink = PoisonedSink(inputs["weight"], inputs["bias"])
+    main_grad = PoisonedSink(inputs["weight"], inputs["bias"])
     assert_law(gradients(lambda i: ours(i, "gelu"), leaves(**odd), grad), want, FP64)
-    got = gradients(lambda i: ours(i, "gelu", sink), inputs, grad)
-    assert_law(got | {k: sink.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
+    got = gradients(lambda i: ours(i, "gelu", main_grad), inputs, grad)
+    assert_law(got | {k: main_grad.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
 
 
 def test_an_expanded_gradient() -> None:
@@ -144,11 +144,11 @@ def test_few_or_no_tokens_and_other_ranks(shape: tuple[int, ...]) -> None:
         return leaves(x=randn(*shape), weight=randn(OUT, IN), bias=randn(OUT))
 
     inputs, grad = made(), randn(*shape[:-1], OUT, seed=2)
-    sink = PoisonedSink(inputs["weight"], inputs["bias"])
+    main_grad = PoisonedSink(inputs["weight"], inputs["bias"])
     want = gradients(lambda i: F.linear(i["x"], i["weight"], i["bias"]), made(), grad)
     assert_law(gradients(ours, made(), grad), want, FP64)
-    got = gradients(lambda i: ours(i, None, sink), inputs, grad)
-    assert_law(got | {k: sink.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
+    got = gradients(lambda i: ours(i, None, main_grad), inputs, grad)
+    assert_law(got | {k: main_grad.of(inputs[k]) for k in ("weight", "bias")}, want, FP64)
 
 
 def test_the_sum_over_tokens_is_exact_for_many_half_precision_tokens() -> None:
@@ -185,10 +185,10 @@ def naive_norm_linear(i: Inputs) -> Tensor:
     return both_outputs(torch.einsum("...i,oi->...o", normed, i["weight"]) + i["bias"], i["x"], i["branch"])
 
 
-def our_norm_linear(i: Inputs, sink: PoisonedSink | None = None) -> Tensor:
+def our_norm_linear(i: Inputs, main_grad: PoisonedSink | None = None) -> Tensor:
     kind = "LayerNorm" if "norm_bias" in i else "RMSNorm"
     norm = NormInFront(NormSpec(kind, NORM_EPS), i["norm_weight"], i.get("norm_bias"))  # type: ignore[arg-type]
-    return both_outputs(*column_linear(i["x"], i["weight"], i["bias"], norm=norm, sink=sink), i["branch"])
+    return both_outputs(*column_linear(i["x"], i["weight"], i["bias"], norm=norm, main_grad=main_grad), i["branch"])
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -203,15 +203,15 @@ def test_a_norm_in_front_and_the_residual_branch_are_the_formula(kind: str, dtyp
 @pytest.mark.parametrize(
     "frozen", [("x",), ("weight",), ("norm_weight",), ("weight", "bias"), ("weight", "bias", "norm_weight", "norm_bias")]
 )
-@pytest.mark.parametrize("with_sink", [True, False])
-def test_frozen_inputs_of_a_norm_in_front_get_no_gradient(kind: str, frozen: tuple[str, ...], with_sink: bool) -> None:
+@pytest.mark.parametrize("with_main_grad", [True, False])
+def test_frozen_inputs_of_a_norm_in_front_get_no_gradient(kind: str, frozen: tuple[str, ...], with_main_grad: bool) -> None:
     inputs, grad = leaves(frozen, **norm_tensors(kind)), randn(S, B, OUT + IN, seed=3)
     want = gradients(naive_norm_linear, leaves(frozen, **norm_tensors(kind)), grad)
     held = [k for k in inputs if k not in ("x", "branch", *frozen)]
-    sink = PoisonedSink(*(inputs[k] for k in held)) if with_sink else None
-    got = gradients(lambda i: our_norm_linear(i, sink), inputs, grad)
-    if sink is not None:
-        got |= {k: sink.of(inputs[k]) for k in held}
+    main_grad = PoisonedSink(*(inputs[k] for k in held)) if with_main_grad else None
+    got = gradients(lambda i: our_norm_linear(i, main_grad), inputs, grad)
+    if main_grad is not None:
+        got |= {k: main_grad.of(inputs[k]) for k in held}
     for name, value in want.items():
         assert (got[name] is None) == (value is None), name
     assert_law({k: v for k, v in got.items() if v is not None}, {k: v for k, v in want.items() if v is not None}, FP64)

@@ -72,15 +72,15 @@ def test_a_vocabulary_without_padding_rows() -> None:
     assert_law(run(b, chunk=5), run(b, plain=True), FP64)
 
 
-def test_the_sink_gets_the_scaled_gradient_and_micro_batches_add_up() -> None:
+def test_the_main_grad_gets_the_scaled_gradient_and_micro_batches_add_up() -> None:
     b, want = batch(), run(batch(), plain=True)["weight"]
     i = leaves(x=b["x"], weight=b["weight"])
-    sink = PoisonedSink(i["weight"])
+    main_grad = PoisonedSink(i["weight"])
     for scale, total in ((3.7, 3.7), (-1.2, 2.5), (0.0, 2.5)):
-        loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=7, sink=sink)
+        loss, *_ = lm_head_loss(i["x"], i["weight"], b["labels"], b["mask"], vocab_size=VOCAB, chunk_tokens=7, main_grad=main_grad)
         (loss * scale).backward()
         assert i["weight"].grad is None
-        assert law_error(sink.of(i["weight"]), want * total) <= FP64  # type: ignore[operator]
+        assert law_error(main_grad.of(i["weight"]), want * total) <= FP64  # type: ignore[operator]
 
 
 def test_the_returned_losses_of_tokens_are_unweighted_and_detached() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_sp.config.schema import BatchConfig, OptimizerConfig
-from megatron_sp.optim.schedule import Schedule
+from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.training.microbatches import BatchPlan
 
 GBS = 4
@@ -16,9 +16,9 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD = ("linear", "cosine", "exponential", "minus_sqrt")
 
 
-def schedule(iters: int = 100, samples: int | None = None, **optimizer: Any) -> Schedule:
+def schedule(iters: int = 100, samples: int | None = None, **optimizer: Any) -> LRSchedule:
     config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.1} | optimizer)
-    return Schedule.from_config(
+    return LRSchedule.from_config(
         config, BatchConfig(train_iters=None if samples else iters, train_samples=samples), lambda steps: steps * GBS
     )
 
@@ -154,7 +154,7 @@ def test_the_horizon_of_the_learning_rate_does_not_bend_the_weight_decay() -> No
 
 def test_it_can_be_stored_and_rebuilt() -> None:
     s = schedule(lr_decay_style="WSD", lr_wsd_decay_iters=7)
-    assert Schedule(**s.state()) == s
+    assert LRSchedule(**s.state()) == s
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
@@ -164,7 +164,7 @@ def test_steps_are_those_of_the_run_also_while_the_batch_grows(style: str) -> No
     plan = BatchPlan.from_config(batch, 1)
     flags = {"lr_warmup_iters": 2, "lr_wsd_decay_iters": 5, "start_weight_decay": 0.0, "end_weight_decay": 1.0}
     config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, weight_decay_incr_style="linear", **flags)  # type: ignore[arg-type]
-    s = Schedule.from_config(config, batch, plan.samples_after)
+    s = LRSchedule.from_config(config, batch, plan.samples_after)
     lr = {steps: s.lr(plan.samples_after(steps)) for steps in range(22)}  # of the step behind so many others
     assert lr[0] == 0.0 and lr[1] == 0.5 and lr[2] == 1.0 and lr[20] == pytest.approx(0.1) and lr[21] == 0.1
     assert s.weight_decay(plan.samples_after(20)) == 1.0 > s.weight_decay(plan.samples_after(19))

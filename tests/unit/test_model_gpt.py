@@ -71,7 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def autograd_step(model: Any, batches: list[tiny.Batch], scale: float = 1.0) -> dict[str, Tensor | None]:
-    """Without a sink, gradients through p.grad."""
+    """Without a main_grad, gradients through p.grad."""
     losses = [tiny.loss_of(model, batch) * scale for batch in batches]
     for loss in losses:
         loss.backward()

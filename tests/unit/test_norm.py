@@ -22,9 +22,9 @@ def tensors(kind: str, shape: tuple[int, ...] = (8, 3, 5), dtype: torch.dtype = 
     return made | ({"bias": randn(shape[-1], seed=2, dtype=dtype)} if kind == "layer" else {})
 
 
-def ours(i: Inputs, zero_centered: bool = False, sink: PoisonedSink | None = None, eps: float = EPS) -> Tensor:
+def ours(i: Inputs, zero_centered: bool = False, main_grad: PoisonedSink | None = None, eps: float = EPS) -> Tensor:
     spec = NormSpec("LayerNorm" if "bias" in i else "RMSNorm", eps, zero_centered)
-    return norm(i["x"], i["weight"], i.get("bias"), spec, sink=sink)
+    return norm(i["x"], i["weight"], i.get("bias"), spec, main_grad=main_grad)
 
 
 def naive(i: Inputs, zero_centered: bool = False) -> Tensor:
@@ -61,32 +61,32 @@ def test_zero_centered_at_zero_is_the_identity_scale() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "weight")])
-@pytest.mark.parametrize("with_sink", [True, False])
-def test_frozen_inputs_get_no_gradient(kind: str, frozen: tuple[str, ...], with_sink: bool) -> None:
+@pytest.mark.parametrize("with_main_grad", [True, False])
+def test_frozen_inputs_get_no_gradient(kind: str, frozen: tuple[str, ...], with_main_grad: bool) -> None:
     if kind == "rms" and "bias" in frozen:
         frozen = tuple(k for k in frozen if k != "bias") or ("x",)
     if kind == "rms" and set(frozen) == {"x", "weight"}:
         frozen = ("x",)
     inputs, grad = leaves(frozen, **tensors(kind)), randn(8, 3, 5, seed=3)
     held = [k for k in inputs if k not in (*frozen, "x")]
-    sink = PoisonedSink(*(inputs[k] for k in held)) if with_sink else None
+    main_grad = PoisonedSink(*(inputs[k] for k in held)) if with_main_grad else None
     want = gradients(naive, leaves(frozen, **tensors(kind)), grad)
-    got = gradients(lambda i: ours(i, False, sink), inputs, grad)
-    assert_law(got | {k: sink.of(inputs[k]) for k in held if sink is not None}, want, FP64)
+    got = gradients(lambda i: ours(i, False, main_grad), inputs, grad)
+    assert_law(got | {k: main_grad.of(inputs[k]) for k in held if main_grad is not None}, want, FP64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sink_is_overwritten_once_then_added_to(kind: str) -> None:
+def test_the_main_grad_is_overwritten_once_then_added_to(kind: str) -> None:
     inputs = leaves(**tensors(kind))
     held = [k for k in inputs if k != "x"]
-    sink, total = PoisonedSink(*(inputs[k] for k in held)), dict.fromkeys(held, 0.0)
+    main_grad, total = PoisonedSink(*(inputs[k] for k in held)), dict.fromkeys(held, 0.0)
     for micro_batch in range(3):
         grad = randn(8, 3, 5, seed=3 + micro_batch)
         want = gradients(naive, leaves(**tensors(kind)), grad)
-        got = gradients(lambda i: ours(i, False, sink), inputs, grad)
+        got = gradients(lambda i: ours(i, False, main_grad), inputs, grad)
         assert all(got[k] is None for k in held)
         total = {k: total[k] + want[k] for k in held}  # type: ignore[operator]
-        assert_law({k: sink.of(inputs[k]) for k in held}, total, FP64)  # type: ignore[arg-type]
+        assert_law({k: main_grad.of(inputs[k]) for k in held}, total, FP64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,13 +112,13 @@ def test_half_precision_has_wide_statistics_and_gradient_sums(kind: str, dtype: 
     inputs, grad = tensors(kind, (512, 8, 32), dtype), randn(512, 8, 32, seed=3, dtype=dtype)
     want = gradients(naive, leaves(**{k: v.double() for k, v in inputs.items()}), grad.double())
     held = leaves(**inputs)
-    sink = PoisonedSink(*(v for k, v in held.items() if k != "x"), dtype=torch.float32)
-    got = gradients(lambda i: ours(i, False, sink), held, grad)
+    main_grad = PoisonedSink(*(v for k, v in held.items() if k != "x"), dtype=torch.float32)
+    got = gradients(lambda i: ours(i, False, main_grad), held, grad)
     eps = torch.finfo(dtype).eps
     assert law_error(got["out"], want["out"]) <= eps  # type: ignore[arg-type]
     assert law_error(got["x"], want["x"]) <= eps  # type: ignore[arg-type]
     for name in [k for k in inputs if k != "x"]:
-        assert law_error(sink.of(held[name]), want[name]) <= FP32, name  # type: ignore[arg-type]
+        assert law_error(main_grad.of(held[name]), want[name]) <= FP32, name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +130,7 @@ def test_zeros_huge_values_and_no_tokens(kind: str) -> None:
     huge["x"] *= 1e17  # squares stay below fp32's largest number, barely
     assert torch.isfinite(ours(leaves(**huge))).all()
     empty = leaves(**inputs | {"x": torch.empty(0, 3, 5, dtype=torch.float64)})
-    sink = PoisonedSink(*(v for k, v in empty.items() if k != "x"))
-    got = gradients(lambda i: ours(i, False, sink), empty, torch.empty(0, 3, 5, dtype=torch.float64))
+    main_grad = PoisonedSink(*(v for k, v in empty.items() if k != "x"))
+    got = gradients(lambda i: ours(i, False, main_grad), empty, torch.empty(0, 3, 5, dtype=torch.float64))
     assert got["out"].shape == got["x"].shape == (0, 3, 5)  # type: ignore[union-attr]
-    assert all(not sink.of(v).any() for k, v in empty.items() if k != "x")
+    assert all(not main_grad.of(v).any() for k, v in empty.items() if k != "x")

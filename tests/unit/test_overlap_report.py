@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sp.comm.groups import ALONE
-from megatron_sp.comm.recorder import WAIT, Collective, FlightTimes, Recorder, Span, StepTimes
+from megatron_sp.comm.groups import SINGLE_RANK
+from megatron_sp.comm.recorder import WAIT, Collective, CollectiveTimes, Recorder, Span, StepTimes
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.ops import availability
 from megatron_sp.training import overlap
-from megatron_sp.training.overlap import OverlapReport, Row, comparable, table, tabulate, trace
+from megatron_sp.training.overlap import OverlapEntry, OverlapReport, comparable, table, tabulate, trace
 from megatron_sp.training.overlap_picture import draw_steps, in_lanes, windows
 from megatron_sp.utils.errors import ConfigError
 
@@ -35,12 +35,12 @@ def make_step(seconds: float = 1.0, exposed: float = 0.01, layers: int = 3) -> S
                 step.spans.append(Span(label, layer, direction, at, at + length))
                 at += length
             step.flights.append(
-                FlightTimes(
+                CollectiveTimes(
                     SP, "qkv" if direction == "forward" else "d qkv", layer, direction, begin + 0.02, begin + 0.07 + exposed, exposed
                 )
             )
-            step.flights.append(FlightTimes(SP, "out", layer, direction, begin + 0.05, begin + 0.06, 0.0))
-        step.flights.append(FlightTimes(TP, "all-reduce", None, direction, at, at, 0.0))
+            step.flights.append(CollectiveTimes(SP, "out", layer, direction, begin + 0.05, begin + 0.06, 0.0))
+        step.flights.append(CollectiveTimes(TP, "all-reduce", None, direction, at, at, 0.0))
     return step
 
 
@@ -59,7 +59,7 @@ def test_exposed_exchange_hidden_and_share() -> None:
 
 @pytest.mark.parametrize("exchange, exposed, hidden", [(2.0, 0.5, 0.75), (1.0, 3.0, 0.0), (0.0, 0.0, 0.0), (1.0, -1e-9, 1.0)])
 def test_hidden_stays_between_none_and_all(exchange: float, exposed: float, hidden: float) -> None:
-    assert Row("sp", 0, "forward", 1, exchange, exposed, 0.0).hidden == hidden
+    assert OverlapEntry("sp", 0, "forward", 1, exchange, exposed, 0.0).hidden == hidden
 
 
 def test_the_table() -> None:
@@ -71,7 +71,7 @@ def test_the_table() -> None:
     assert "ulysses all backward 6 240.00 ms 88 % 30.00 ms 3.00 %" in text
     assert "tensor ends forward 1 500.00 ms 100 % 0.00 ms 0.00 %" in text and "tensor all" not in text
     assert "rank 0 6.0 % of its step, the worst, rank 1, 11.0 %" in text and "exposed above exchange" not in text
-    assert "exposed above exchange" in "\n".join(table([Row("sp", 0, "forward", 1, 1.0, 2.0, 0.5)], 1, 4.0, [0.5]))
+    assert "exposed above exchange" in "\n".join(table([OverlapEntry("sp", 0, "forward", 1, 1.0, 2.0, 0.5)], 1, 4.0, [0.5]))
 
 
 def test_which_steps_count() -> None:
@@ -100,7 +100,7 @@ def test_the_trace_lays_steps_one_after_another() -> None:
 
 def test_lanes() -> None:
     flights = [
-        FlightTimes(SP, str(i), 0, "forward", *times, 0.0) for i, times in enumerate([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6)])
+        CollectiveTimes(SP, str(i), 0, "forward", *times, 0.0) for i, times in enumerate([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6)])
     ]
     assert [(lane, f.name) for lane, f in in_lanes(reversed(flights))] == [(0, "0"), (1, "1"), (0, "2"), (2, "3")]
 
@@ -129,11 +129,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 class Groups:
     """A layout of one rank."""
 
-    sp = tp = control = ALONE
+    sp = tp = control = SINGLE_RANK
     rank, device = 0, torch.device("cpu")
 
 
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Row], list[str]]:
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[OverlapEntry], list[str]]:
     """Of two steps written by hand, without anything to time."""
     lines: list[str] = []
     monkeypatch.setattr(overlap, "time_alone", lambda collectives, groups, clock: [0.04] * len(collectives))
@@ -202,10 +202,10 @@ def test_nothing_to_report(words: list[str], message: str) -> None:
 
 
 def test_a_recorder_is_handed_to_every_block() -> None:
-    from megatron_sp.parallel.layout import Layout
+    from megatron_sp.parallel.parallel_context import ParallelContext
 
-    layout: Any = Layout()
+    layout: Any = ParallelContext()
     assert layout.in_layer(3) is layout
     recorder = Recorder(overlap.WallClock(), 1)
-    inner = Layout(recorder=recorder).in_layer(3)
+    inner = ParallelContext(recorder=recorder).in_layer(3)
     assert (inner.tp.recorder, inner.sp.recorder) == (recorder.at("tp", 3), recorder.at("sp", 3))

@@ -22,14 +22,14 @@ from megatron_sp.config.rules import violations
 from megatron_sp.estimate import hardware
 from megatron_sp.estimate.hardware import GPUS, LINKS
 from megatron_sp.estimate.memory import Form
-from megatron_sp.estimate.remedies import plan_of
+from megatron_sp.estimate.suggestions import plan_of
 from megatron_sp.ops import availability
 from megatron_sp.planner import advice, report
 from megatron_sp.planner import search as planner_search
 from megatron_sp.planner.advice import find_changes, least_memory
 from megatron_sp.planner.command import read_model
-from megatron_sp.planner.layouts import Layout, default_batch, frames, micro_batches, saves_no_less, savings
 from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.parallel_plans import ParallelPlan, default_batch, frames, micro_batches, saves_no_less, savings
 from megatron_sp.planner.search import Findings, search
 from megatron_sp.planner.timing import step_time
 
@@ -122,7 +122,7 @@ def test_nothing_is_left_out_that_would_be_faster(narrow: Findings) -> None:
     best = {(c.layout.tp, c.layout.sp): c.tokens_per_second for c in narrow.best_of_each()}
     for stage in range(4):
         for recompute in (None, "selective", "full"):
-            layout = Layout(tp=1, sp=4, mode="chunked", chunks=2, zero=stage, recompute=recompute)
+            layout = ParallelPlan(tp=1, sp=4, mode="chunked", chunks=2, zero=stage, recompute=recompute)
             config = layout.apply(base)
             peak = plan_of(config, 4, "cuda").peak
             if peak + reserve(where, peak, num_groups(layout, 4)) <= where.memory_bytes:

@@ -1,4 +1,4 @@
-"""Recomputation and unit boundaries: gradients still land in the sink, and each unit is announced once, complete."""
+"""Recomputation and unit boundaries: gradients still land in the main_grad, and each unit is announced once, complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_unit_but_the_first_is_announced_once_with_complete_gradients(how:
         for unit, at_callback in announced:
             assert torch.equal(at_callback, gradients.units[unit].grads), f"unit {unit} was announced before it was complete"
             assert at_callback.any()
-        assert all(p.grad is None for p in model.parameters()), "a gradient went past the sink"
+        assert all(p.grad is None for p in model.parameters()), "a gradient went past the main_grad"
 
 
 def test_a_tied_table_is_complete_only_after_the_embedding() -> None:
@@ -96,7 +96,7 @@ def test_no_recomputation_without_autograd(monkeypatch: pytest.MonkeyPatch) -> N
         tiny.loss_of(model, tiny.make_batch())
 
 
-def test_a_foreign_layer_is_complete_at_the_boundary_too() -> None:
+def test_a_external_layer_is_complete_at_the_boundary_too() -> None:
     """Its gradient comes through autograd's accumulation into p.grad, which must have happened when the boundary fires."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.comm.collectives import Handle, done
-from megatron_sp.comm.recorder import WAIT, Axis, Direction, Place, Recorder, StepTimes, WallClock
+from megatron_sp.comm.recorder import WAIT, Axis, CallSite, Direction, Recorder, StepTimes, WallClock
 
 
 class Clock:
@@ -46,7 +46,7 @@ class Work:
             self.tell(self.ends)
 
 
-def start(place: Place, work: Any, name: str = "qkv", result: Tensor | None = None) -> Handle:
+def start(place: CallSite, work: Any, name: str = "qkv", result: Tensor | None = None) -> Handle:
     flight = place.start("all_to_all", (4, 4), (4, 4), torch.float32, name)
     return Handle(work, torch.zeros(8) if result is None else result, "all_to_all").recorded(flight)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_sp.comm.groups import ALONE
+from megatron_sp.comm.groups import SINGLE_RANK
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import CheckpointConfig, Config
 from megatron_sp.training import save_interval
@@ -32,7 +32,9 @@ def test_no_other_interval_loses_less(stall: float, failure: float) -> None:
 
 
 def auto(stored: object = None, hours: float = 1.0, start: int = 0, world_size: int = 1) -> SaveInterval:
-    return SaveInterval(CheckpointConfig(save_interval="auto", mean_time_between_failures_hours=hours), world_size, ALONE, start, stored)
+    return SaveInterval(
+        CheckpointConfig(save_interval="auto", mean_time_between_failures_hours=hours), world_size, SINGLE_RANK, start, stored
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +84,10 @@ def test_a_stored_interval_without_sense_is_measured_again(stored: object) -> No
 
 
 def test_a_number_is_a_number_of_steps() -> None:
-    interval = SaveInterval(CheckpointConfig(save_interval=3), 1, ALONE, 2)
+    interval = SaveInterval(CheckpointConfig(save_interval=3), 1, SINGLE_RANK, 2)
     assert [step for step in range(1, 10) if interval.is_due(step)] == [3, 6, 9]
     assert interval.saved(3, 1.0, 1.0) is None and interval.state() is None
-    assert not SaveInterval(CheckpointConfig(), 1, ALONE, 0).is_due(5)
+    assert not SaveInterval(CheckpointConfig(), 1, SINGLE_RANK, 0).is_due(5)
 
 
 def test_the_flags() -> None:

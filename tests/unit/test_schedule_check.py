@@ -13,8 +13,8 @@ from schedule_toys import B, D, H, S, batch, toy, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, PathError, Schedule, schedule
-from megatron_sp.schedule.check.layout_rules import RULES, teach
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.check.placement_rules import RULES, teach
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 HERE = "test_schedule_check.py:"
@@ -122,7 +122,7 @@ def test_e3_a_partial_sum_leaves_the_model() -> None:
     s = schedule(nn.Linear(8, 4, bias=False), Mesh.sizes(tp=2))
     s[""].sync("fwd_pre", lambda x, group: x)
     s[""].shard("weight", 1)
-    with pytest.raises(LayoutError, match="E3"):
+    with pytest.raises(PlacementError, match="E3"):
         s.check({"input": torch.zeros(3, 8)})
 
 
@@ -424,7 +424,7 @@ def test_e16_parameters_of_which_no_line_speaks() -> None:
 
 
 def test_apply_asks_the_lines_too() -> None:
-    with pytest.raises(LayoutError, match="E6"):
+    with pytest.raises(PlacementError, match="E6"):
         without(toy(seq=False), "blocks.*.mlp", "sync").apply()
 
 
@@ -442,7 +442,7 @@ def test_adjoints_that_differ_need_a_line_each() -> None:
     s["{0,2}"].column()
     s["{1,3}"].sync("fwd_pre", "all_gather", axis=-1)
     s["3"].column(input="prepared", gather=True)
-    with pytest.raises(LayoutError, match=r"needs grad='slice' at 1.*and grad='reduce_scatter' at 3.*write a line for each"):
+    with pytest.raises(PlacementError, match=r"needs grad='slice' at 1.*and grad='reduce_scatter' at 3.*write a line for each"):
         s.check({"input": torch.zeros(3, 8)})
 
 
@@ -459,7 +459,7 @@ def test_a_function_that_is_not_known_is_asked_about() -> None:
 
     data = {"input": torch.zeros(3, 8)}
     refused(model(), "1 (Odd): renorm: it is not known what this does to shares", HERE, "teach('renorm', rule)", data=data)
-    teach("renorm", lambda step: step.operands()[0].layout)
+    teach("renorm", lambda step: step.operands()[0].placement)
     try:
         model().check(data)
     finally:

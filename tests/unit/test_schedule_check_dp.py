@@ -10,7 +10,7 @@ from schedule_toys import B, H, Toy, batch, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 
 
 class Contrast(nn.Module):
@@ -52,7 +52,7 @@ def over_dp(on: str, mode: str, op: Any, model: nn.Module | None = None, **more:
 )
 def test_what_mixes_the_rows_of_ranks_is_refused(on: str, mode: str, op: str, more: dict[str, Any], code: str) -> None:
     s = over_dp(on, mode, op, **more)
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(PlacementError) as caught:
         s.check(batch())
     text = str(caught.value)
     assert on.removesuffix(".mlp") in text and f"{s.directives[-1].where}" in text and code in text, text
@@ -63,7 +63,7 @@ def test_apply_looks_too(guess: bool, verified: bool) -> None:
     """What each rank computes of its own batch comes back mixed with others' rows, which verify(), with one batch for all, cannot see."""
     s = over_dp("blocks.0.mlp", "fwd_pre", "scatter", axis=0)
     s["blocks.0.mlp"].sync("fwd_post", "all_gather", axis=0, grad="slice", over="dp")
-    with pytest.raises(LayoutError, match="rows of different ranks have nothing to do with each other"):
+    with pytest.raises(PlacementError, match="rows of different ranks have nothing to do with each other"):
         s._verified = list(s.directives) if verified else None
         s.apply(batch(), guess=guess)
 
@@ -76,7 +76,7 @@ def test_rows_of_all_ranks_may_be_gathered_and_the_adjoint_is_worked_out() -> No
 
 def test_an_adjoint_that_leaves_gradients_to_nobody_is_refused() -> None:
     s = over_dp("all_rows", "fwd_post", "all_gather", Contrast(), axis=0, grad="slice")
-    with pytest.raises(LayoutError, match="E6"):
+    with pytest.raises(PlacementError, match="E6"):
         s.check(rows())
 
 

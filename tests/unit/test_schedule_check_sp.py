@@ -11,7 +11,7 @@ from core_toys import Toy
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 HERE = "test_schedule_check_sp.py:"
@@ -198,5 +198,5 @@ def test_the_sum_of_a_share_is_a_part_and_its_mean_is_not() -> None:
 def test_labels_are_cut_as_what_they_label() -> None:
     s, data = counted("sum")
     s.directives[0].args["inputs"] = ["ids"]
-    with pytest.raises(LayoutError, match=r"the model \(Counted\): cross_entropy: .*cut both alike.*E10"):
+    with pytest.raises(PlacementError, match=r"the model \(Counted\): cross_entropy: .*cut both alike.*E10"):
         s.check(data)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, Schedule, plan_file, schedule
 from megatron_sp.schedule.apply.ulysses_options import Options
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ def test_a_schedule_that_says_all_needs_no_batch() -> None:
 def test_one_that_is_wrong_is_not_applied() -> None:
     s = open_toy()
     s["norm"].sum_gradients()  # used alike on all ranks
-    with pytest.raises(LayoutError, match=r"sum_gradients at test_schedule_derive.py:.*E7"):
+    with pytest.raises(PlacementError, match=r"sum_gradients at test_schedule_derive.py:.*E7"):
         s.apply(batch())
 
 
@@ -187,7 +187,7 @@ def _cross(*copied: str, input: str = "prepared") -> Schedule:
 @pytest.mark.parametrize("wrong", [lambda: _cross("x"), lambda: _cross("y"), lambda: _cross(input="copy")])
 def test_a_sum_that_lines_alone_do_not_miss_is_refused_when_it_is_applied(wrong: Callable[[], Schedule]) -> None:
     data = {"x": torch.zeros(2, H)}
-    with pytest.raises(LayoutError, match=r"inside.*E6"):
+    with pytest.raises(PlacementError, match=r"inside.*E6"):
         wrong().apply(data)
     _cross("x", "y").apply(data)
 
@@ -205,7 +205,7 @@ def test_what_was_measured_is_believed() -> None:
     s = _cross("x")
     s._verified = list(s.directives)
     s["first"].annotate("weight", "noted", True)
-    with pytest.raises(LayoutError, match="E6"):
+    with pytest.raises(PlacementError, match="E6"):
         s.apply({"x": torch.zeros(2, H)})
     s._verified = list(s.directives)
     s.apply({"x": torch.zeros(2, H)})

@@ -8,7 +8,7 @@ from schedule_toys import N, Toy, batch
 from torch import nn
 
 from megatron_sp.schedule import Mesh, Schedule, schedule
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -39,12 +39,12 @@ def test_heads_that_ranks_cannot_share_are_refused_by_both() -> None:
     for ask in ("check", "apply"):
         s = attention(schedule(Counting(4), Mesh.sizes(tp=8)))
         s["blocks.*.attention"].set("num_heads", 1)
-        with pytest.raises(LayoutError, match=r"num_attention_heads \(4\) must be multiples of tp \(8\).*E2"):
+        with pytest.raises(PlacementError, match=r"num_attention_heads \(4\) must be multiples of tp \(8\).*E2"):
             getattr(s, ask)(batch())
 
 
 def test_they_follow_where_a_line_says_how_many() -> None:
-    with pytest.raises(LayoutError, match=r"num_heads = 4 \(E11\)"):
+    with pytest.raises(PlacementError, match=r"num_heads = 4 \(E11\)"):
         attention(schedule(Toy(written_down=True), Mesh.sizes(tp=2))).check(batch())
     s = attention(schedule(Toy(written_down=True), Mesh.sizes(tp=2)), heads=N)
     s.check(batch())

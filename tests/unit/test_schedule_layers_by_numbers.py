@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
 from megatron_sp.schedule.apply.apply import apply
-from megatron_sp.schedule.check.dry_run import layouts_of
+from megatron_sp.schedule.check.dry_run import placements_of
 from megatron_sp.schedule.check.follower import Axis, Follower
-from megatron_sp.schedule.check.stand_in import stand_in
-from megatron_sp.schedule.core.layouts import Layout, LayoutError
+from megatron_sp.schedule.check.meta_copy import meta_copy
+from megatron_sp.schedule.core.placements import Placement, PlacementError
 
 CHANNELS, RANKS = 16, 2
 LAYERS: list[tuple[Callable[[], nn.Module], int]] = [
@@ -38,14 +38,14 @@ LAYERS: list[tuple[Callable[[], nn.Module], int]] = [
 ]
 BLOCKS: list[Any] = [None, 2, 4, (4, 12)]
 CUTS = [
-    Layout("S", 1),
-    Layout("S", 1, 2),
-    Layout("S", 1, 4),
-    Layout("S", 1, blocks=(2, 6)),
-    Layout("S", 0),
-    Layout("S", 2),
-    Layout("R"),
-    Layout("P"),
+    Placement("S", 1),
+    Placement("S", 1, 2),
+    Placement("S", 1, 4),
+    Placement("S", 1, blocks=(2, 6)),
+    Placement("S", 0),
+    Placement("S", 2),
+    Placement("R"),
+    Placement("P"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_layers_by_channel(made: Callable[[], nn.Module], dims: int) -> None:
         for cut in CUTS:
             try:
                 claim = claimed(model, s.directives, x, cut)
-            except LayoutError:
+            except PlacementError:
                 continue
             proven += 1
             for rank in range(RANKS):
@@ -86,17 +86,17 @@ def test_layers_by_channel(made: Callable[[], nn.Module], dims: int) -> None:
     assert proven >= 2  # cut as the layer is
 
 
-def claimed(model: nn.Module, directives: list[Any], x: Tensor, cut: Layout) -> Layout:
-    """Raises LayoutError: the dry run refuses."""
-    mesh, whole = Mesh.sizes(tp=RANKS), stand_in(model)
+def claimed(model: nn.Module, directives: list[Any], x: Tensor, cut: Placement) -> Placement:
+    """Raises PlacementError: the dry run refuses."""
+    mesh, whole = Mesh.sizes(tp=RANKS), meta_copy(model)
     record = Follower(whole)
     with record.inside():
         whole(x.to("meta"))
-    split = stand_in(model)
+    split = meta_copy(model)
     applied = apply(split, directives, mesh, 1)
-    follower = Follower(split, Axis("tp", mesh.tp), {}, record.record, layouts_of(applied, directives))
+    follower = Follower(split, Axis("tp", mesh.tp), {}, record.record, placements_of(applied, directives))
     share = taken(x, cut, RANKS, 0).to("meta").requires_grad_()
     follower.known[share] = cut
     with follower.inside():
         result = split(share)
-    return follower.look(result).layout
+    return follower.look(result).placement

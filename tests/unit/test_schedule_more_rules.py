@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
+from megatron_sp.schedule.core.placements import NotFollowed, PlacementError
 
 B, S, H, WIDE = 3, 5, 8, 12
 Between = Callable[[Any, Tensor, Tensor], Tensor]
@@ -92,7 +92,7 @@ WRONG: list[tuple[Between, str]] = [
 
 @pytest.mark.parametrize(("between", "words"), WRONG)
 def test_what_each_rank_may_not_do_by_itself(between: Between, words: str) -> None:
-    with pytest.raises(LayoutError, match=words):
+    with pytest.raises(PlacementError, match=words):
         check(between)
 
 
@@ -134,9 +134,9 @@ def test_convolutions_by_channels() -> None:
         s.check({"x": torch.zeros(2, 3, 12, 12)})
 
     made()
-    with pytest.raises(LayoutError, match=r"norm \(BatchNorm2d\): batch_norm"):
+    with pytest.raises(PlacementError, match=r"norm \(BatchNorm2d\): batch_norm"):
         made(norm=False)
-    with pytest.raises(LayoutError, match=r"last \(Conv2d\): conv2d"):
+    with pytest.raises(PlacementError, match=r"last \(Conv2d\): conv2d"):
         made(row=False)
 
 
@@ -164,7 +164,7 @@ def test_scores_with_a_bias_for_each_head() -> None:
         s.check({"x": torch.zeros(1, S, H), "bias": torch.zeros(4, S, S)})
 
     made(True)
-    with pytest.raises(LayoutError, match=r"baddbmm: sizes do not fit.*E10"):
+    with pytest.raises(PlacementError, match=r"baddbmm: sizes do not fit.*E10"):
         made(False)
 
 
@@ -233,7 +233,7 @@ def test_channels_meet_what_is_cut_as_they_are(made: Callable[[], nn.Module], di
     if first == middle:
         s.check(batch)
         return
-    with pytest.raises(LayoutError, match=r"E10"):
+    with pytest.raises(PlacementError, match=r"E10"):
         s.check(batch)
-    with pytest.raises(LayoutError, match=r"E10"):
+    with pytest.raises(PlacementError, match=r"E10"):
         s.apply(batch)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.check.passage import Passage
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.check.op_trace import OpTrace
+from megatron_sp.schedule.core.placements import PlacementError
 
 Change = Callable[[Tensor], Tensor]
 
@@ -22,7 +22,7 @@ def turned(x: Tensor) -> Tensor:
 def passes(module: Change, own: Change) -> None:
     """A module does the one to its queries, and the early exchange the other; keys and values stay as they are."""
     k, v = torch.ones(2, 4, 6), torch.ones(2, 4, 6)
-    with Passage("blocks.0.attention", "plan.yaml:3") as passage:
+    with OpTrace("blocks.0.attention", "plan.yaml:3") as passage:
         passage.sent("q", own(passage.begin(torch.ones(2, 4, 2, 6))))
         q = module(passage.begin(torch.ones(2, 4, 6)))
         passage.begin(k), passage.begin(v)
@@ -48,7 +48,7 @@ def test_shapes_may_change_and_all_heads_are_rotated_as_one_is() -> None:
     ],
 )
 def test_what_else_is_done_is_refused(module: Change, own: Change, said: str) -> None:
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(PlacementError) as caught:
         passes(module, own)
     assert said in str(caught.value) and "blocks.0.attention" in str(caught.value) and "(plan.yaml:3)" in str(caught.value)
 
@@ -56,7 +56,7 @@ def test_what_else_is_done_is_refused(module: Change, own: Change, said: str) ->
 def refused(model: nn.Module, said: str) -> None:
     s = schedule(model, Mesh.sizes(sp=2)).ulysses(overlap_qkv=True)
     for ask in (s.check, s.apply):
-        with pytest.raises(LayoutError, match=said):
+        with pytest.raises(PlacementError, match=said):
             ask()
 
 

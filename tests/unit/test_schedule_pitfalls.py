@@ -18,7 +18,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.parallel import regions
 from megatron_sp.schedule import Mesh, PathError, schedule
 from megatron_sp.schedule.core.kinds import find_kind
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.verify.verify import verify
 from megatron_sp.utils.errors import ConfigError
 
@@ -48,7 +48,7 @@ def gradients_are_compared(mesh: Mesh) -> None:
     verdict = verify(s.model, s.directives, mesh, 1, batch())
     errors = {kind: max(row.error for row in verdict.rows if row.kind == kind) for kind in ("output", "loss", "gradient")}
     assert errors["output"] < 1e-12 and errors["loss"] < 1e-12 and errors["gradient"] > 1e-3
-    with pytest.raises(LayoutError, match=r"no line sums it.*E6"):  # as check() and apply() say
+    with pytest.raises(PlacementError, match=r"no line sums it.*E6"):  # as check() and apply() say
         s.verify(batch())
 
 

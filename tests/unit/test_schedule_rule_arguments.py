@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, schedule
-from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
+from megatron_sp.schedule.core.placements import NotFollowed, PlacementError
 
 B, S, H, WIDE = 3, 5, 8, 12
 AXIS: dict[str, Any] = {"axis": -1}  # of which types of torch.cat do not know
@@ -85,7 +85,7 @@ def test_what_may_be_done_to_partial_sums() -> None:
     ],
 )
 def test_spellings_of_what_no_rank_may_do_by_itself(of_shares: OfShares, words: str) -> None:
-    with pytest.raises(LayoutError, match=words):
+    with pytest.raises(PlacementError, match=words):
         check(of_shares)
 
 
@@ -108,7 +108,7 @@ def filled(h: Tensor, write: Callable[[Tensor], object]) -> Tensor:
     ],
 )
 def test_what_was_filled_with_one_value_may_not_tell_ranks_apart(of_shares: OfShares) -> None:
-    with pytest.raises(LayoutError, match=r"\(E(10|3|11)\)"):
+    with pytest.raises(PlacementError, match=r"\(E(10|3|11)\)"):
         check(of_shares)
 
 
@@ -150,7 +150,7 @@ def test_functions_that_share_a_name_are_asked_about(of_shares: OfShares) -> Non
     ],
 )
 def test_what_is_no_sum_of_parts(of_sums: OfSums) -> None:
-    with pytest.raises(LayoutError, match=r"is a partial sum on each rank.*E3"):
+    with pytest.raises(PlacementError, match=r"is a partial sum on each rank.*E3"):
         check(of_sums=of_sums)
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_sum_of_parts(of_sums: OfSums) -> None:
     ],
 )
 def test_numbers_that_are_made_of_a_size_of_a_share(of_shares: OfShares, numbers: str) -> None:
-    with pytest.raises(LayoutError, match=rf"computes with {numbers}: .*E11"):
+    with pytest.raises(PlacementError, match=rf"computes with {numbers}: .*E11"):
         check(of_shares)
 
 
@@ -202,5 +202,5 @@ def test_a_sum_over_heads_that_several_ranks_have() -> None:
     s = schedule(Keys(), Mesh.sizes(tp=4))
     s["k"].column(heads=2, replicas=True)
     s[""].sync("fwd_post", "all_reduce")
-    with pytest.raises(LayoutError, match=r"sum: 2 ranks each have the same share .* count each 2 times.*E10"):
+    with pytest.raises(PlacementError, match=r"sum: 2 ranks each have the same share .* count each 2 times.*E10"):
         s.check({"x": torch.zeros(2, 3, 16)})

@@ -1,6 +1,6 @@
 """Every rule of the dry run is held against numbers: what it says of a result is so, or it refuses (``schedule_rule_oracle.py``).
 
-MEGATRON_SP_RULES_SEED=7 draws other calls, sizes and placements; the long test draws many.
+MEGATRON_SP_RULES_SEED=7 draws other calls, sizes and draws; the long test draws many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from ranks import run_ranks
 from schedule_rule_cases import CASES, spellings
 from schedule_rule_exchanges import trials
-from schedule_rule_oracle import Placement, Sizes, Trial
+from schedule_rule_oracle import Draw, Sizes, Trial
 from schedule_rule_table import cases_by_rule, row, rows_of_page, tried
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -100,7 +100,7 @@ def test_every_spelling_is_called() -> None:
     calls = _Calls()
     for case in CASES:
         for seed in range(3):
-            trial = Trial(case, tuple(Placement("N") for _ in case.inputs), seed=seed)
+            trial = Trial(case, tuple(Draw("N") for _ in case.inputs), seed=seed)
             tensors = trial.wholes
             try:
                 with calls:

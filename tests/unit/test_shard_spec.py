@@ -12,7 +12,7 @@ from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.parallel.layers import shard_specs
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
@@ -40,7 +40,7 @@ def models(tp: int, seq: bool, **overrides: Any) -> list[GPTModel]:
     )  # fmt: skip
     made = []
     for rank in range(tp):
-        layout = Layout(tp=TensorParallel(Place(tp, rank), seq and tp > 1))  # type: ignore[arg-type]
+        layout = ParallelContext(tp=TensorParallel(Place(tp, rank), seq and tp > 1))  # type: ignore[arg-type]
         made.append(GPTModel(config, KernelConfig(), seed=5, dtype=torch.float64, layout=layout))
     return made
 

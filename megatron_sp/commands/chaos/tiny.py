@@ -14,7 +14,7 @@ from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
-from megatron_sp.parallel.layout import Layout
+from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.loop import Task, pretrain
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -57,7 +57,7 @@ def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int,
     )  # fmt: skip
 
 
-def _model(config: Config, layout: Layout, on_unit: OnUnit | None = None) -> nn.Module:
+def _model(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
     return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
 
 

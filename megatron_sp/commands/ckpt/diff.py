@@ -25,7 +25,7 @@ _NOT_COUNTED = ("parallel.", "kernels.", "checkpoint.", "logging.", "batch.micro
 _MAX_ROWS = 20
 
 
-class Row(NamedTuple):
+class Difference(NamedTuple):
     """Something that is ``a`` in one and ``b`` in the other; ``counts`` towards the exit code."""
 
     name: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     counts: bool = True
 
 
-class TensorRow(NamedTuple):
+class TensorDifference(NamedTuple):
     """A tensor that is not the same in both.
 
     Attributes:
@@ -93,44 +93,46 @@ def _chosen(tensors: Tensors, pattern: str, weights_only: bool) -> dict[str, tup
     }
 
 
-def state_rows(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Row]:
+def state_rows(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
     """Differences of state.json: progress and schedule, flags, and, not counted, layout and versions."""
     states = [read_state(folder) for folder in folders]
     layouts = [layout_words(layout_of(listed, state)) for listed, state in zip(lists, states, strict=True)]
-    rows = [Row(key, states[0].get(key), states[1].get(key)) for key in _STATE]
-    rows.append(Row("processes", layouts[0], layouts[1], counts=False))
-    rows.append(Row("versions", states[0].get("versions"), states[1].get("versions"), counts=False))
+    rows = [Difference(key, states[0].get(key), states[1].get(key)) for key in _STATE]
+    rows.append(Difference("processes", layouts[0], layouts[1], counts=False))
+    rows.append(Difference("versions", states[0].get("versions"), states[1].get("versions"), counts=False))
     try:
         old, new = (Config.from_dict(state.get("config"))[0] for state in states)
         changed = diff(old, new)
     except ConfigError as error:
         warn(f"the configurations cannot be compared: {error}")
         changed = {}
-    rows += [Row(_flag(key), x, y, counts=not key.startswith(_NOT_COUNTED)) for key, (x, y) in changed.items()]
+    rows += [Difference(_flag(key), x, y, counts=not key.startswith(_NOT_COUNTED)) for key, (x, y) in changed.items()]
     return [row for row in rows if row.a != row.b]
 
 
-def tensor_rows(folders: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None) -> list[TensorRow]:
+def tensor_rows(folders: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None) -> list[TensorDifference]:
     """Tensors that only one has, that have another dtype or shape, or values beyond the tolerances; the values are read in blocks."""
     from megatron_sp.checkpoint.stream import BLOCK_BYTES, NativeReader
     from megatron_sp.commands.ckpt.distance import Distance
 
     readers = [NativeReader(folder, verified=True) for folder in folders]
     exact = rtol is None and atol is None
-    rows = [TensorRow(name, _show(a.get(name)), _show(b.get(name))) for name in sorted(set(a) ^ set(b))]
+    rows = [TensorDifference(name, _show(a.get(name)), _show(b.get(name))) for name in sorted(set(a) ^ set(b))]
     both = sorted(set(a) & set(b))
     sizes = [reader.tensors() for reader in readers]
     with Progress("comparing", sum(sizes[0][name].num_bytes for name in both)) as progress:
         for name in both:
             if a[name][1] != b[name][1]:
-                rows.append(TensorRow(name, _show(a[name]), _show(b[name])))
+                rows.append(TensorDifference(name, _show(a[name]), _show(b[name])))
                 continue
             width = max(sizes[0][name].dtype.itemsize, sizes[1][name].dtype.itemsize)
             blocks = (r.blocks(name, BLOCK_BYTES * s[name].dtype.itemsize // width) for r, s in zip(readers, sizes, strict=True))
             distance = Distance.of(zip(*blocks, strict=True), rtol or 0.0, atol or 0.0, progress.add)
             if distance.beyond or (exact and a[name][0] != b[name][0]):
                 rows.append(
-                    TensorRow(name, _show(a[name]), _show(b[name]), distance.max_abs, distance.max_rel, distance.beyond, distance.count)
+                    TensorDifference(
+                        name, _show(a[name]), _show(b[name]), distance.max_abs, distance.max_rel, distance.beyond, distance.count
+                    )
                 )
     return rows
 
@@ -139,7 +141,9 @@ def _show(tensor: tuple[str, tuple[int, ...]] | None) -> str | None:
     return None if tensor is None else f"{SHORT_DTYPES.get(tensor[0], tensor[0])} {list(tensor[1])}"
 
 
-def _text(folders: Sequence[Path], rows: list[Row], found: list[TensorRow], compared: int, same: bool, exact: bool) -> list[str]:
+def _text(
+    folders: Sequence[Path], rows: list[Difference], found: list[TensorDifference], compared: int, same: bool, exact: bool
+) -> list[str]:
     lines = [f"a: {folders[0]}", f"b: {folders[1]}"]
     for title, some in (
         ("state and flags", [row for row in rows if row.counts]),
@@ -153,7 +157,7 @@ def _text(folders: Sequence[Path], rows: list[Row], found: list[TensorRow], comp
     return lines
 
 
-def _tensor_text(found: list[TensorRow]) -> list[str]:
+def _tensor_text(found: list[TensorDifference]) -> list[str]:
     if not found:
         return []
     alone = [row for row in found if (row.a is None or row.b is None) and kind_of(row.name)[0] != WEIGHTS]  # one line for many of a kind
@@ -164,14 +168,14 @@ def _tensor_text(found: list[TensorRow]) -> list[str]:
     return [*(["tensors:", *aligned(table, (3, 4)), *more] if rest else []), *_only_in_one(alone), *_worst(found)]
 
 
-def _only_in_one(alone: list[TensorRow]) -> list[str]:
+def _only_in_one(alone: list[TensorDifference]) -> list[str]:
     counts = Counter((kind_of(row.name)[0], "b" if row.a is None else "a") for row in alone)
     return [f"{kind}: {plural(count, 'tensor')} only in {side}" for (kind, side), count in sorted(counts.items())]
 
 
-def _worst(found: list[TensorRow]) -> list[str]:
+def _worst(found: list[TensorDifference]) -> list[str]:
     """A line for each kind of tensors whose values differ."""
-    kinds: dict[str, list[TensorRow]] = {}
+    kinds: dict[str, list[TensorDifference]] = {}
     for row in found:
         if row.max_abs is not None:
             kinds.setdefault(kind_of(row.name)[0], []).append(row)
@@ -182,14 +186,14 @@ def _worst(found: list[TensorRow]) -> list[str]:
     return lines
 
 
-def _tensor_cells(row: TensorRow) -> tuple[str, ...]:
+def _tensor_cells(row: TensorDifference) -> tuple[str, ...]:
     a, b = row.a or "absent", row.b or "absent"
     if row.max_abs is None or row.max_rel is None:
         return row.name, a, b, "-", "-", "-"
     return row.name, a, "same" if a == b else b, f"{row.max_abs:.3g}", f"{row.max_rel:.3g}", f"{row.beyond:,} of {row.values:,}"
 
 
-def _as_dict(folders: Sequence[Path], rows: list[Row], found: list[TensorRow], compared: int, same: bool) -> dict[str, Any]:
+def _as_dict(folders: Sequence[Path], rows: list[Difference], found: list[TensorDifference], compared: int, same: bool) -> dict[str, Any]:
     return {
         "a": str(folders[0]),
         "b": str(folders[1]),

@@ -14,7 +14,7 @@ from megatron_sp.utils.errors import CheckpointError
 CHECKPOINTS = "checkpoints"
 
 
-class Place(NamedTuple):
+class CheckpointPath(NamedTuple):
     """What a path stands for.
 
     Attributes:
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     only: Path | None = None
 
 
-def place_of(path: Path) -> Place:
+def place_of(path: Path) -> CheckpointPath:
     """What a path stands for: a run, its checkpoints folder, or one step folder.
 
     Raises:
@@ -37,12 +37,12 @@ def place_of(path: Path) -> Place:
     if not path.is_dir():
         find.candidates(path, None)  # says what there is instead
     if find.is_step_folder(path):
-        return Place(path.parent, _run_of(path.parent), path)
+        return CheckpointPath(path.parent, _run_of(path.parent), path)
     folder = find.checkpoints_folder(path)
-    return Place(folder, path if folder != path else _run_of(path))
+    return CheckpointPath(folder, path if folder != path else _run_of(path))
 
 
-def places_under(path: Path) -> list[Place]:
+def places_under(path: Path) -> list[CheckpointPath]:
     """As ``place_of``; a folder of runs stands for each of them."""
     place = place_of(path)
     if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
@@ -60,7 +60,7 @@ def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
     return found.folders[0]
 
 
-def run_to_change(path: Path) -> Place:
+def run_to_change(path: Path) -> CheckpointPath:
     """The run whose checkpoints are to be changed, under its lock.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_sp.checkpoint import commit
 from megatron_sp.checkpoint.commit import list_steps
 from megatron_sp.checkpoint.lock import RunLock
-from megatron_sp.commands.ckpt.places import Place, run_to_change
+from megatron_sp.commands.ckpt.places import CheckpointPath, run_to_change
 from megatron_sp.commands.ckpt.survey import survey
 from megatron_sp.commands.ckpt.text import plural, warn
 from megatron_sp.commands.ckpt.verify import is_sound
@@ -58,7 +58,7 @@ def _check_flags(keep_last: int | None, keep_every: int | None, leftovers: bool)
         raise ConfigError(f"--keep-every ({keep_every}) must be at least 1 and goes with --keep-last: it adds to what that keeps")
 
 
-def _prune(place: Place, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool) -> None:
+def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool) -> None:
     seen: dict[Path, bool] = {}
 
     def sound(step_dir: Path) -> bool:

@@ -14,7 +14,7 @@ from megatron_sp.checkpoint import commit
 from megatron_sp.checkpoint.lock import Holder, holder_of
 from megatron_sp.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, read_state
 from megatron_sp.checkpoint.verify import missing_or_cut
-from megatron_sp.commands.ckpt.places import Place
+from megatron_sp.commands.ckpt.places import CheckpointPath
 from megatron_sp.report.run_history import History, number, read_history
 from megatron_sp.utils.errors import CheckpointError, DataError
 
@@ -61,7 +61,7 @@ class Survey:
         notes: what is odd about the folder.
     """
 
-    place: Place
+    place: CheckpointPath
     entries: list[Entry] = field(default_factory=list)
     latest: int | None = None
     writer: Holder | None = None
@@ -100,7 +100,7 @@ class Survey:
         return number(self.losses[entry.step].get("loss"))
 
 
-def survey(place: Place) -> Survey:
+def survey(place: CheckpointPath) -> Survey:
     """Look at a folder, or at the one step folder that ``place`` names."""
     found = Survey(place, writer=holder_of(place.run) if place.run else None)
     if place.only is not None:
@@ -163,7 +163,7 @@ def _step_of(path: Path) -> int:
     return number_of_name if number_of_name is not None else left[0] if left else 0
 
 
-def _history(place: Place) -> History:
+def _history(place: CheckpointPath) -> History:
     try:
         return read_history(place.run) if place.run is not None else History("")
     except DataError:  # no log yet, or none at all: the losses stay out

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_sp.commands.schedule.train_flags import LONG, parse_foreign
+from megatron_sp.commands.schedule.train_flags import LONG, parse_external
 from megatron_sp.schedule import Schedule, presets
-from megatron_sp.tasks.external_task import foreign_task
+from megatron_sp.tasks.external_task import external_task
 from megatron_sp.tasks.external_weights import from_folder
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.errors import ConfigError
@@ -30,12 +30,12 @@ def run(args: argparse.Namespace) -> int:
     for axis, flag in LONG.items():
         if getattr(args, axis) is not None:
             words += [f"--{flag}", str(getattr(args, axis))]
-    config, folder = parse_foreign(
+    config, folder = parse_external(
         [*words, "--model", args.model, *args.words], description="", family=family, prog="megatron-sp schedule train"
     )
     assert folder is not None
     writer = Writer(args.plan)
-    task = foreign_task("schedule_train", from_folder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
+    task = external_task("schedule_train", from_folder(folder, auto_class), writer, causal=family == "gpt", prepare=writer.prepare)
     pretrain(config, task)
     return 0
 

@@ -28,7 +28,7 @@ _NAMES = {
 LONG = {"tp": "tensor-model-parallel-size", "sp": "sequence-parallel-size"}
 
 
-def parse_foreign(
+def parse_external(
     argv: Sequence[str] | None = None, *, description: str, family: str, prog: str | None = None
 ) -> tuple[Config, str | None]:
     """(the configuration, the model's folder or None), for an entry point; prints and exits as ``parse_config`` does.

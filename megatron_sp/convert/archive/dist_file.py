@@ -29,7 +29,7 @@ MAX_METADATA_BYTES = 3 << 20  # some 16,000 chunks
 _COST_OF_METADATA = 16  # of its values for each byte, for it consists of small records: 48 MiB of values
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """A byte range of a file of the folder."""
 
     file: str
@@ -37,11 +37,11 @@ class Place(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A rectangle of a tensor, and where it is."""
 
     rect: Rect
-    place: Place
+    place: ByteRange
 
 
 class StoredTensor(NamedTuple):
@@ -49,7 +49,7 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str  # as in torch.<dtype>
-    chunks: tuple[Chunk, ...]  # cover it exactly once
+    chunks: tuple[StoredChunk, ...]  # cover it exactly once
 
 
 class DistFolder:
@@ -72,7 +72,7 @@ class DistFolder:
         try:
             attributes = self._read_metadata()
             self.tensors: dict[str, StoredTensor] = {}
-            self.objects: dict[str, Place] = {}
+            self.objects: dict[str, ByteRange] = {}
             self.planner_data = attributes.get("planner_data")
             self.extra = {name: value for name, value in attributes.items() if name not in _KNOWN}
             self._sort_out(attributes.get("state_dict_metadata"), attributes.get("storage_data"))
@@ -124,10 +124,10 @@ class DistFolder:
         with self._open(self.objects[name]) as file:
             return _with_tensors(file, file.tree)
 
-    def _open(self, place: Place) -> TorchFile:
+    def _open(self, place: ByteRange) -> TorchFile:
         return TorchFile(self.path / place.file, self._reader, (place.offset, place.length))
 
-    def _read_chunk(self, name: str, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+    def _read_chunk(self, name: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         with self._open(chunk.place) as file:
             record = file.tree
             found = (record.shape, record.dtype) if isinstance(record, TensorRecord) else type(record).__name__
@@ -171,9 +171,9 @@ class DistFolder:
             else:
                 raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
-    def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], Place]:
+    def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
         """Byte ranges by name and offsets (None for what is no tensor)."""
-        places: dict[tuple[str, Any], Place] = {}
+        places: dict[tuple[str, Any], ByteRange] = {}
         for index, info in stored.items():
             if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
                 raise self._damaged(f"it stores by {getattr(info, 'name', type(info).__name__)}, which is not known here")
@@ -184,15 +184,15 @@ class DistFolder:
             plain = isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
             if not plain or not is_count(where.get("offset")) or not is_count(where.get("length")):
                 raise self._damaged(f"{str(file)[:200]!r} is no file of this folder with a place in it")
-            places[str(at.get("fqn")), at.get("offset")] = Place(str(file), where["offset"], where["length"])
+            places[str(at.get("fqn")), at.get("offset")] = ByteRange(str(file), where["offset"], where["length"])
         return places
 
-    def _found(self, places: Mapping[tuple[str, Any], Place], name: str, offsets: Any) -> Place:
+    def _found(self, places: Mapping[tuple[str, Any], ByteRange], name: str, offsets: Any) -> ByteRange:
         if (name, offsets) not in places:
             raise self._damaged(f"it does not say where {name[:200]!r}{f' at {list(offsets)}' if offsets else ''} is stored")
         return places[name, offsets]
 
-    def _tensor(self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], Place]) -> StoredTensor:
+    def _tensor(self, name: str, described: Mapping[str, Any], places: Mapping[tuple[str, Any], ByteRange]) -> StoredTensor:
         shape, chunks = described.get("size"), described.get("chunks")
         properties = described.get("properties")
         dtype = properties.state[0] if isinstance(properties, Object) and isinstance(properties.state, tuple) and properties.state else None
@@ -206,7 +206,7 @@ class DistFolder:
             if not (_are_counts(offsets) and _are_counts(sizes)):
                 raise self._damaged(f"{name[:200]!r} has a chunk without offsets and sizes")
             if math.prod(sizes):  # an empty one has nothing to read, and may be where another begins
-                found.append(Chunk(Rect(offsets, sizes), self._found(places, name, offsets)))
+                found.append(StoredChunk(Rect(offsets, sizes), self._found(places, name, offsets)))
         if problem := tiling_problem(shape, [chunk.rect for chunk in found]):
             raise self._damaged(f"{name[:200]!r} {list(shape)} is not covered by its chunks: {problem}")
         return StoredTensor(shape, dtype.name.removeprefix("torch."), tuple(found))

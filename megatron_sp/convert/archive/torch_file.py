@@ -35,7 +35,7 @@ _MAX_REPEATED = 1 << 20  # elements that a tensor may have more than its storage
 _MAGIC_LEGACY = 0x1950A86A20F9469CFC6C
 
 
-class Place(NamedTuple):
+class StoragePlace(NamedTuple):
     """Where a storage lies in the file; ``entry`` carries its checksum in a zip file."""
 
     start: int
@@ -66,7 +66,7 @@ class TorchFile:
             self._identity = _identity(fd)
             self._window = _window(fd, self.path, part)
             self._entries: Mapping[str, Entry] = {}
-            self._storages: Mapping[str, Place] = {}
+            self._storages: Mapping[str, StoragePlace] = {}
             self.devices: frozenset[str] = frozenset()  #: on which its tensors were, those with a number: cuda:1
             self.tree: Any = self._read_tree()  #: what was saved: plain data, Object, Name and TensorRecord
         except BaseException:
@@ -149,13 +149,13 @@ class TorchFile:
             zip_entries.check_crc(self._window, place.entry, crc)
         return flat.as_strided(record.shape, record.stride)
 
-    def _place(self, storage: Storage, dtype: torch.dtype) -> Place:
+    def _place(self, storage: Storage, dtype: torch.dtype) -> StoragePlace:
         """Where a storage's bytes are; its size must be what the pickle says."""
         unit = 1 if storage.dtype == "untyped" else DTYPES[storage.dtype].itemsize
         entry = self._entries.get(f"data/{storage.key}")
         place = self._storages.get(storage.key)
         if entry is not None:
-            place = Place(zip_entries.data_start(self._window, entry), entry.size, entry)
+            place = StoragePlace(zip_entries.data_start(self._window, entry), entry.size, entry)
         if place is None:
             raise CheckpointError(f"{self._window.where} has no storage {storage.key!r}, which one of its tensors lies in: it is damaged")
         if place.num_bytes != storage.numel * unit or (unit != 1 and unit != dtype.itemsize):
@@ -221,7 +221,7 @@ def _what_it_is(window: Window, first: bytes) -> str:
     return "it is something else, or damaged"
 
 
-def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, Place]]:
+def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, StoragePlace]]:
     """The format before torch 1.6: five pickles (mark, version, machine, what was saved, keys), then each storage's length and bytes."""
     data_size = 1 << 16
     while True:  # the pickles' length is nowhere: more is taken until they end
@@ -237,7 +237,7 @@ def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, P
         raise CheckpointError(f"{window.where} is no file of torch.save: it is a pickle of another program, or damaged")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CheckpointError(f"{window.where} was written on a machine with another byte order: save it again on a little-endian one")
-    places, at = dict[str, Place](), pickles.end
+    places, at = dict[str, StoragePlace](), pickles.end
     for key in keys:
         storage = pickles.storages.get(key) if isinstance(key, str) else None
         if storage is None:
@@ -246,7 +246,7 @@ def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, P
         numel = int.from_bytes(window.read(at, 8), "little", signed=True)
         if numel != storage.numel:
             raise CheckpointError(f"{window.where}: the storage {key!r} has {numel:,} elements, not {storage.numel:,}: it is damaged")
-        places[key] = Place(at + 8, numel * unit)
+        places[key] = StoragePlace(at + 8, numel * unit)
         at += 8 + numel * unit
     if at != window.size:
         raise CheckpointError(f"{window.where} has {window.size:,} bytes, its storages end at byte {at:,}: it is cut short or damaged")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_sp.convert.copies import Correspondence, Gathered, TensorInfo, TensorStore
+from megatron_sp.convert.coverage import Coverage, match_tensors
 from megatron_sp.convert.families.settings import Settings
-from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats import deepspeed_write
 from megatron_sp.convert.formats.counters import scheduled_of
 from megatron_sp.convert.formats.deepspeed_files import Files
@@ -22,7 +22,7 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
 from megatron_sp.convert.formats.megatron_names import ignored
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, QkvOrder, shard_copies
+from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
@@ -116,17 +116,17 @@ class _Reading:
             " Megatron-DeepSpeed of December 2024 (pull request 441) or later wrote it, --qkv-layout interleaved if an earlier one did"
         )
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[Shard]:
         assert self.config.num_layers
-        return [Place(prefix_of(rank), rank, 0, self.config.num_layers, True, True) for rank in range(self.ranks.tp)]
+        return [Shard(prefix_of(rank), rank, 0, self.config.num_layers, True, True) for rank in range(self.ranks.tp)]
 
-    def _fit(self, store: TensorStore, shapes: Mapping[str, tuple[int, ...]]) -> Fitted:
+    def _fit(self, store: TensorStore, shapes: Mapping[str, tuple[int, ...]]) -> Coverage:
         prefixes = {prefix_of(rank) for rank in range(self.ranks.tp)} if self._is_tied() else set()
         tied = {prefix for prefix in prefixes if prefix + HEAD in store.tensors()}
         copies, filled = shard_copies(self.cut, shapes, self._places(), tied_heads=tied)
         correspondence = Correspondence.of(dict(shapes), copies, filled)
         dropped = {rf"tp[0-9]+\.{pattern}": why for pattern, why in ignored().items()}
-        return fit(str(self.folder.path), correspondence, store, dropped, tied={}, shown=self.ranks.shown)
+        return match_tensors(str(self.folder.path), correspondence, store, dropped, tied={}, shown=self.ranks.shown)
 
     def _is_tied(self) -> bool:
         return self.config.is_bert or not self.config.untie_embeddings_and_output_weights

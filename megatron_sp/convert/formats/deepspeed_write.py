@@ -35,7 +35,7 @@ from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import namespace, note_of_activation, require_fit
 from megatron_sp.convert.formats.megatron_names import written
 from megatron_sp.convert.formats.megatron_order import is_decayed, position
-from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
+from megatron_sp.convert.formats.megatron_shards import Cut, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.formats.megatron_write import lazy, nested, require_layout, require_state, scheduler, training
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
@@ -109,7 +109,7 @@ def make_plan(model: Model, options: Options) -> Plan:
 
 def _scattered(model: Model, shapes: dict[str, tuple[int, ...]], cut: Cut, ours: str, dtype: torch.dtype | None) -> Scattered:
     assert model.config.num_layers
-    places = [Place(prefix_of(rank), rank, 0, model.config.num_layers, True, True) for rank in range(cut.tp)]
+    places = [Shard(prefix_of(rank), rank, 0, model.config.num_layers, True, True) for rank in range(cut.tp)]
     copies, filled = shard_copies(cut, shapes, places, ours=ours)
     return Scattered(Correspondence.of({ours + name: shape for name, shape in shapes.items()}, copies, filled), model.store, dtype)
 

@@ -16,10 +16,10 @@ from megatron_sp.convert import special_ids, tokenizer_words
 from megatron_sp.convert.archive.plain_safetensors import SafetensorsFiles, divide, write_tensors
 from megatron_sp.convert.archive.torch_store import TorchFiles
 from megatron_sp.convert.copies import Correspondence, Gathered, Scattered, TensorInfo, TensorStore
+from megatron_sp.convert.coverage import Coverage, match_tensors
 from megatron_sp.convert.families.family import Family, Tensors
 from megatron_sp.convert.families.registry import family_for, family_named
 from megatron_sp.convert.families.settings import ROTARY, Settings
-from megatron_sp.convert.fit import Fitted, fit
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
@@ -150,10 +150,10 @@ def _lacks_types(config: ModelConfig, store: TensorStore) -> bool:
     return found is not None and found.shape == (1, config.hidden_size) and not bool(store.read(_TYPES).any())
 
 
-def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, store: _Renamed) -> Fitted:
+def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, store: _Renamed) -> Coverage:
     correspondence = Correspondence.of(parameter_shapes(config, num_classes), family.copies(config, num_classes))
     ignored = {**family.ignored(config), **_unused_heads(family, config, num_classes)}
-    return fit(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
+    return match_tensors(str(path), correspondence, store, ignored, tied=_tied(family, config), shown=store.old)
 
 
 def _tied(family: Family, config: ModelConfig) -> dict[str, str]:

@@ -9,17 +9,17 @@ from typing import Any
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.archive.pickle_tree import PickleReader
 from megatron_sp.convert.copies import Correspondence, Gathered
+from megatron_sp.convert.coverage import match_tensors
 from megatron_sp.convert.families.settings import Settings
-from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_optimizer, megatron_write
 from megatron_sp.convert.formats.counters import scheduled_of
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.formats.megatron_args import config_of
 from megatron_sp.convert.formats.megatron_facts import Facts, facts_of
-from megatron_sp.convert.formats.megatron_files import Chunk, Opened, RankFiles, open_ranks, places
+from megatron_sp.convert.formats.megatron_files import ModelChunk, Opened, RankFiles, open_ranks, places
 from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_folders
 from megatron_sp.convert.formats.megatron_names import ignored
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, QkvOrder, shard_copies
+from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, QkvOrder, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.model import OPTIMIZER, Fate, Model, parameter_shapes, require_sound
 from megatron_sp.convert.options import Options
@@ -89,7 +89,7 @@ def _read(folder: Path, opened: Opened, reader: PickleReader, options: Options) 
     else:
         ranks = [file.rank.path.name for file in opened.files if "optimizer" in file.tree]
         fates += [Fate(f"{rank}:optimizer", "", "the optimizer's, which --no-optimizer leaves behind") for rank in ranks]
-    fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
+    fitted = match_tensors(str(folder), Correspondence.of(ours, copies, filled), store, _dropped(), tied={}, shown=store.shown())
     if settings.document == {}:
         notes.append("it holds no arguments: sizes are told by its tensors, the rest is as --set says or Megatron's default")
     iteration, consumed = opened.common("iteration"), _count(opened.args, "consumed_train_samples")
@@ -105,7 +105,7 @@ def _dropped() -> dict[str, str]:
     return {f"[^/]+/(model[0-9]+/)?{pattern}": reason for pattern, reason in ignored().items()}
 
 
-def _facts(opened: Opened, there: list[Place]) -> Facts:
+def _facts(opened: Opened, there: list[Shard]) -> Facts:
     by_prefix = {chunk.prefix: chunk.shapes() for chunk in opened.chunks}
     first = next(by_prefix[place.prefix] for place in there if place.is_first and place.tp_rank == 0)
     last = next(by_prefix[place.prefix] for place in there if place.is_last and place.tp_rank == 0)
@@ -165,7 +165,7 @@ def _require_divisible(cut: Cut, folder: Path) -> None:
         )
 
 
-def _tied_heads(chunks: list[Chunk], config: ModelConfig) -> set[str]:
+def _tied_heads(chunks: list[ModelChunk], config: ModelConfig) -> set[str]:
     """Where a copy of a tied embedding stands behind the last block."""
     if config.untie_embeddings_and_output_weights and not config.is_bert:
         return set()

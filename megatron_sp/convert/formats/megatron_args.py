@@ -12,8 +12,8 @@ from typing import Any
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.convert.families.settings import Settings
 from megatron_sp.convert.formats.megatron_facts import Facts
-from megatron_sp.convert.given import Given
 from megatron_sp.convert.model import Model
+from megatron_sp.convert.overrides import Overrides
 from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 # Arguments that change what the model computes and that ours does not have: the values that leave it as it is, and what others mean.
@@ -58,7 +58,7 @@ def refuse_unknown(settings: Settings) -> None:
             raise CheckpointError(f"{settings.where}: {name} is {str(value)[:100]!r}, and so the model {why}, which cannot be converted")
 
 
-def config_of(settings: Settings, facts: Facts, given: Given, vocab_size: int, *, legacy: bool) -> ModelConfig:
+def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
     """The shape of the model.
 
     Args:
@@ -108,7 +108,7 @@ def config_of(settings: Settings, facts: Facts, given: Given, vocab_size: int, *
     return config
 
 
-def _heads(settings: Settings, given: Given) -> int:
+def _heads(settings: Settings, given: Overrides) -> int:
     heads = settings.count("num_attention_heads", None) or given.count("num_attention_heads", None)
     if heads is None:
         raise ConfigError(f"{settings.where} does not say how many heads the model has: give --set num-attention-heads=N")
@@ -134,7 +134,7 @@ def _is_untied(settings: Settings, facts: Facts) -> bool:
     return not facts.is_bert and bool(settings.get("untie_embeddings_and_output_weights", bool, facts.has_head))
 
 
-def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Given) -> None:
+def _set_positions(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides) -> None:
     kind = settings.get("position_embedding_type", str, None)
     if settings.get("use_rotary_position_embeddings", bool, False):
         kind = "rope"
@@ -167,7 +167,7 @@ def _set_stretch(config: ModelConfig, settings: Settings) -> None:
     config.rope_scaling_factor = settings.get("rope_scaling_factor", float, 8.0)
 
 
-def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Given, *, legacy: bool) -> None:
+def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides, *, legacy: bool) -> None:
     """Megatron's kernel for a bias and GELU is the tanh approximation, as is --openai-gelu, which core ignores; else it is exact."""
     config.swiglu = settings.get("swiglu", bool, facts.is_gated)
     config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))

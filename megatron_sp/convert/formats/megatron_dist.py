@@ -13,8 +13,8 @@ from megatron_sp.convert.archive.dist_file import DistFolder
 from megatron_sp.convert.archive.pickle_tree import Object, PickleReader
 from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.convert.copies import Copy, Correspondence, Gathered
+from megatron_sp.convert.coverage import match_tensors
 from megatron_sp.convert.families.settings import Settings
-from megatron_sp.convert.fit import fit
 from megatron_sp.convert.formats import megatron_dist_write
 from megatron_sp.convert.formats.counters import of_megatron, scheduled_of
 from megatron_sp.convert.formats.format import Progress
@@ -23,7 +23,7 @@ from megatron_sp.convert.formats.megatron_dist_files import DistStore, is_flatte
 from megatron_sp.convert.formats.megatron_facts import facts_of
 from megatron_sp.convert.formats.megatron_folder import iteration_folder, rank_folders
 from megatron_sp.convert.formats.megatron_names import ignored
-from megatron_sp.convert.formats.megatron_shards import Cut, Place, shard_copies
+from megatron_sp.convert.formats.megatron_shards import Cut, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import true_size
 from megatron_sp.convert.formats.megatron_write import make_plan, size
 from megatron_sp.convert.model import OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
@@ -97,7 +97,7 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
     config = config_of(settings, facts, options.given, vocab_size, legacy=False)
     require_sound(config, len(weights), str(folder))
     cut = Cut(config, 1, options.qkv_layout or "interleaved", facts.padded_vocab_size)
-    shapes, place = parameter_shapes(config), [Place("", 0, 0, config.num_layers or 0, True, True)]
+    shapes, place = parameter_shapes(config), [Shard("", 0, 0, config.num_layers or 0, True, True)]
     heads = {""} if not config.untie_embeddings_and_output_weights and "output_layer.weight" in weights else set()
     copies, filled = shard_copies(cut, shapes, place, tied_heads=heads)
     ours = dict(shapes)
@@ -106,7 +106,9 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
         copies += _as_stored(more, padding, cut, shapes, weights)
         filled, ours = {**filled, **padding}, {**ours, **{f"{OPTIMIZER}{kind}.{n}": s for n, s in shapes.items()}}
     copies = _halves(copies, weights)
-    fitted = fit(str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown())
+    fitted = match_tensors(
+        str(folder), Correspondence.of(ours, copies, filled), store, {**ignored(), **_OTHER}, tied={}, shown=store.shown()
+    )
     step, samples = common.get("iteration"), document.get("consumed_train_samples")
     consumed = samples if is_count(samples) else 0
     return Model(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.convert.archive.dist_file import Chunk, DistFolder
+from megatron_sp.convert.archive.dist_file import DistFolder, StoredChunk
 from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
 from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
 from megatron_sp.convert.copies import Copy, TensorInfo, View
@@ -98,7 +98,7 @@ class DistStore:
                 made[tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))] = part
         return made
 
-    def _read_block(self, key: str, chunk: Chunk, number: int) -> Tensor:
+    def _read_block(self, key: str, chunk: StoredChunk, number: int) -> Tensor:
         """One block of a chunk: nothing else of it is read."""
         place = chunk.place
         with TorchFile(self._folder.path / place.file, self._reader, (place.offset, place.length)) as file:

@@ -14,7 +14,7 @@ from megatron_sp.convert.archive.torch_file import DTYPES, TorchFile
 from megatron_sp.convert.copies import TensorInfo
 from megatron_sp.convert.formats import megatron_names as names
 from megatron_sp.convert.formats.megatron_folder import MODEL, RankFolder
-from megatron_sp.convert.formats.megatron_shards import Place
+from megatron_sp.convert.formats.megatron_shards import Shard
 from megatron_sp.convert.formats.rank_order import Written, require_one_save
 from megatron_sp.utils.errors import CheckpointError
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 @dataclass
-class Chunk:
+class ModelChunk:
     """What one model of one rank has: a rank has several with virtual pipeline stages.
 
     Attributes:
@@ -120,7 +120,7 @@ class Opened:
 
     files: list[RankFile]
     args: dict[str, Any]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ModelChunk] = field(default_factory=list)
 
     @property
     def tp(self) -> int:
@@ -200,7 +200,7 @@ def _leaves(node: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tu
             yield from _leaves(value, f"{prefix}{key}.", depth + 1)
 
 
-def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack: str) -> Chunk:
+def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack: str) -> ModelChunk:
     prefix = f"{file.rank.path.name}/" + (f"model{number}/" if "model" not in file.tree else "")
     found: dict[str, Stored] = {}
     for name, record in tensors.items():
@@ -210,10 +210,10 @@ def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack:
                 f"{file.file.path}: {name[:200]} and {found[ours].shown.rsplit(':', 1)[-1]} are the same parameter under two names"
             )
         found[ours] = Stored(file.file, record, f"{prefix}:{name}")
-    return Chunk(file.rank, number, prefix, found)
+    return ModelChunk(file.rank, number, prefix, found)
 
 
-def places(opened: Opened) -> list[Place]:
+def places(opened: Opened) -> list[Shard]:
     """Which layers each chunk has: virtual stages go around the ranks, and a stage may have more layers than another.
 
     Raises:
@@ -231,6 +231,6 @@ def places(opened: Opened) -> list[Place]:
             raise CheckpointError(f"the tp ranks of stage {stage[1]} have {shown} layers: they must have the same ones")
         for tp_rank, chunk in enumerate(group):
             assert chunk is not None
-            found.append(Place(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1]))
+            found.append(Shard(chunk.prefix, tp_rank, first, chunk.num_layers, stage == stages[0], stage == stages[-1]))
         first += group[0].num_layers if group[0] else 0
     return found

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_sp.convert.archive.pickle_tree import PickleReader, TensorRecord
 from megatron_sp.convert.archive.torch_file import TorchFile
 from megatron_sp.convert.formats.counters import of_megatron
-from megatron_sp.convert.formats.megatron_files import Chunk, Opened, RankFile, RankFiles, Stored
+from megatron_sp.convert.formats.megatron_files import ModelChunk, Opened, RankFile, RankFiles, Stored
 from megatron_sp.convert.formats.megatron_folder import OPTIMIZER
 from megatron_sp.convert.formats.megatron_names import ignored
 from megatron_sp.convert.formats.megatron_order import is_decayed, registered
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 class Parameter(NamedTuple):
     """One of a rank, in the order in which its modules register them."""
 
-    chunk: Chunk
+    chunk: ModelChunk
     name: str  # ours, with the number of the layer in its file
     weight: Stored
 

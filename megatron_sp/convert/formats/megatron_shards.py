@@ -33,7 +33,7 @@ _FC1 = re.compile(r".*\.mlp\.linear_fc1\.(weight|bias)")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)(\..+)")
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """One part of a model in the files of one rank.
 
     Attributes:
@@ -151,7 +151,7 @@ class Cut:
                 yield View(ours, whole, (mine, part)), View(theirs, (groups, s.d, 3, *rest), (ALL, ALL, part), stored=stored)
 
 
-def local_name(name: str, place: Place) -> str | None:
+def local_name(name: str, place: Shard) -> str | None:
     """What a parameter of ours is called in a place, or None if it is not there."""
     layer = _LAYER.fullmatch(name)
     if layer is not None:
@@ -163,7 +163,7 @@ def local_name(name: str, place: Place) -> str | None:
 
 
 def shard_copies(
-    cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Place], *, kind: str = "", ours: str = "",
+    cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Shard], *, kind: str = "", ours: str = "",
     tied_heads: set[str] | None = None,
 ) -> tuple[list[Copy], dict[str, int]]:  # fmt: skip
     """What of every place is what of ours, and the padding in it.

@@ -19,7 +19,7 @@ from megatron_sp.convert.formats.megatron_args import namespace, note_of_activat
 from megatron_sp.convert.formats.megatron_folder import MODEL, TRACKER, rank_name
 from megatron_sp.convert.formats.megatron_names import Names, extra_states, written
 from megatron_sp.convert.formats.megatron_order import LAST, is_decayed, position, registered
-from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Place, shard_copies
+from megatron_sp.convert.formats.megatron_shards import HEAD, Cut, Shard, shard_copies
 from megatron_sp.convert.formats.megatron_vocab import padded_size
 from megatron_sp.convert.model import OPTIMIZER, Model, parameter_shapes
 from megatron_sp.convert.options import Options
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     """
 
     cut: Cut
-    places: list[Place]
+    places: list[Shard]
     tied_heads: set[str]
     weights: Scattered
     states: dict[str, Scattered]
@@ -137,17 +137,17 @@ def require_layout(model: Model, options: Options) -> None:
         )
 
 
-def _places(model: Model, options: Options) -> list[Place]:
+def _places(model: Model, options: Options) -> list[Shard]:
     assert model.config.num_layers
     each = model.config.num_layers // options.pp
     return [
-        Place(f"{rank_name(t, p, options.pp)}/", t, p * each, each, p == 0, p == options.pp - 1)
+        Shard(f"{rank_name(t, p, options.pp)}/", t, p * each, each, p == 0, p == options.pp - 1)
         for p in range(options.pp)
         for t in range(options.tp)
     ]
 
 
-def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Progress) -> dict[str, Any]:
+def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Progress) -> dict[str, Any]:
     """Of one rank's file."""
     names = options.megatron_names
     mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
@@ -169,12 +169,12 @@ def _tree(model: Model, plan: Plan, place: Place, options: Options, progress: Pr
     return tree
 
 
-def _position(name: str, place: Place, plan: Plan, names: Names) -> tuple[int, ...]:
+def _position(name: str, place: Shard, plan: Plan, names: Names) -> tuple[int, ...]:
     bare = name.removeprefix(place.prefix)
     return LAST if names == "legacy" and bare == HEAD and place.prefix in plan.tied_heads else position(bare, names)
 
 
-def _written(name: str, place: Place, plan: Plan, names: Names) -> str:
+def _written(name: str, place: Shard, plan: Plan, names: Names) -> str:
     bare = name.removeprefix(place.prefix)
     return written(bare, names, tied_head=bare == HEAD and place.prefix in plan.tied_heads)
 
@@ -209,7 +209,7 @@ def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
     return found
 
 
-def _optimizer(model: Model, plan: Plan, names: list[str], place: Place, progress: Progress) -> dict[str, Any]:
+def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progress: Progress) -> dict[str, Any]:
     """That of ``Float16OptimizerWithFloat16Params``, or of Adam alone for fp32 weights."""
     shapes = {name: plan.weights.tensors()[name].shape for name in names}
     decays = [[n for n in names if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]

@@ -18,7 +18,7 @@ from megatron_sp.config.rules import normalize
 from megatron_sp.config.schema import Config, DataConfig
 from megatron_sp.convert import tokenizer_files
 from megatron_sp.convert.copies import Copy, Correspondence, TensorStore, View
-from megatron_sp.convert.fit import fit
+from megatron_sp.convert.coverage import match_tensors
 from megatron_sp.convert.folders import require_inside
 from megatron_sp.convert.formats.format import Progress
 from megatron_sp.convert.model import KINDS, OPTIMIZER, LossScale, Model, parameter_shapes, require_sound
@@ -50,7 +50,9 @@ class Native:
         num_classes = _rows_of(reader, CLASSES) if CLASSES in reader.tensors() else 0
         shapes = parameter_shapes(config.model, num_classes)
         wanted = {**shapes, **_optimizer_shapes(shapes, reader)}
-        found = fit(str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={})
+        found = match_tensors(
+            str(folder), Correspondence.of(wanted, (Copy(View(name), View(name)) for name in wanted)), reader, {}, tied={}
+        )
         converted = state.get("converted")
         tokenizer, notes = _tokenizer(config, state, folder, options)
         return Model(

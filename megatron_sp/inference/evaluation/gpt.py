@@ -13,7 +13,7 @@ from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.inference.evaluation import measures
 from megatron_sp.inference.evaluation.items import read_choices, read_documents, read_last_words
 from megatron_sp.inference.evaluation.measures import Numbers
-from megatron_sp.inference.evaluation.rows import Row, continuation, encoded, windows
+from megatron_sp.inference.evaluation.rows import ScoredTokens, continuation, encoded, windows
 from megatron_sp.inference.evaluation.scoring import score_rows
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
@@ -100,10 +100,10 @@ class GPTEvaluation:
         scores = iter(self._score(rows))
         return measures.multiple_choice(items, [[next(scores).loss for _ in item.choices] for item in items])
 
-    def _continuation(self, context: str, text: str, where: str) -> Row:
+    def _continuation(self, context: str, text: str, where: str) -> ScoredTokens:
         return continuation(self.tokenizer, context, text, self.reading.length, where)
 
-    def _score(self, rows: list[Row]) -> list[measures.RowScore]:
+    def _score(self, rows: list[ScoredTokens]) -> list[measures.RowScore]:
         return score_rows(self.model, rows, self.reading.batch_size, self.team)
 
 

@@ -14,7 +14,7 @@ from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.utils.errors import DataError
 
 
-class Row(NamedTuple):
+class ScoredTokens(NamedTuple):
     """A stretch of tokens for one forward pass.
 
     Attributes:
@@ -38,7 +38,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list
     return found
 
 
-def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Row]:
+def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[ScoredTokens]:
     """Rows that score every token but the first exactly once.
 
     Args:
@@ -50,11 +50,11 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
     scored, start = 0, 0  # the labels 1 to ``scored`` have had their turn
     while scored < len(tokens) - 1:
         stop = min(start + length, len(tokens) - 1)
-        yield Row(tokens[start : stop + 1], scored - start)
+        yield ScoredTokens(tokens[start : stop + 1], scored - start)
         scored, start = stop, start + stride
 
 
-def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> Row:
+def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> ScoredTokens:
     """How a text goes on: the tokens of ``context + text``, of which those of ``text`` are scored.
 
     Both are encoded together, as they would be in a corpus, and cut where the context alone ends, with its last spaces counted to the
@@ -77,4 +77,4 @@ def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, whe
     if num_scored > length:
         raise DataError(f"{where}: '{text[:40]}...' has {num_scored} tokens, the model reads {length} at once: shorten it")
     whole = whole[-(length + 1) :]
-    return Row(whole, len(whole) - 1 - num_scored)
+    return ScoredTokens(whole, len(whole) - 1 - num_scored)

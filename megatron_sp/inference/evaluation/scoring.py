@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_sp.inference.evaluation.rows import Row
+from megatron_sp.inference.evaluation.rows import ScoredTokens
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
@@ -62,7 +62,7 @@ def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]
     return [by_index[index] for index in range(number)]
 
 
-def score_rows(model: GPTModel, rows: Sequence[Row], batch_size: int, team: Team) -> list[RowScore]:
+def score_rows(model: GPTModel, rows: Sequence[ScoredTokens], batch_size: int, team: Team) -> list[RowScore]:
     """Every row's score, in order, on every rank. Collective.
 
     Raises:
@@ -81,7 +81,7 @@ def score_rows(model: GPTModel, rows: Sequence[Row], batch_size: int, team: Team
     return scores
 
 
-def _score_batch(model: GPTModel, rows: Sequence[Row]) -> list[list[float]]:
+def _score_batch(model: GPTModel, rows: Sequence[ScoredTokens]) -> list[list[float]]:
     longest = max(len(row.tokens) for row in rows) - 1
     tokens, labels = (np.zeros((len(rows), longest), np.int64) for _ in range(2))  # what fills up is behind the row: nobody sees it
     for i, row in enumerate(rows):

@@ -30,7 +30,7 @@ from megatron_sp.schedule.apply.ulysses import Ulysses
 from megatron_sp.schedule.apply.undo import whole_or_not_at_all
 from megatron_sp.schedule.apply.zero import ZeroTraining
 from megatron_sp.schedule.check import local_rules
-from megatron_sp.schedule.check.soundness import no_parameter, require_axis, require_plain, require_sound, without_fast_paths
+from megatron_sp.schedule.check.preconditions import no_parameter, require_axis, require_plain, require_splittable, without_fast_paths
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.hooks import change_input, change_output
 from megatron_sp.schedule.core.kinds import Kind, find_kind, kind_of
@@ -198,7 +198,7 @@ class _Compiler:
         parameter = tensor_of(module, name)
         if parameter is None:
             raise ConfigError(no_parameter(path, module, name, where))
-        require_sound(path, module, name, axis, self.size, where)
+        require_splittable(path, module, name, axis, self.size, where)
         shape, replicas = tuple(parameter.shape), bool(args.get("replicas"))
         return make_split(full, shape, axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded, replicas=replicas)
 

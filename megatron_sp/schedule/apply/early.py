@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import Group
-from megatron_sp.parallel.early_exchange import Flight
-from megatron_sp.schedule.check.passage import Passage
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.parallel.early_exchange import EarlyExchange
+from megatron_sp.schedule.check.op_trace import OpTrace
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.schedule.core.sequences import Heads
 from megatron_sp.utils.errors import ConfigError
 
@@ -45,9 +45,9 @@ class EarlyExchanges:
 
     def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
         self.group, self.where, self.only_looks = group, where, only_looks
-        self._passages: WeakKeyDictionary[nn.Module, Passage] = WeakKeyDictionary()  # that have begun, and not reached the attention
+        self._passages: WeakKeyDictionary[nn.Module, OpTrace] = WeakKeyDictionary()  # that have begun, and not reached the attention
         self._known: WeakSet[nn.Module] = WeakSet()
-        self._away: WeakKeyDictionary[nn.Module, dict[str, tuple[Flight, Tensor]]] = WeakKeyDictionary()
+        self._away: WeakKeyDictionary[nn.Module, dict[str, tuple[EarlyExchange, Tensor]]] = WeakKeyDictionary()
         for path, names, size in projecting(model, where):
             self._wrap(path, model.get_submodule(path), names, size)
 
@@ -56,7 +56,7 @@ class EarlyExchanges:
         return module in self._away and not self.only_looks
 
     def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
-        """Asked where attention is given q, k and v. Raises LayoutError: the module has done something else to them than is done here."""
+        """Compare at attention what was done to q, k and v. Raises PlacementError: something else than is done here."""
         passage = self._end(module)
         if passage is not None:
             passage.require(*qkv)
@@ -65,9 +65,9 @@ class EarlyExchanges:
     def _begin(self, path: str, module: nn.Module) -> None:
         self._end(module)
         if module not in self._known and not torch.compiler.is_compiling():  # the compiler sees through no mode
-            self._passages[module] = Passage(path, self.where).__enter__()
+            self._passages[module] = OpTrace(path, self.where).__enter__()
 
-    def _end(self, module: nn.Module) -> Passage | None:
+    def _end(self, module: nn.Module) -> OpTrace | None:
         passage = self._passages.pop(module, None)
         if passage is not None:
             passage.__exit__(None, None, None)
@@ -81,7 +81,7 @@ class EarlyExchanges:
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
     def _rotated(self, path: str, module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
-        """[b, s/sp, n, d], rotated as the module would do it. Raises LayoutError: it is not known how."""
+        """[b, s/sp, n, d], rotated as the module would do it. Raises PlacementError: it is not known how."""
         rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         heads = x.transpose(1, 2)
         try:
@@ -89,7 +89,7 @@ class EarlyExchanges:
                 raise RuntimeError("its file has no apply_rotary_pos_emb")
             rotated: Tensor = rotate(heads, heads[:, :1], *by)[0]
         except RuntimeError as error:  # a part of each head alone is rotated, for instance
-            raise LayoutError(
+            raise PlacementError(
                 f"overlap_qkv: it is not known how {path} ({type(module).__name__}) rotates its heads ({error}): leave overlap_qkv out"
                 f" ({self.where})"
             ) from None
@@ -110,7 +110,7 @@ class EarlyExchanges:
                 x = y.unflatten(-1, (-1, size))  # [b, s/sp, n, d]
                 rotation["queries"] = x.shape[2] if part == "q" else rotation["queries"]
                 if not rotation["queries"]:
-                    raise LayoutError(
+                    raise PlacementError(
                         f"overlap_qkv: {path} projects its keys before its queries, which tell how many heads there are: leave overlap_qkv"
                         f" out ({self.where})"
                     )
@@ -123,7 +123,7 @@ class EarlyExchanges:
                 if self.only_looks:
                     return y if passage is None else passage.begin(y)
                 sent = heads.spread(sent, rotation["queries"])
-                flight = Flight(self.group)
+                flight = EarlyExchange(self.group)
                 self._away[module][part] = flight, flight.launch(_by_rank(sent, self.group.size()))
                 stand_in = x[:, :, 0].detach()
                 return stand_in if passage is None else passage.begin(stand_in)

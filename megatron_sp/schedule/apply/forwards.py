@@ -15,7 +15,7 @@ from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.regions import copy_to, gather_from, overridable, reduce_from, reduce_scatter_to
-from megatron_sp.parallel.tensor_parallel import NOT_SPLIT, TensorParallel
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.schedule.core.kinds import Kind, computes_as_known, is_taught
 from megatron_sp.utils.errors import ConfigError
 
@@ -74,7 +74,7 @@ def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers
 @overridable
 def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
     """x @ weight.T + bias for this rank's outputs; over ``group`` the input's gradient is summed."""
-    return column_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))[0]
+    return column_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))[0]
 
 
 def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
@@ -112,7 +112,7 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, pat
 @overridable
 def split_row(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
     """x @ weight.T of this rank's inputs, summed over ``group``, + bias."""
-    return row_linear(x, weight, bias, tp=NOT_SPLIT if group is None else TensorParallel(group))
+    return row_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))
 
 
 def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:

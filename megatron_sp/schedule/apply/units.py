@@ -144,7 +144,7 @@ class UnitHooks:
         self._open.clear()
 
 
-class _Place:
+class _BufferView:
     """A view of a unit's buffer, wherever that is by now."""
 
     def __init__(self, keeper: _Keeper, like: nn.Parameter, view: Tensor) -> None:
@@ -167,13 +167,13 @@ class _Keeper:
         slots = [layout.slots[0] for layout in (unit.layout, unit.frozen) if layout is not None and layout.slots]
         self._of = {slot.param.untyped_storage().data_ptr(): slot.param for slot in slots}
 
-    def pack(self, x: Tensor) -> Tensor | _Place:
+    def pack(self, x: Tensor) -> Tensor | _BufferView:
         like = self._of.get(x.untyped_storage().data_ptr()) if x.numel() else None
-        return x if like is None else _Place(self, like, x)
+        return x if like is None else _BufferView(self, like, x)
 
 
-def _unpack(kept: Tensor | _Place) -> Tensor:
-    return kept.view() if isinstance(kept, _Place) else kept
+def _unpack(kept: Tensor | _BufferView) -> Tensor:
+    return kept.view() if isinstance(kept, _BufferView) else kept
 
 
 class _Passed(torch.autograd.Function):

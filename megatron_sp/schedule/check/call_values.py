@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.schedule.check.more_rules import ELEMENTWISE
-from megatron_sp.schedule.core.layout_steps import placed, tensors_in
+from megatron_sp.schedule.core.placement_steps import placed, tensors_in
 
 Shapes = list[tuple[int, ...]]
 # functions with numbers that are no sizes: places, factors, values

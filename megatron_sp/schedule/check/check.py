@@ -16,9 +16,9 @@ from torch import nn
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.check.dry_run import Flow, dry_run, dry_run_over_dp, dry_run_over_sp
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layouts import Layout, LayoutError, NotFollowed
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placements import NotFollowed, Placement, PlacementError
 from megatron_sp.utils.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ class Report:
     """What ``check()`` has found in a schedule that is right.
 
     Attributes:
-        inputs, outputs: layouts over tp of what enters and leaves each module, by path, then by name or place of the tensor.
+        inputs, outputs: placements over tp of what enters and leaves each module, by path, then by name or place of the tensor.
         sp_inputs, sp_outputs: the same over sp.
         derived: the adjoint of each all_gather that did not say its own, by the place of its line: reduce_scatter or slice.
         forks: modules where random numbers must differ between ranks (tp), or be the same again inside of these (same), by path.
@@ -37,10 +37,10 @@ class Report:
         why_not: what stood in its way, else "".
     """
 
-    inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
-    outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
-    sp_inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
-    sp_outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
+    sp_inputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
+    sp_outputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
     derived: dict[int, str] = field(default_factory=dict)
     forks: dict[str, str] = field(default_factory=dict)
     sp_forks: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Report:
         return "\n".join([*rows, *(f"warning: {w}" for w in self.warnings)])
 
 
-def _edges(inputs: dict[str, dict[str, Layout]], outputs: dict[str, dict[str, Layout]], prefix: str) -> Iterator[str]:
+def _edges(inputs: dict[str, dict[str, Placement]], outputs: dict[str, dict[str, Placement]], prefix: str) -> Iterator[str]:
     for path, leaves in outputs.items():
         enters = inputs.get(path, {})
         sides = [", ".join(f"{n}: {x}" for n, x in edges.items()) for edges in (enters, leaves)]
@@ -70,14 +70,14 @@ def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: in
     Args:
         batch: keyword arguments of the model, of any size that fits; None: token ids, where the model's configuration tells of them.
     Raises:
-        LayoutError: what is wrong, where, because of which line.
+        PlacementError: what is wrong, where, because of which line.
     """
     decide(model, directives, mesh, seq_dim)
     return follow(model, directives, mesh, seq_dim, batch)
 
 
 def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
-    """The second half of ``check``: let layouts flow through the model; ``decide`` has let these lines pass."""
+    """The second half of ``check``: let placements flow through the model; ``decide`` has let these lines pass."""
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
         return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
@@ -87,7 +87,7 @@ def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
     not_followed = ""
     try:
         flow = dry_run(model, directives, mesh, seq_dim, batch)
-    except LayoutError:
+    except PlacementError:
         raise
     except ConfigError as error:
         if not any(d.do == "ulysses" for d in directives):  # which pads what this dry run cannot share
@@ -114,9 +114,9 @@ def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], me
             for d in directives
             if d.args.get("over") == "dp"
         ]
-    except LayoutError as error:
+    except PlacementError as error:
         lines = [f"{d.do} at {d.where}" for d in directives if d.args.get("over") == "dp"]
-        raise LayoutError(f"{error}; of dp speaks {', '.join(lines)}") from None
+        raise PlacementError(f"{error}; of dp speaks {', '.join(lines)}") from None
 
 
 def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
@@ -145,7 +145,7 @@ def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[D
 
 
 def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
-    """One adjoint for each line. Raises LayoutError: its modules need different ones (E10)."""
+    """One adjoint for each line. Raises PlacementError: its modules need different ones (E10)."""
     found: dict[int, tuple[str, str, str]] = {}
     for (place, path), choice in flow.choices.items():
         if not choice.value:
@@ -153,7 +153,7 @@ def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
         grad = "slice" if choice.value == "I" else "reduce_scatter"
         before = found.setdefault(place, (grad, path, choice.first().because))
         if before[0] != grad:
-            raise LayoutError(
+            raise PlacementError(
                 f"{directives[place]} ({directives[place].where}) needs grad='{before[0]}' at {before[1]}, because of {before[2]}, and"
                 f" grad='{grad}' at {path}, because of {choice.first().because}: write a line for each (E10)"
             )

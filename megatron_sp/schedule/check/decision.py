@@ -1,7 +1,7 @@
 """Can these lines be, of this model? Decided here, once, for all who ask: ``check()``, ``verify()`` and ``apply()`` begin with it.
 
 The lines are applied to a copy of the model that has no numbers, exactly as they will be to the model itself, and whatever that refuses is
-refused, by all three and before the model is touched. What is left to each: ``check()`` follows layouts through the copy, ``verify()``
+refused, by all three and before the model is touched. What is left to each: ``check()`` follows placements through the copy, ``verify()``
 measures on ranks, ``apply()`` does it.
 """
 
@@ -15,10 +15,10 @@ from megatron_sp.schedule.apply import units, zero
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.guards import require_whole
 from megatron_sp.schedule.check import local_rules
-from megatron_sp.schedule.check.stand_in import stand_in, without_weights_in
+from megatron_sp.schedule.check.meta_copy import meta_copy, without_weights_in
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layouts import NotFollowed
 from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.placements import NotFollowed
 from megatron_sp.utils.errors import ReportedError
 
 
@@ -38,7 +38,7 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
             zero.require(model, line.args, line.where)
             units.find_blocks(model, line.args.get("blocks"))
     try:
-        apply(stand_in(model), [_without_jobs(without_weights_in(d)) for d in directives if d.do != "zero"], mesh, seq_dim)
+        apply(meta_copy(model), [_without_jobs(without_weights_in(d)) for d in directives if d.do != "zero"], mesh, seq_dim)
     except ReportedError:
         raise
     except Exception as error:  # a function of the user's own, or a copy that cannot be made

@@ -19,8 +19,8 @@ from megatron_sp.schedule.apply.randomness import draws, dropping
 from megatron_sp.schedule.check.check import Report, check, follow, says_random
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layouts import LayoutError, NotFollowed
 from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.placements import NotFollowed, PlacementError
 from megatron_sp.schedule.verify.verify import DoesNotRun, Verdict
 from megatron_sp.utils.errors import ConfigError
 
@@ -56,7 +56,7 @@ def complete(
         guess: leave open what cannot be worked out; where nothing is open there is no dry run.
         verified: ``verify()`` has found these lines right, adjoints that they do not say included; dropout it has not seen.
     Raises:
-        LayoutError: what the dry run found to be wrong.
+        PlacementError: what the dry run found to be wrong.
         ConfigError: the lines cannot be; or something is open, and there can be no dry run; names the lines and modules.
     """
     said, reason = as_said(directives), ""
@@ -73,7 +73,7 @@ def complete(
         report = Report(dry=False, why_not=reason) if reason else follow(model, said, mesh, seq_dim, batch)
     except NotFollowed as error:
         reason = str(error)
-    except LayoutError as error:
+    except PlacementError as error:
         if not verified or over_dp:
             raise
         reason = str(error)
@@ -93,7 +93,7 @@ def explained(
     """What ``compare`` measures, with what ``check()`` says of it where that is bad, so that both give one answer.
 
     Raises:
-        LayoutError: the split model does not run, and ``check()`` knows why.
+        PlacementError: the split model does not run, and ``check()`` knows why.
         DoesNotRun: nor does ``check()``.
     """
     try:
@@ -102,7 +102,7 @@ def explained(
         why = _mistake(model, directives, mesh, seq_dim, batch)
         if not why:
             raise
-        raise LayoutError(f"{why}\nmeasured: {error.failure}") from error.__cause__
+        raise PlacementError(f"{why}\nmeasured: {error.failure}") from error.__cause__
     if not verdict.ok:
         verdict.why = _mistake(model, directives, mesh, seq_dim, batch)
     return verdict

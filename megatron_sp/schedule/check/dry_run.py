@@ -1,8 +1,8 @@
-"""A step of a split model without a job and without its numbers: layouts flow through it, and whatever does not fit is said.
+"""A step of a split model without a job and without its numbers: placements flow through it, and whatever does not fit is said.
 
 The model is copied without its weights (meta device); ids, masks, positions and buffers stay real, for models look at them. It runs twice,
 whole and split: a share times the number of ranks must be the whole model's shape in every step, so a size that a module has written down
-shows at once. Who looks is ``follower.py``. Each axis has a run of its own; the others leave layouts as they are there.
+shows at once. Who looks is ``follower.py``. Each axis has a run of its own; the others leave placements as they are there.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron_sp.schedule.apply.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.apply.splits import Split
 from megatron_sp.schedule.check.call_values import Seen
 from megatron_sp.schedule.check.follower import Axis, Flow, Follower, WrittenLater
-from megatron_sp.schedule.check.stand_in import input_of, stand_in, without_weights_in
+from megatron_sp.schedule.check.meta_copy import input_of, meta_copy, without_weights_in
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layout_steps import tensors_in
-from megatron_sp.schedule.core.layouts import WHOLE, Layout, NotFollowed
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placement_steps import tensors_in
+from megatron_sp.schedule.core.placements import WHOLE, NotFollowed, Placement
 
-LATER = ("zero", "rng", "checkpoint")  # change no layout
+LATER = ("zero", "rng", "checkpoint")  # change no placement
 
 
 def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
-    """Follow layouts over tp through one forward pass.
+    """Follow placements over tp through one forward pass.
 
     Args:
         model: not yet split; is not changed.
         batch: its keyword arguments.
     Raises:
-        LayoutError: lines that do not fit together.
+        PlacementError: lines that do not fit together.
         ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
     """
     mesh = Mesh(tp=mesh.tp)
@@ -48,17 +48,17 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
     batch = inputs_of(batch)
 
     def run(late: bool) -> Flow:
-        made, own = stand_in(model, late), [without_weights_in(d) for d in said]
+        made, own = meta_copy(model, late), [without_weights_in(d) for d in said]
         record = _run_whole(made, batch, late)
         lines = _lines_by_path(made, directives)
         applied = apply(made, own, mesh, seq_dim, rules=False)
-        return _run_split(made, Axis("tp", mesh.tp), lines, record, layouts_of(applied, own), batch, late)
+        return _run_split(made, Axis("tp", mesh.tp), lines, record, placements_of(applied, own), batch, late)
 
     return _once_or_late(run)
 
 
 def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
-    """Follow layouts over sp through one forward pass: shares of positions, in attention of heads, and parts of the loss.
+    """Follow placements over sp through one forward pass: shares of positions, in attention of heads, and parts of the loss.
 
     All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp. What the run is held
     against is split over tp as well, and cut over one rank. Arguments and errors are those of ``dry_run``.
@@ -68,10 +68,10 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     said, batch = [without_overlap(d) for d in directives if d.do not in LATER], inputs_of(batch)
     multiple = length_multiple(said, mesh.sp.size(), mesh.tp.size())
     line = next((f"ulysses at {d.where}" for d in directives if d.do == "ulysses"), "")
-    summed = Layout("R", since="gradients of parameters are summed over sp")
+    summed = Placement("R", since="gradients of parameters are summed over sp")
 
     def run(late: bool) -> Flow:
-        one, made = stand_in(model, late), stand_in(model, late)
+        one, made = meta_copy(model, late), meta_copy(model, late)
         apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, rules=False, multiple=multiple)
         record = _run_whole(one, batch, late)
         lines = _lines_by_path(made, directives)
@@ -83,7 +83,7 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 
 
 def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
-    """Follow layouts over dp through one forward pass, where a line is about it: each rank has rows of its own, S(0).
+    """Follow placements over dp through one forward pass, where a line is about it: each rank has rows of its own, S(0).
 
     As over sp parameters are R, and what the run is held against has the rows of all ranks. A loss may stay a part or a mean: whoever
     trains divides it. Arguments and errors are those of ``dry_run``.
@@ -95,11 +95,11 @@ def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
     rows = next((t.shape[dim] for t in tensors_in(batch) if t.ndim > dim), 0)
     cut = [t for t in tensors_in(batch) if t.ndim > dim and t.shape[dim] == rows]
     of_all = {name: torch.cat([t] * mesh.dp.size(), dim) if any(t is c for c in cut) else t for name, t in batch.items()}
-    summed = Layout("R", since="gradients of parameters are summed over dp")
-    known = {t: Layout("S", dim, since="each rank has rows of its own") for t in cut}
+    summed = Placement("R", since="gradients of parameters are summed over dp")
+    known = {t: Placement("S", dim, since="each rank has rows of its own") for t in cut}
 
     def run(late: bool) -> Flow:
-        one, made = stand_in(model, late), stand_in(model, late)
+        one, made = meta_copy(model, late), meta_copy(model, late)
         apply(one, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp), seq_dim, rules=False)
         record = _run_whole(one, of_all, late)
         lines = _lines_by_path(made, directives)
@@ -141,41 +141,41 @@ def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str,
 
 def _run_split(
     model: nn.Module, axis: Axis, lines: Mapping[str, list[tuple[int, Directive]]], expected: Mapping[str, list[Seen]],
-    parameters: Mapping[str, Layout], batch: dict[str, Any], late: bool,
-    known: Mapping[Tensor, Layout] | None = None,
+    parameters: Mapping[str, Placement], batch: dict[str, Any], late: bool,
+    known: Mapping[Tensor, Placement] | None = None,
 ) -> Flow:  # fmt: skip
     split = Follower(model, axis, lines, expected, parameters, late)
     split.known.update(known or {})
     if axis.name == "sp":
-        split.known.update({t: Layout("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
+        split.known.update({t: Placement("R", since="the batch") for t in tensors_in(batch) if t.requires_grad})
     with split.inside(), one_sequence_a_row():
         result = model(**batch)
     split.finish(result)
     return split.flow
 
 
-def layouts_of(applied: Applied, directives: list[Directive]) -> dict[str, Layout]:
+def placements_of(applied: Applied, directives: list[Directive]) -> dict[str, Placement]:
     """Of parameters and split buffers, by name."""
     found = {}
     for name in [*applied.specs, *applied.splits]:
         split = applied.splits.get(name)
         if split is not None:
-            found[name] = _split_layout(split, applied.mesh.tp.size())
+            found[name] = _split_placement(split, applied.mesh.tp.size())
         elif applied.specs[name].sums:
             where = next((d for d in directives if d.do == "sum_gradients" and _names(applied.model, d, name)), None)
             where = where or next((d for d in directives if d.do == "sequence"), None)
-            found[name] = Layout("R", since=f"{where.do} at {where.where}" if where else "")
+            found[name] = Placement("R", since=f"{where.do} at {where.where}" if where else "")
         else:
             found[name] = WHOLE
     return found
 
 
-def _split_layout(split: Split, size: int) -> Layout:
+def _split_placement(split: Split, size: int) -> Placement:
     blocks = split.blocks or ()
     even = len(set(blocks)) <= 1
     uneven = () if even else tuple(n * split.copies // size for n in blocks)
     outer = max(1, len(blocks)) if even else 1
-    return Layout("S", split.dim, outer, uneven, split.copies, since=f"split at {split.where}")
+    return Placement("S", split.dim, outer, uneven, split.copies, since=f"split at {split.where}")
 
 
 def _names(model: nn.Module, directive: Directive, parameter: str) -> bool:

@@ -1,7 +1,7 @@
-"""What exchanges between ranks do to layouts, and to shapes where there is nobody to talk to.
+"""What exchanges between ranks do to placements, and to shapes where there is nobody to talk to.
 
-The adjoint of each is fixed (``parallel/regions.py``), so each expects one layout and makes one; anything else is a sum that is missing or
-made twice.
+The adjoint of each is fixed (``parallel/regions.py``), so each expects one placement and makes one; anything else is a sum that is missing
+or made twice.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_sp.schedule.check import layout_rules
-from megatron_sp.schedule.core.layout_steps import Step, conflict, contract, join, refuse_partial, require_parts
-from megatron_sp.schedule.core.layouts import WHOLE, Layout, Operand
+from megatron_sp.schedule.check import placement_rules
+from megatron_sp.schedule.core.placement_steps import Step, conflict, contract, join, refuse_partial, require_parts
+from megatron_sp.schedule.core.placements import WHOLE, Operand, Placement
 from megatron_sp.schedule.core.sequences import take_share as take
 from megatron_sp.schedule.core.syncs import Guess
 
-Rule = Callable[[Step], Layout]
+Rule = Callable[[Step], Placement]
 
 
 def _double(step: Step, x: Operand, what: str, way: str = "leave one of them out") -> NoReturn:
-    """Raises LayoutError: a sum that is made twice (E5)."""
-    step.fail(f"{x.called} is {x.layout.told()}: {what}, {step.size} times too large; {way}", "E5")
+    """Raises PlacementError: a sum that is made twice (E5)."""
+    step.fail(f"{x.called} is {x.placement.describe()}: {what}, {step.size} times too large; {way}", "E5")
 
 
 def as_whole(step: Step, x: Operand) -> Operand:
-    """An operand whose gradient is complete. Raises LayoutError: it is anything else."""
+    """An operand whose gradient is complete. Raises PlacementError: it is anything else."""
     if x.kind == "P":
         refuse_partial(step, x)
     if x.kind == "S":
         way = "rows of different ranks have nothing to do with each other" if step.axis == "dp" else "to make it whole, all_gather"
         conflict(step, [x], f"a tensor that is whole on every rank is expected{_here(step)}; {way}")
-    if x.kind == "?" and x.layout.choice is not None:
-        x.layout.choice.decide("I", step.place)
+    if x.kind == "?" and x.placement.choice is not None:
+        x.placement.choice.decide("I", step.place)
     if x.kind == "R" and not x.neutral:
         _double(step, x, f"the gradient that is summed in {step.name}{_here(step)} is summed again there")
     return x
@@ -47,18 +47,18 @@ def _here(step: Step) -> str:
     return f" ({step.lines})" if step.lines else ""
 
 
-def copy_to(step: Step) -> Layout:
+def copy_to(step: Step) -> Placement:
     as_whole(step, step.operands()[0])
-    return Layout("R", since=step.label("copy"))
+    return Placement("R", since=step.label("copy"))
 
 
-def reduce_from(step: Step) -> Layout:
+def reduce_from(step: Step) -> Placement:
     x = step.operands()[0]
-    if x.layout.mean:
+    if x.placement.mean:
         refuse_partial(step, x)
     if x.kind != "P":
         _not_partial(step, x, "all_reduce")
-    return Layout("I", since=step.label("all_reduce"))
+    return Placement("I", since=step.label("all_reduce"))
 
 
 def _not_partial(step: Step, x: Operand, op: str) -> NoReturn:
@@ -69,109 +69,109 @@ def _not_partial(step: Step, x: Operand, op: str) -> NoReturn:
     )
 
 
-def gather_from(step: Step) -> Layout:
+def gather_from(step: Step) -> Placement:
     x, dim, grad = step.operands()[0], step.arg(2, "dim"), step.arg(3, "grad")
     dim %= x.tensor.ndim
     if x.kind == "P":
         refuse_partial(step, x)
     if x.kind != "S":
         step.fail(
-            f"all_gather{_here(step)} of {x.called}, which is {x.layout.told()}: only what is cut can be gathered; cut it,"
+            f"all_gather{_here(step)} of {x.called}, which is {x.placement.describe()}: only what is cut can be gathered; cut it,"
             " with .sequence() or"
             " scatter, or use copy",
             "E10",
         )
-    shuffled = x.layout.outer if dim == 0 and x.tensor.ndim == 2 else 1
-    if x.layout.dim != dim or x.layout.outer > shuffled or x.layout.blocks:
+    shuffled = x.placement.outer if dim == 0 and x.tensor.ndim == 2 else 1
+    if x.placement.dim != dim or x.placement.outer > shuffled or x.placement.blocks:
         conflict(step, [x], f"all_gather{_here(step)} joins along dim {dim}")
     since = step.label("all_gather")
     if isinstance(grad, Guess) and (choice := step.choose()) is not None:
-        return Layout("?", shuffled=shuffled, since=since, choice=choice)
-    return Layout("R" if grad == "reduce_scatter" else "I", shuffled=shuffled, since=since)
+        return Placement("?", shuffled=shuffled, since=since, choice=choice)
+    return Placement("R" if grad == "reduce_scatter" else "I", shuffled=shuffled, since=since)
 
 
-def scatter_to(step: Step) -> Layout:
+def scatter_to(step: Step) -> Placement:
     x, dim = as_whole(step, step.operands()[0]), step.arg(2, "dim")
-    return Layout("S", dim % x.tensor.ndim, since=step.label("scatter"))
+    return Placement("S", dim % x.tensor.ndim, since=step.label("scatter"))
 
 
-def reduce_scatter_to(step: Step) -> Layout:
+def reduce_scatter_to(step: Step) -> Placement:
     x, dim = step.operands()[0], step.arg(2, "dim")
     if x.kind != "P":
         _not_partial(step, x, "reduce_scatter")
     dim %= x.tensor.ndim
-    return Layout("S", dim, x.layout.shuffled if dim == 0 else 1, since=step.label("reduce_scatter"))
+    return Placement("S", dim, x.placement.shuffled if dim == 0 else 1, since=step.label("reduce_scatter"))
 
 
-def all_to_all(step: Step) -> Layout:
+def all_to_all(step: Step) -> Placement:
     x, split, joined = step.operands()[0], step.arg(2, "split"), step.arg(3, "join")
     if x.kind == "P":
         refuse_partial(step, x)
-    if x.kind != "S" or x.layout.dim != joined % x.tensor.ndim or x.layout.outer > 1 or x.layout.blocks:
+    if x.kind != "S" or x.placement.dim != joined % x.tensor.ndim or x.placement.outer > 1 or x.placement.blocks:
         conflict(step, [x], f"all_to_all{_here(step)} joins along dim {joined}, which is to be cut over {step.axis}")
-    return replace(x.layout.at(split % x.tensor.ndim), since=step.label("all_to_all"))
+    return replace(x.placement.at(split % x.tensor.ndim), since=step.label("all_to_all"))
 
 
-def take_share(step: Step) -> Layout:
+def take_share(step: Step) -> Placement:
     """A part of the gradient stays on each rank, and is summed with those of the parameters before."""
     x, dim = step.operands()[0], step.arg(2, "dim") % step.operands()[0].tensor.ndim
-    made = Operand(x.tensor, Layout("S", dim, since=step.label(f"cut over {step.axis}")))
+    made = Operand(x.tensor, Placement("S", dim, since=step.label(f"cut over {step.axis}")))
     if x.kind == "P":
         refuse_partial(step, x)
     if x.kind == "S":
         conflict(step, [x], f"cut over {step.axis}{_here(step)}, though it is cut already")
     require_parts(step, [x], made)
-    return made.layout
+    return made.placement
 
 
-def repeated_heads(step: Step) -> Layout:
+def repeated_heads(step: Step) -> Placement:
     """In front of an exchange: ranks that follow each other will have the same."""
     x = step.operands()[0]
-    return replace(x.layout, copies=step.arg(1, "times"))
+    return replace(x.placement, copies=step.arg(1, "times"))
 
 
-def share_of_gradient(step: Step) -> Layout:
+def share_of_gradient(step: Step) -> Placement:
     x = step.operands()[0]
     if x.kind == "S" and step.arg(2, "may_be_cut", False):
-        return x.layout
+        return x.placement
     if x.kind in "SP":
         conflict(step, [x], f"behind the region{_here(step)} all ranks of {step.axis} are to have all positions")
-    if x.kind == "?" and x.layout.choice is not None:
-        x.layout.choice.decide("R", step.place)
+    if x.kind == "?" and x.placement.choice is not None:
+        x.placement.choice.decide("R", step.place)
     if x.kind == "I" and not x.neutral:
-        step.fail(f"{x.called} is {x.layout.told()}: a share of its gradient is taken, and nobody sums them", "E6")
-    return Layout("I", since=step.label("the end of the model"))
+        step.fail(f"{x.called} is {x.placement.describe()}: a share of its gradient is taken, and nobody sums them", "E6")
+    return Placement("I", since=step.label("the end of the model"))
 
 
-def share_of_labels(step: Step) -> Layout:
+def share_of_labels(step: Step) -> Placement:
     labels = step.operands()[0]
     if labels.kind in "SP":
         conflict(step, [labels], "the labels of all ranks are counted here")
-    return Layout("P", since=step.label("its own labels"))
+    return Placement("P", since=step.label("its own labels"))
 
 
-def weighed(step: Step) -> Layout:
+def weighed(step: Step) -> Placement:
     """loss * weight of its labels."""
     x, weight = step.operands()[:2]
-    if not x.layout.mean:
+    if not x.placement.mean:
         conflict(step, [x, weight], "a mean over a rank's own labels is expected here: is it loss='next_token'?")
-    return Layout("P", since=step.label("weighed"))
+    return Placement("P", since=step.label("weighed"))
 
 
-def split_column(step: Step) -> Layout:
+def split_column(step: Step) -> Placement:
     x, weight = step.operands()[:2]
     group = step.arg(3, "group")
     if group is not None:
-        x = replace(as_whole(step, x), layout=Layout("R", since=step.label("column")))
+        x = replace(as_whole(step, x), placement=Placement("R", since=step.label("column")))
     batch = "abcdefgh"[: x.tensor.ndim - 1]
     product = contract(step, [(x, batch + "k"), (weight, "nk")], batch + "n")
     bias = step.operand(2, "bias")
     if bias is not None and product.kind == "S":
         step.result = x.tensor.new_empty(*x.tensor.shape[:-1], weight.tensor.shape[0], device="meta")
-    return layout_rules.biased(step, product, bias)
+    return placement_rules.biased(step, product, bias)
 
 
-def split_row(step: Step) -> Layout:
+def split_row(step: Step) -> Placement:
     x, weight = step.operands()[:2]
     batch = "abcdefgh"[: x.tensor.ndim - 1]
     product = replace(contract(step, [(x, batch + "k"), (weight, "nk")], batch + "n"), since=step.label("row"))
@@ -179,50 +179,50 @@ def split_row(step: Step) -> Layout:
         conflict(step, [x, weight], "the sum over ranks needs both cut along the inputs")
     if step.arg(3, "group") is None:
         return product
-    whole = Layout("I", since=step.label("row"))
+    whole = Placement("I", since=step.label("row"))
     bias = step.arg(2, "bias")
     if bias is not None:
         join(step, [Operand(step.result, whole), step.look(bias)])
     return whole
 
 
-def split_embedding(step: Step) -> Layout:
+def split_embedding(step: Step) -> Placement:
     ids, weight = step.operands()[:2]
-    if ids.kind in "SP" or weight.kind != "S" or weight.layout.dim != 0 or weight.layout.outer > 1 or weight.layout.blocks:
+    if ids.kind in "SP" or weight.kind != "S" or weight.placement.dim != 0 or weight.placement.outer > 1 or weight.placement.blocks:
         conflict(step, [ids, weight], "ids must be the same on all ranks, and the table cut along its rows")
-    return Layout("I", since=step.label("vocab_parallel"))
+    return Placement("I", since=step.label("vocab_parallel"))
 
 
-def own_exchange(step: Step) -> Layout:
+def own_exchange(step: Step) -> Placement:
     """What its ``layouts`` say."""
     x = step.operands()[0]
     said, made = parse(step)
-    if x.kind == "?" and x.layout.choice is not None and said.kind in "IR":
-        x.layout.choice.decide(said.kind, step.place)
+    if x.kind == "?" and x.placement.choice is not None and said.kind in "IR":
+        x.placement.choice.decide(said.kind, step.place)
     if x.kind != said.kind and not (x.neutral and said.kind in "IR"):
-        conflict(step, [x], f"a tensor of layout {said} is expected{_here(step)}")
-    if said.kind == "S" and said.dim % x.tensor.ndim != x.layout.dim:
+        conflict(step, [x], f"a tensor of placement {said} is expected{_here(step)}")
+    if said.kind == "S" and said.dim % x.tensor.ndim != x.placement.dim:
         conflict(step, [x], f"a tensor that is cut along dim {said.dim} is expected{_here(step)}")
-    if x.kind == "S" and (x.layout.outer > 1 or x.layout.blocks):
-        if made.kind != "S" or made.dim % x.tensor.ndim != x.layout.dim:
+    if x.kind == "S" and (x.placement.outer > 1 or x.placement.blocks):
+        if made.kind != "S" or made.dim % x.tensor.ndim != x.placement.dim:
             conflict(step, [x], f"a tensor of which each rank has one run is expected{_here(step)}")
-        return replace(x.layout, since=step.label("sync"))
+        return replace(x.placement, since=step.label("sync"))
     free = made.kind == "S" and x.neutral  # a bias for each head of a flattened batch: which parts these are is the function's to know
     return replace(made, dim=made.dim % x.tensor.ndim, as_needed=free, since=step.label("sync"))
 
 
-def parse(step: Step) -> tuple[Layout, Layout]:
-    """(from, to) of "S(1)->R". Raises LayoutError: it does not say."""
+def parse(step: Step) -> tuple[Placement, Placement]:
+    """(from, to) of "S(1)->R". Raises PlacementError: it does not say."""
     text = str(step.arg(3, "layouts") or "")
     found = [re.fullmatch(r"([IRP])|S\((-?\d+)\)", side.strip()) for side in text.split("->")]
     if len(found) != 2 or not found[0] or not found[1]:
         step.fail(
-            f"sync with a function{_here(step)}: what it does to layouts is not known, layouts={text or None!r}; say it, as"
+            f"sync with a function{_here(step)}: what it does to placements is not known, layouts={text or None!r}; say it, as"
             " layouts='S(1)->R'"
-            " or 'P->I' (letters: megatron_sp/schedule/core/layouts.py)",
+            " or 'P->I' (letters: megatron_sp/schedule/core/placements.py)",
             "unknown",
         )
-    first, second = (Layout(m[1]) if m[1] else Layout("S", int(m[2])) for m in found if m)
+    first, second = (Placement(m[1]) if m[1] else Placement("S", int(m[2])) for m in found if m)
     return first, second
 
 
@@ -248,15 +248,15 @@ RULES: dict[str, Rule] = {
 }
 
 
-_SPLIT_LAYERS = {"split_column": layout_rules.linear, "split_row": layout_rules.linear, "split_embedding": layout_rules.embedding}
+_SPLIT_LAYERS = {"split_column": placement_rules.linear, "split_row": placement_rules.linear, "split_embedding": placement_rules.embedding}
 
 
-def elsewhere(step: Step) -> Layout:
+def elsewhere(step: Step) -> Placement:
     """Over another axis than the one that is followed: a layer is what it was, everything else stays as it lies."""
     if step.name in _SPLIT_LAYERS:
         return _SPLIT_LAYERS[step.name](step)
     operands = step.operands()
-    return operands[0].layout if operands else WHOLE
+    return operands[0].placement if operands else WHOLE
 
 
 def is_elsewhere(step: Step, group: object) -> bool:

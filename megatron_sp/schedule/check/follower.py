@@ -1,7 +1,7 @@
 """Sees every step of a model that runs without its numbers, and how each tensor lies over the ranks of an axis (``dry_run.py``).
 
 Every function of torch and every exchange passes ``Follower``, a ``TorchFunctionMode``. There is no backward pass: the letters R and I
-carry what it would do (``layouts.py``).
+carry what it would do (``placements.py``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megatron_sp.schedule.check.call_values import (
     on_meta,
     plain,
 )  # fmt: skip
-from megatron_sp.schedule.check.layout_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.check.more_rules import EXPANSIONS, RULES, part_of
+from megatron_sp.schedule.check.placement_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layout_steps import Step, conflict, join, tensors_in
-from megatron_sp.schedule.core.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
+from megatron_sp.schedule.core.placement_steps import Step, conflict, join, tensors_in
+from megatron_sp.schedule.core.placements import UNIFORM, WHOLE, Choice, NotFollowed, Operand, Placement, PlacementError
 from megatron_sp.schedule.core.records import HEADS, HIDDEN
 from megatron_sp.utils.errors import ConfigError
 
@@ -65,15 +65,15 @@ class Flow:
     """What a dry run has found.
 
     Attributes:
-        inputs, outputs: layouts of the tensors that enter and leave each module, by path and then by name or place.
+        inputs, outputs: placements of the tensors that enter and leave each module, by path and then by name or place.
         choices: adjoints of all_gathers that nobody said, with what decided, by the place of their line and path.
         forks: modules with dropout on shares, by path, with the function.
         alike: modules with dropout on what every rank has whole.
         notes: other things worth knowing.
     """
 
-    inputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
-    outputs: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
     choices: dict[tuple[int, str], Choice] = field(default_factory=dict)
     forks: dict[str, str] = field(default_factory=dict)
     alike: set[str] = field(default_factory=set)
@@ -82,7 +82,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Axis:
-    """Along which layouts are followed.
+    """Along which placements are followed.
 
     Attributes:
         name: of the axis.
@@ -97,17 +97,17 @@ class Axis:
     same_program: bool = False
 
 
-def _share_of_filled(step: Step, tensor: Tensor, layout: Layout, whole: tuple[int, ...] | None) -> Layout:
+def _share_of_filled(step: Step, tensor: Tensor, placement: Placement, whole: tuple[int, ...] | None) -> Placement:
     """Of what is filled with one value: as long as a share, it is one, and counting it, or writing into some of it, tells ranks apart."""
-    if layout.kind != "U" or whole is None or len(whole) != tensor.ndim:
-        return layout
+    if placement.kind != "U" or whole is None or len(whole) != tensor.ndim:
+        return placement
     other = [dim for dim, n in enumerate(tensor.shape) if n != whole[dim]]
     if len(other) != 1 or not tensor.shape[other[0]] or whole[other[0]] % tensor.shape[other[0]]:
-        return layout
+        return placement
     shares = whole[other[0]] // tensor.shape[other[0]]
     if step.size % shares:
-        return layout
-    return Layout("S", other[0], copies=step.size // shares, as_needed=True, since=f"{step.place} {step.name} of a share's size")
+        return placement
+    return Placement("S", other[0], copies=step.size // shares, as_needed=True, since=f"{step.place} {step.name} of a share's size")
 
 
 class WrittenLater(NotFollowed):
@@ -115,11 +115,11 @@ class WrittenLater(NotFollowed):
 
 
 class Follower(TorchFunctionMode):
-    """Sees every call. Without an axis it only keeps shapes; with one it follows layouts."""
+    """Sees every call. Without an axis it only keeps shapes; with one it follows placements."""
 
     def __init__(
         self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
-        expected: Mapping[str, list[Seen]] | None = None, parameters: Mapping[str, Layout] | None = None, late: bool = False,
+        expected: Mapping[str, list[Seen]] | None = None, parameters: Mapping[str, Placement] | None = None, late: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.late = late
@@ -160,7 +160,7 @@ class Follower(TorchFunctionMode):
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.axis is not None:
-                self.flow.inputs[path] = self._layouts({**{str(i): a for i, a in enumerate(args)}, **kwargs})
+                self.flow.inputs[path] = self._placements({**{str(i): a for i, a in enumerate(args)}, **kwargs})
             self.modules.append((path, module))
 
         return hook
@@ -168,12 +168,12 @@ class Follower(TorchFunctionMode):
     def _leave(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             if self.axis is not None:
-                self.flow.outputs[path] = self._layouts(result)
+                self.flow.outputs[path] = self._placements(result)
             self.modules.pop()
 
         return hook
 
-    def _layouts(self, value: Any) -> dict[str, Layout]:
+    def _placements(self, value: Any) -> dict[str, Placement]:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else [(0, value)]
         return {str(name): self.known.get(t, WHOLE) for name, item in items for t in tensors_in(item)}
 
@@ -240,11 +240,11 @@ class Follower(TorchFunctionMode):
         operands = step.operands()
         if in_place(func) and name in _MOVES:  # which changes the shape that the rule asks for
             before = args[0].detach()
-            self.known[before] = operands[0].layout
+            self.known[before] = operands[0].placement
             step.args = (before.requires_grad_(args[0].requires_grad), *args[1:])
         try:
             result = self._call(func, name, args, kwargs)
-        except LayoutError:
+        except PlacementError:
             raise
         except Exception as error:
             self._explain(step, operands, error)
@@ -254,10 +254,10 @@ class Follower(TorchFunctionMode):
                 seen = self._next(name)
                 step.whole = seen.shapes if seen else None
                 self._require_factors(step, seen)
-                layout = RULES[name](step)
-                assert isinstance(layout, Layout)
-                self._written(step, operands[0], layout)
-                self.known[args[0]] = layout
+                placement = RULES[name](step)
+                assert isinstance(placement, Placement)
+                self._written(step, operands[0], placement)
+                self.known[args[0]] = placement
             return result
         step.result, seen = result, self._next(name)
         step.whole = seen.shapes if seen else None
@@ -271,42 +271,43 @@ class Follower(TorchFunctionMode):
             )
         self._require_factors(step, seen)
         made = self._in_order(step, operands, self._rule(step, operands))
-        layouts = made if isinstance(made, list) else [made] * len(results)
-        layouts = [*map(partial(_share_of_filled, step), results, layouts, step.whole or repeat(None))]
-        if func.__name__ in _AUGMENTED and results[0] is not args[0] and layouts[0].kind in "RSP":
+        placements = made if isinstance(made, list) else [made] * len(results)
+        placements = [*map(partial(_share_of_filled, step), results, placements, step.whole or repeat(None))]
+        if func.__name__ in _AUGMENTED and results[0] is not args[0] and placements[0].kind in "RSP":
             step.fail("what has numbers takes in a share that has none; verify() can tell", "unknown")
         if len(results) == 1 and args and results[0] is args[0]:
-            self._written(step, operands[0], layouts[0])
-        for tensor, layout in zip(results, layouts, strict=True):
-            self.known[tensor] = layout
-        if name == "getitem" and results[0]._base is not None and (layouts[0].kind == "U" or layouts[0].as_needed):
+            self._written(step, operands[0], placements[0])
+        for tensor, placement in zip(results, placements, strict=True):
+            self.known[tensor] = placement
+        if name == "getitem" and results[0]._base is not None and (placements[0].kind == "U" or placements[0].as_needed):
             self.views[results[0]] = args
-        self._require_shapes(step, results, layouts)
+        self._require_shapes(step, results, placements)
         self._note_dropout(step)
         return result
 
-    def _written(self, step: Step, before: Operand, after: Layout) -> None:
+    def _written(self, step: Step, before: Operand, after: Placement) -> None:
         """In place: what it is a part of lies otherwise from now on, too. Raises NotFollowed: nobody sees how."""
         base = before.tensor._base
         everywhere = base is None or (after.kind == "U" and base.numel() == before.tensor.numel())
         if base is not None and not everywhere and after.kind in "IU" and self.known.get(base, WHOLE).kind == "U":
             self.known[base] = WHOLE  # one value here, another there
-        takes_parts = before.layout.as_needed and not after.as_needed
+        takes_parts = before.placement.as_needed and not after.as_needed
         if base is None or (after.kind == before.kind and not takes_parts) or (before.neutral and after.kind in "IU"):
             return
         base, index = self.views.get(before.tensor, (None, None))
         if base is None or base._base is not None:
             step.fail(
-                f"{before.called}, a part of another tensor, was {before.layout.told()} and is {after.told()} now; verify() can tell",
+                f"{before.called}, a part of another tensor, was {before.placement.describe()} and is now"
+                f" {after.describe()}; verify() can tell",
                 "unknown",
             )
         written = replace(step, name="setitem", args=(base, index, before.tensor), kwargs={})
         written.look = lambda t: Operand(t, after) if t is before.tensor else self.look(t)
         made = RULES["setitem"](written)
-        assert isinstance(made, Layout)
+        assert isinstance(made, Placement)
         self.known[base] = made
 
-    def _rule(self, step: Step, operands: list[Operand]) -> Layout | list[Layout]:
+    def _rule(self, step: Step, operands: list[Operand]) -> Placement | list[Placement]:
         kinds = {o.kind for o in operands}
         if step.name in UNIFORM_FACTORIES and (not kinds & {"S", "P"} or step.name.startswith("new_")):
             return UNIFORM
@@ -319,30 +320,30 @@ class Follower(TorchFunctionMode):
         return rule(step)
 
     def _exchange(self, step: Step) -> Any:
-        """An exchange between ranks; over another axis it leaves layouts as they are."""
+        """An exchange between ranks; over another axis it leaves placements as they are."""
         assert self.axis is not None
-        args, layout = step.args, None
+        args, placement = step.args, None
         elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
         step.lines = step.lines or self.axis.line
         every = on_meta(args) if any(t.is_meta for t in tensors_in(args)) else args
         try:
             if not elsewhere and step.name != "split_row":  # mistakes are told better before shapes are looked at; a bias needs the result
-                layout = exchange_rules.RULES[step.name](step)
+                placement = exchange_rules.RULES[step.name](step)
             step.result = exchange_rules.shaped(step.name, every)
-            layout = exchange_rules.elsewhere(step) if elsewhere else layout or exchange_rules.RULES[step.name](step)
-        except (LayoutError, ValueError):
+            placement = exchange_rules.elsewhere(step) if elsewhere else placement or exchange_rules.RULES[step.name](step)
+        except (PlacementError, ValueError):
             raise
         except Exception as error:
             self._explain(step, step.operands(), error)
-        self.known[step.result] = layout if elsewhere else self._in_order(step, step.operands(), layout)
+        self.known[step.result] = placement if elsewhere else self._in_order(step, step.operands(), placement)
         return step.result
 
     def _in_order(self, step: Step, operands: list[Operand], made: Any) -> Any:
-        """Rows that ranks have gathered out of order may be computed with one by one. Raises LayoutError: something else is done (E10)."""
-        rows = next((o.layout.shuffled for o in operands if o.layout.shuffled > 1), 1)
+        """Rows that were gathered out of order may be computed with one by one. Raises PlacementError: something else is done (E10)."""
+        rows = next((o.placement.shuffled for o in operands if o.placement.shuffled > 1), 1)
         if rows == 1 or step.name == "reduce_scatter_to":
             return made
-        alike = all(o.layout.shuffled == rows or o.name or o.tensor.ndim < 2 for o in operands)
+        alike = all(o.placement.shuffled == rows or o.name or o.tensor.ndim < 2 for o in operands)
         if not alike or step.name not in _BY_ROWS or isinstance(made, list):
             conflict(
                 step,
@@ -360,25 +361,25 @@ class Follower(TorchFunctionMode):
             inside = self.look(torch._C._functorch.get_unwrapped(tensor))
             if inside.kind in "RSP":
                 raise NotFollowed(
-                    f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.layout.told()};"
+                    f"{self.place()}: inside of torch.func (vmap) dims are hidden, and {inside.called} is {inside.placement.describe()};"
                     " verify() can tell (unknown)"
                 )
-        layout = self.known.get(tensor)
-        if layout is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
+        placement = self.known.get(tensor)
+        if placement is UNIFORM and tensor in self.views and self.look(self.views[tensor][0]).kind in "RSP":
             raise NotFollowed(f"{self.place()}: a view of what was written to since; verify() can tell (unknown)")
-        if layout is not None and layout.as_needed and tensor in self.views:
-            base = self.look(self.views[tensor][0]).layout
-            layout = layout if base.as_needed else replace(base, dim=layout.dim)
-        hidden = layout is None and tensor.requires_grad and tensor.grad_fn is not None
+        if placement is not None and placement.as_needed and tensor in self.views:
+            base = self.look(self.views[tensor][0]).placement
+            placement = placement if base.as_needed else replace(base, dim=placement.dim)
+        hidden = placement is None and tensor.requires_grad and tensor.grad_fn is not None
         # of a function with a backward of its own only the forward was seen, which is enough for what is whole
-        hidden = hidden or (layout is not None and layout.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
+        hidden = hidden or (placement is not None and placement.kind in "RSP" and isinstance(tensor.grad_fn, BackwardCFunction))
         if hidden and self.axis is not None:
             raise NotFollowed(
                 f"{self.place()}: a tensor of {list(tensor.shape)} comes from {type(tensor.grad_fn).__name__}, in which the"
                 " dry run cannot look:"
                 " make it overridable (megatron_sp.parallel.regions.overridable) and teach it, or rely on verify() (unknown)"
             )
-        return Operand(tensor, layout or WHOLE)
+        return Operand(tensor, placement or WHOLE)
 
     # the whole model's steps
 
@@ -396,7 +397,7 @@ class Follower(TorchFunctionMode):
         return steps[at]
 
     def _require_factors(self, step: Step, whole: Seen | None) -> None:
-        """A number that a model makes of a size is another one where it was a share's. Raises LayoutError: E11."""
+        """A number that a model makes of a size is another one where it was a share's. Raises PlacementError: E11."""
         now = Seen.of(step.name, step.result, step.args, step.kwargs)
         mine = now.factors
         alike = (
@@ -413,16 +414,16 @@ class Follower(TorchFunctionMode):
             "E11",
         )
 
-    def _require_shapes(self, step: Step, results: list[Tensor], layouts: list[Layout]) -> None:
-        """A share times the number of ranks is the whole. Raises LayoutError: E11."""
-        for tensor, layout, whole in zip(results, layouts, step.whole or [], strict=False):
+    def _require_shapes(self, step: Step, results: list[Tensor], placements: list[Placement]) -> None:
+        """A share times the number of ranks is the whole. Raises PlacementError: E11."""
+        for tensor, placement, whole in zip(results, placements, step.whole or [], strict=False):
             shape = list(tensor.shape)
-            if layout.kind == "U":
+            if placement.kind == "U":
                 continue
-            if layout.kind == "S":
-                shape[layout.dim] *= step.size // layout.copies
+            if placement.kind == "S":
+                shape[placement.dim] *= step.size // placement.copies
             if shape != list(whole):
-                told = "; ".join(f"{o.called} is {o.layout.told()}" for o in step.operands())
+                told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in step.operands())
                 step.fail(
                     f"makes {list(tensor.shape)}, that is {shape} over all ranks, and {list(whole)} in the whole model"
                     f"{f' ({told})' if told else ''}: a size that is written down in the module is the whole model's, or is"
@@ -432,12 +433,12 @@ class Follower(TorchFunctionMode):
                 )
 
     def _explain(self, step: Step, operands: list[Operand], error: Exception) -> None:
-        """A call has failed. Raises LayoutError: in the split model alone, so a size does not fit."""
+        """A call has failed. Raises PlacementError: in the split model alone, so a size does not fit."""
         words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         big = [o for o in operands if o.tensor.ndim and o.kind != "U"]
-        if any(o.kind == "S" for o in big) and any(o.layout != big[0].layout for o in big):
+        if any(o.kind == "S" for o in big) and any(o.placement != big[0].placement for o in big):
             conflict(step, [o for o in big if o.tensor.ndim > 1 or o.kind == "S"], "sizes do not fit; cut both alike, or make both whole")
-        told = "; ".join(f"{o.called} is {o.layout.told()}" for o in operands)
+        told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in operands)
         step.fail(
             f"{words} ({told}). It works in the whole model: a size that is written down in the module is the whole model's; divide it,"
             f" .set('<attribute>', divide='{step.axis}')",
@@ -483,13 +484,15 @@ class Follower(TorchFunctionMode):
             self.flow.alike.add(self._path())
 
     def finish(self, result: Any) -> None:
-        """What leaves the model must be complete. Raises LayoutError."""
+        """What leaves the model must be complete. Raises PlacementError."""
         assert self.axis is not None
         for name, tensor in named(result):
             operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"
             step = Step(f"result {name}", (tensor,), {}, None, self.look, place, self.axis.group.size(), axis=self.axis.name)
             if operand.kind == "P" and self.axis.name != "dp":
-                step.fail(f"leaves the model as {operand.layout.told()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3")
+                step.fail(
+                    f"leaves the model as {operand.placement.describe()}: complete it with .sync('fwd_post', 'all_reduce'{step.over})", "E3"
+                )
             if operand.kind == "R" and not operand.neutral and self.axis.name == "sp":
                 step.fail(
                     f"all ranks of sp ({step.size}) compute it alike, and the gradients of parameters are summed over them,"
@@ -498,16 +501,16 @@ class Follower(TorchFunctionMode):
                 )
             if operand.kind == "R" and not operand.neutral:
                 step.fail(
-                    f"is {operand.layout.told()}: from here on all ranks use it alike, and the sum of the gradient would make"
+                    f"is {operand.placement.describe()}: from here on all ranks use it alike, and the sum of the gradient would make"
                     f" it {step.size} times"
                     " too large; leave that line out, or give it grad='slice'",
                     "E5",
                 )
-            if operand.kind == "?" and operand.layout.choice is not None:
-                operand.layout.choice.decide("I", "the model's result")
-            if operand.layout.shuffled > 1:
+            if operand.kind == "?" and operand.placement.choice is not None:
+                operand.placement.choice.decide("I", "the model's result")
+            if operand.placement.shuffled > 1:
                 conflict(step, [operand], "its rows are out of order: they were gathered rank by rank")
             whole = name.partition(".")[0] in (*HIDDEN, *HEADS)
             if operand.kind == "S" and self.axis.name != "dp" and (whole or not self.axis.line):  # what else ulysses leaves cut is known
                 words = "applied.complete(result) makes it whole" if whole else "whoever uses it must know"
-                self.flow.notes.append(f"result {name} is {operand.layout.told()}: {words}")
+                self.flow.notes.append(f"result {name} is {operand.placement.describe()}: {words}")

@@ -18,9 +18,9 @@ from torch import nn
 
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.kinds import find_kind, way_out
-from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placements import PlacementError
 
 _SPLITS = ("shard", "column", "row", "vocab_parallel")
 _PACKED = ("c_attn", "qkv", "query_key_value", "wqkv", "in_proj", "gate_up", "gate_up_proj", "qkv_proj", "kv_proj")
@@ -378,7 +378,7 @@ OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # it does nothing other
 
 
 def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
-    """Raises LayoutError: with all mistakes that the lines alone show."""
+    """Raises PlacementError: with all mistakes that the lines alone show."""
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (RULES if lines.size > 1 else OF_ONE_RANK) for problem in rule(lines))
 
@@ -387,7 +387,7 @@ def require_in_order(model: nn.Module, directives: list[Directive], mesh: Mesh) 
     """What a copy of the model, to which some of the lines are applied, would not show.
 
     Raises:
-        LayoutError: the model is not fit to be split any more; a line about all of it stands twice, or on a part.
+        PlacementError: the model is not fit to be split any more; a line about all of it stands twice, or on a part.
     """
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (compiled, once, of_the_model) for problem in rule(lines))
@@ -397,4 +397,4 @@ def _raise(problems: Problem) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         shown = found[:6] + ([f"... and {len(found) - 6} more"] if len(found) > 6 else [])
-        raise LayoutError("\n".join(shown))
+        raise PlacementError("\n".join(shown))

@@ -1,4 +1,4 @@
-"""More of the table of ``layout_rules.py``: functions that are rarer, each of a family whose rule is clear.
+"""More of the table of ``placement_rules.py``: functions that are rarer, each of a family whose rule is clear.
 
 along   computed over some dims, each row by itself: sort, norm, fft; the cut dim must not be among them
 picked  rows that an index names, taken or put back; nothing is picked along the cut dim
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.check.layout_rules import (
+from megatron_sp.schedule.check.placement_rules import (
     ELEMENTWISE,
     EXPANSIONS,
     RULES,
@@ -30,7 +30,7 @@ from megatron_sp.schedule.check.layout_rules import (
     over,
     split,
 )
-from megatron_sp.schedule.core.layout_steps import (
+from megatron_sp.schedule.core.placement_steps import (
     Step,
     broadcast,
     conflict,
@@ -43,7 +43,7 @@ from megatron_sp.schedule.core.layout_steps import (
     runs,
     tensors_in,
 )
-from megatron_sp.schedule.core.layouts import UNIFORM, Layout, Operand
+from megatron_sp.schedule.core.placements import UNIFORM, Operand, Placement
 
 _ELEMENTWISE = _words("""
     erfc exp2 atan arctan asin arcsin acos arccos sinh cosh asinh acosh atanh arctanh sgn frac trunc fix fmod hypot atan2 arctan2 logaddexp
@@ -54,52 +54,52 @@ _ELEMENTWISE = _words("""
 """)
 
 
-def repeat(step: Step) -> Layout:
+def repeat(step: Step) -> Placement:
     """Repeated along the cut dim, a share lies in so many parts more."""
     x = step.operands()[0]
     if x.kind != "S":
         return expand_whole(step)
     times = step.rest(1, "repeats" if step.name == "repeat" else "dims")
     times = [1] * (x.tensor.ndim - len(times)) + times
-    dim = x.layout.dim + len(times) - x.tensor.ndim
-    if times[dim] != 1 and x.layout.blocks:
+    dim = x.placement.dim + len(times) - x.tensor.ndim
+    if times[dim] != 1 and x.placement.blocks:
         return ask(step)
-    return x.layout.at(dim, x.layout.outer * times[dim])
+    return x.placement.at(dim, x.placement.outer * times[dim])
 
 
-def as_complex(step: Step, x: Operand) -> Layout:
-    if x.layout.dim == x.tensor.ndim - 1:
+def as_complex(step: Step, x: Operand) -> Placement:
+    if x.placement.dim == x.tensor.ndim - 1:
         conflict(step, [x], "a number's real and imaginary part are on two ranks")
-    return x.layout
+    return x.placement
 
 
-def glu(step: Step) -> Layout:
+def glu(step: Step) -> Placement:
     """Each half of a dim that is cut must be: a packed projection with blocks=2."""
     x = step.operands()[0]
     dim = step.arg(1, "dim", -1) % x.tensor.ndim
-    if x.kind != "S" or x.layout.dim != dim:
+    if x.kind != "S" or x.placement.dim != dim:
         return elementwise(step)
-    if x.layout.blocks or x.layout.outer % 2:
-        step.fail(f"{x.called}, {x.layout.told()}, is two parts of which each rank has a piece: shard it with blocks=2", "E8")
-    return x.layout.at(dim, x.layout.outer // 2)
+    if x.placement.blocks or x.placement.outer % 2:
+        step.fail(f"{x.called}, {x.placement.describe()}, is two parts of which each rank has a piece: shard it with blocks=2", "E8")
+    return x.placement.at(dim, x.placement.outer // 2)
 
 
-def diff(step: Step) -> Layout:
+def diff(step: Step) -> Placement:
     """What is put in front or behind must be cut as the rest."""
     x, *ends = step.operands()
     made = over(2, keeps=True, least=-1)(step)
-    assert isinstance(made, Layout)
+    assert isinstance(made, Placement)
     for o in ends:
         if o.kind == "P":
             refuse_partial(step, o)
-        if made.kind == "S" and o.kind != "U" and (o.kind != "S" or o.layout != made):
+        if made.kind == "S" and o.kind != "U" and (o.kind != "S" or o.placement != made):
             conflict(step, [x, o], "they are cut in different ways")
     if made.kind != "S" and cut(ends):
         conflict(step, [x, *ends], "they are cut in different ways")
     return made
 
 
-def bucketize(step: Step) -> Layout:
+def bucketize(step: Step) -> Placement:
     """Each number is held against all boundaries."""
     x, boundaries = step.operand(0, "input"), step.operand(1, "boundaries")
     if x is None or boundaries is None:
@@ -109,40 +109,40 @@ def bucketize(step: Step) -> Layout:
             refuse_partial(step, o)
     if boundaries.kind == "S":
         conflict(step, [x, boundaries], "each number is held against all boundaries, of which every rank has a share only")
-    return x.layout if x.kind == "S" else elementwise_whole(step, [x, boundaries])
+    return x.placement if x.kind == "S" else elementwise_whole(step, [x, boundaries])
 
 
-def one(rule: Callable[[Step, Operand], Layout]) -> Rule:
+def one(rule: Callable[[Step, Operand], Placement]) -> Rule:
     """A rule for one tensor, a share or a partial sum."""
     return lambda step: rule(step, step.operands()[0])
 
 
-def as_real(step: Step, x: Operand) -> Layout:
-    return x.layout
+def as_real(step: Step, x: Operand) -> Placement:
+    return x.placement
 
 
-def unfold(step: Step, x: Operand) -> Layout:
+def unfold(step: Step, x: Operand) -> Placement:
     """A tensor's own, which appends a dim; the function of this name makes columns of pictures."""
     if step.result.ndim != x.tensor.ndim + 1:
         return ask(step)
-    if step.arg(1, "dimension") % x.tensor.ndim == x.layout.dim:
+    if step.arg(1, "dimension") % x.tensor.ndim == x.placement.dim:
         conflict(step, [x], "windows reach over the ends of a share")
-    return x.layout
+    return x.placement
 
 
-def pad(step: Step, x: Operand) -> Layout:
+def pad(step: Step, x: Operand) -> Placement:
     amounts = list(step.arg(1, "pad"))
-    place = 2 * (x.tensor.ndim - 1 - x.layout.dim)
+    place = 2 * (x.tensor.ndim - 1 - x.placement.dim)
     if x.kind == "P":
         if step.arg(2, "mode", "constant") == "constant" and step.arg(3, "value"):
             refuse_partial(step, x)
-        return x.layout
+        return x.placement
     if any(amounts[place : place + 2]):
         conflict(step, [x], "padded along a cut dim, each share would get what belongs to the end of the whole: shift before it is cut")
-    return x.layout
+    return x.placement
 
 
-def similarity(step: Step) -> Layout:
+def similarity(step: Step) -> Placement:
     operands = step.operands()
     made = broadcast(step, operands, max(o.tensor.ndim for o in operands))
     if made.kind != "S":
@@ -158,24 +158,24 @@ def similarity(step: Step) -> Layout:
 
 
 def _along(step: Step, x: Operand, place: int) -> int:
-    """The dim in which an index picks. Raises LayoutError: it is the cut one (E10)."""
+    """The dim in which an index picks. Raises PlacementError: it is the cut one (E10)."""
     dim = step.arg(place, "dim")
     if not isinstance(dim, int):
         ask(step)
-    if x.kind == "S" and dim % x.tensor.ndim == x.layout.dim:
+    if x.kind == "S" and dim % x.tensor.ndim == x.placement.dim:
         conflict(step, [x], "what an index names is on some rank, and each has a share only")
     return int(dim) % x.tensor.ndim
 
 
-def index_select(step: Step) -> Layout:
+def index_select(step: Step) -> Placement:
     x, index = step.operand(0, "input"), step.operand(2, "index")
     if x is None or index is None or index.kind in "SP":
         return ask(step)
     _along(step, x, 1)
-    return x.layout if x.kind in "SP" else join(step, [x])
+    return x.placement if x.kind in "SP" else join(step, [x])
 
 
-def gather(step: Step) -> Layout:
+def gather(step: Step) -> Placement:
     """Of what an index names; the index is cut as what it picks from, or that is whole."""
     at = (2, 1) if step.name == "gather" else (1, 2)
     x, index = step.operand(0, "input"), step.operand(at[0], "index" if at == (2, 1) else "indices")
@@ -183,20 +183,20 @@ def gather(step: Step) -> Layout:
         return ask(step)
     if index.kind == "S" and x.kind != "S":
         dim = step.arg(at[1], "dim")
-        shared = x.kind == "U" or (step.name != "gather" and x.tensor.shape[index.layout.dim] == 1)  # take_along_dim broadcasts
-        if not isinstance(dim, int) or (index.layout.dim != dim % index.tensor.ndim and not shared):
+        shared = x.kind == "U" or (step.name != "gather" and x.tensor.shape[index.placement.dim] == 1)  # take_along_dim broadcasts
+        if not isinstance(dim, int) or (index.placement.dim != dim % index.tensor.ndim and not shared):
             conflict(step, [x, index], "ranks would pick from the same rows, and each has an index for rows of its own")
         require_parts(step, [x], index)
-        return index.layout
+        return index.placement
     _along(step, x, at[1])
     if index.kind == "U":
-        return x.layout
+        return x.placement
     if step.name == "gather" and index.kind != "S":
         conflict(step, [x, index], "the index is whole, and what it picks from is cut")
     return broadcast(step, [x, index], x.tensor.ndim)
 
 
-def put_back(step: Step) -> Layout:
+def put_back(step: Step) -> Placement:
     """scatter, index_add, index_copy: into a tensor that is cut as the rows are."""
     x, index = step.operand(0, "input"), step.operand(2, "index")
     source = step.operand(3, "source" if step.name.startswith("index") else "src")
@@ -204,7 +204,7 @@ def put_back(step: Step) -> Layout:
         return ask(step)
     dim = _along(step, x, 1)
     along = [
-        o for o in (index, source) if o is not None and o.kind == "S" and o.layout.dim == (0 if o.tensor.ndim < x.tensor.ndim else dim)
+        o for o in (index, source) if o is not None and o.kind == "S" and o.placement.dim == (0 if o.tensor.ndim < x.tensor.ndim else dim)
     ]
     if along:
         conflict(step, [x, *along], "what an index names is put together from the shares of all ranks, and each has its own only")
@@ -212,39 +212,39 @@ def put_back(step: Step) -> Layout:
     return _same(step, x, [o for o in (source, *by_element) if o is not None])
 
 
-def _same(step: Step, x: Operand, others: list[Operand]) -> Layout:
+def _same(step: Step, x: Operand, others: list[Operand]) -> Placement:
     """Of what is written into ``x``, all cut alike; what is filled with one value, or nobody's gradient, takes the others' cut."""
     if x.kind == "U":
         shares = cut(others)
         if shares and all(o.tensor.ndim == x.tensor.ndim for o in shares):
             require_parts(step, others, shares[0])
-            if any(o.kind == "S" and o.layout != shares[0].layout for o in others):
+            if any(o.kind == "S" and o.placement != shares[0].placement for o in others):
                 conflict(step, others, "they are cut in different ways")
-            return shares[0].layout
+            return shares[0].placement
         partial = [o for o in others if o.kind == "P"]
         if partial and len(others) == 1 and step.name in ("index_add", "scatter_add"):
             return ask(step)
     return broadcast(step, [x, *others], x.tensor.ndim) if cut([x, *others]) else elementwise_whole(step, [x, *others])
 
 
-def elementwise_whole(step: Step, operands: list[Operand]) -> Layout:
+def elementwise_whole(step: Step, operands: list[Operand]) -> Placement:
     for o in operands:
         if o.kind == "P":
             refuse_partial(step, o)
     return UNIFORM if all(o.kind == "U" for o in operands) and operands else join(step, operands)
 
 
-def copied(step: Step) -> Layout:
+def copied(step: Step) -> Placement:
     """a.copy_(b), of which only b counts."""
     x, source = step.operand(0, "input"), step.operand(1, "src")
     if x is None or source is None:
         return ask(step)
     if x.kind == "U":
-        return source.layout.at(source.layout.dim + x.tensor.ndim - source.tensor.ndim) if source.kind == "S" else source.layout
+        return source.placement.at(source.placement.dim + x.tensor.ndim - source.tensor.ndim) if source.kind == "S" else source.placement
     return elementwise(step)
 
 
-def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Layout:
+def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Placement:
     """x[index] with tensors or lists in it, which take the place of the dims that they name, or stand in front of all."""
     if any(o.kind in "SPR" for o in map(step.look, (i for i in index if isinstance(i, Tensor)))):
         return ask(step)
@@ -259,27 +259,27 @@ def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Layout:
             kept += range(old, old := old + x.tensor.ndim - used)
         elif isinstance(i, slice):
             size = x.tensor.shape[old]
-            if old == x.layout.dim and len(range(*i.indices(size))) != size:
+            if old == x.placement.dim and len(range(*i.indices(size))) != size:
                 conflict(step, [x], f"part of a cut dim is taken ({i}), which is another part on each rank")
             kept.append(old)
             old += 1
         else:
             if not isinstance(i, int):  # a number picks first, and its dim is gone
                 places.append(len(kept))
-            if old <= x.layout.dim < old + _width(i):
+            if old <= x.placement.dim < old + _width(i):
                 conflict(step, [x], "what an index names is on some rank, and each has a share only")
             old += _width(i)
     wide = step.result.ndim - len(kept) if isinstance(step.result, Tensor) else 0
     first = places[0] if len(set(places)) == 1 else 0
-    at = kept.index(x.layout.dim)
-    return x.layout.at(at + (wide if at >= first else 0))
+    at = kept.index(x.placement.dim)
+    return x.placement.at(at + (wide if at >= first else 0))
 
 
 def _width(index: Any) -> int:
     return index.ndim if isinstance(index, Tensor) and index.dtype is torch.bool else 1
 
 
-def taken(step: Step) -> Layout:
+def taken(step: Step) -> Placement:
     x = step.look(step.args[0])
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
     if x.kind == "S" and _has_index(index):
@@ -287,8 +287,8 @@ def taken(step: Step) -> Layout:
     return getitem(step)
 
 
-def assigned(step: Step) -> Layout:
-    """x[index] = value: the layout of x from now on."""
+def assigned(step: Step) -> Placement:
+    """x[index] = value: the placement of x from now on."""
     x, value = step.look(step.args[0]), step.args[2]
     operand = step.look(value) if isinstance(value, Tensor) else None
     if operand is not None and operand.kind == "P":
@@ -305,14 +305,14 @@ def assigned(step: Step) -> Layout:
     if x.kind == "S":
         if part is None and operand is not None:
             return ask(step)
-        place = taken(reading) if part is not None else x.layout
+        place = taken(reading) if part is not None else x.placement
         _require_same_part(step, part, place)
         if operand is not None and part is not None:
             _require_fit(step, part, operand)
             broadcast(step, [Operand(part, place), operand], part.ndim)
-            if x.layout.as_needed and operand.kind == "S":
-                return operand.layout.at(x.layout.dim)
-        return x.layout
+            if x.placement.as_needed and operand.kind == "S":
+                return operand.placement.at(x.placement.dim)
+        return x.placement
     if operand is None or operand.kind != "S":
         # of an index nobody knows here whether it names every row
         everywhere = part is not None and part.shape == x.tensor.shape and not _has_index(step.args[1])
@@ -323,13 +323,13 @@ def assigned(step: Step) -> Layout:
         conflict(step, [x, operand], "a share is written into what is whole")
     _require_fit(step, part, operand)
     for dim in range(x.tensor.ndim):  # filled so far with what nobody's gradient reaches: it is cut as what is written
-        made = replace(operand.layout, dim=dim)
+        made = replace(operand.placement, dim=dim)
         try:
             place = taken(replace(reading, look=lambda t, made=made: Operand(t, made) if t is step.args[0] else step.look(t)))  # type: ignore[misc]
         except Exception:  # this dim is picked from, so it is another
             continue
-        same_dim = place.dim - part.ndim == operand.layout.dim - operand.tensor.ndim
-        if same_dim and x.kind == "U" and part.shape[place.dim] == operand.tensor.shape[operand.layout.dim]:
+        same_dim = place.dim - part.ndim == operand.placement.dim - operand.tensor.ndim
+        if same_dim and x.kind == "U" and part.shape[place.dim] == operand.tensor.shape[operand.placement.dim]:
             return made
     return ask(step)
 
@@ -339,7 +339,7 @@ def _has_index(index: Any) -> bool:
 
 
 def _require_fit(step: Step, part: Tensor, value: Operand) -> None:
-    """Raises LayoutError: sizes, of which torch says nothing where there are no numbers (E11)."""
+    """Raises PlacementError: sizes, of which torch says nothing where there are no numbers (E11)."""
     try:
         fits = torch.broadcast_shapes(part.shape, value.tensor.shape[-part.ndim or value.tensor.ndim :]) == part.shape
     except RuntimeError:
@@ -348,35 +348,37 @@ def _require_fit(step: Step, part: Tensor, value: Operand) -> None:
         step.fail(f"{value.called} of {list(value.tensor.shape)} is written into {list(part.shape)}", "E11")
 
 
-def _assigned_where(step: Step, x: Operand, value: Operand | None) -> Layout:
+def _assigned_where(step: Step, x: Operand, value: Operand | None) -> Placement:
     """x[mask] = one value, where the mask is cut as what it picks from."""
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
     if value is not None and (value.kind == "S" or value.tensor.numel() != 1):
         return ask(step)
-    layout = x.layout
+    placement = x.placement
     for first, i in placed(index, x.tensor.ndim):
-        if x.kind == "S" and first == x.layout.dim and isinstance(i, (int, slice, list)) and i != slice(None):
+        if x.kind == "S" and first == x.placement.dim and isinstance(i, (int, slice, list)) and i != slice(None):
             conflict(step, [x], f"part of a cut dim is taken ({i}), which is another part on each rank")
         if not isinstance(i, Tensor):
             continue
         mask, width = step.look(i), _width(i)
-        inside = x.kind == "S" and first <= x.layout.dim < first + width
-        if mask.kind == "P" or (mask.kind == "S" and (not inside or mask.layout.dim + first != x.layout.dim or i.dtype is not torch.bool)):
+        inside = x.kind == "S" and first <= x.placement.dim < first + width
+        if mask.kind == "P" or (
+            mask.kind == "S" and (not inside or mask.placement.dim + first != x.placement.dim or i.dtype is not torch.bool)
+        ):
             conflict(step, [x, mask], "they are cut in different ways")
         if inside and mask.kind not in "SU":
             conflict(step, [x, mask], "what it picks is on some rank, and each has a share only")
         if inside and mask.kind == "S":
-            made = broadcast(step, [replace(x, tensor=i, layout=x.layout.at(x.layout.dim - first)), mask], width)
-            layout = made.at(x.layout.dim)
+            made = broadcast(step, [replace(x, tensor=i, placement=x.placement.at(x.placement.dim - first)), mask], width)
+            placement = made.at(x.placement.dim)
     others = [x] if value is None else [x, value]
     if x.kind != "S":
         return join(step, others)
     require_parts(step, others, x)
-    return layout
+    return placement
 
 
-def _require_same_part(step: Step, part: Tensor | None, place: Layout) -> None:
-    """Raises LayoutError: all of a share is written, and of the whole a part only (E11)."""
+def _require_same_part(step: Step, part: Tensor | None, place: Placement) -> None:
+    """Raises PlacementError: all of a share is written, and of the whole a part only (E11)."""
     if part is None or not step.whole:
         return
     times = [step.size // place.copies if place.kind == "S" and dim == place.dim else 1 for dim in range(part.ndim)]
@@ -399,7 +401,7 @@ def _has_mask(index: Any) -> bool:
 # [b, c, ...]
 
 
-def convolution(step: Step) -> Layout:
+def convolution(step: Step) -> Placement:
     """Of functional convolutions: outputs are a dim of the weight, and so are inputs."""
     x, weight, bias = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
     if x is None or weight is None or x.tensor.ndim != weight.tensor.ndim:
@@ -410,7 +412,7 @@ def convolution(step: Step) -> Layout:
     if x.tensor.shape[1] != (weight.tensor.shape[0] if transposed else weight.tensor.shape[1] * groups):
         step.fail(f"{x.tensor.shape[1]} channels meet a weight of {list(weight.tensor.shape)} and groups={groups}", "E11")
     for o in (x, weight):
-        if o.kind == "S" and o.layout.dim > 1:
+        if o.kind == "S" and o.placement.dim > 1:
             conflict(step, [o], "a kernel reaches over the ends of a share")
     if groups == 1:
         inner = space.upper()  # positions before and behind a kernel are not the same dim
@@ -422,35 +424,35 @@ def convolution(step: Step) -> Layout:
     if product.kind == "P":
         step.fail(f"each rank would add {bias.called} to its partial sum: split the layer with .row(), which adds it behind the sum", "E3")
     if product.dim == 1 and bias.kind != "S":
-        step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.told()}: split it along", "E4")
+        step.fail(f"{bias.called} is whole, and the outputs it is added to are {product.describe()}: split it along", "E4")
     return broadcast(step, [Operand(step.result, product), _of_channels(bias, x)], x.tensor.ndim)
 
 
-def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Layout:
+def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Placement:
     """Each group of channels makes outputs of its own, so a rank needs whole groups, and their part of the weight."""
     shares = cut([x, weight])
-    if shares and all(o is x and x.layout.dim == 0 for o in shares):
+    if shares and all(o is x and x.placement.dim == 0 for o in shares):
         require_parts(step, [weight], x)
-        return x.layout
-    if [o.layout.dim for o in shares] != [1, 0]:
+        return x.placement
+    if [o.placement.dim for o in shares] != [1, 0]:
         conflict(step, [x, weight], "groups are shared by cutting both the channels and the weight's outputs")
     made = _whole_groups(step, x, groups)
     outputs, rows = step.result.shape[1], weight.tensor.shape[0]
     channels, of_weight = runs(x), runs(weight)
-    if [n * rows for n in channels] != [n * x.tensor.shape[1] for n in of_weight] or x.layout.copies != weight.layout.copies:
+    if [n * rows for n in channels] != [n * x.tensor.shape[1] for n in of_weight] or x.placement.copies != weight.placement.copies:
         conflict(step, [x, weight], "channels and the weight's outputs are cut in different ways")
     blocks = tuple(n * outputs // x.tensor.shape[1] for n in made.blocks)
-    return replace(made, blocks=blocks, as_needed=made.as_needed and weight.layout.as_needed)
+    return replace(made, blocks=blocks, as_needed=made.as_needed and weight.placement.as_needed)
 
 
-def _whole_groups(step: Step, x: Operand, groups: int) -> Layout:
+def _whole_groups(step: Step, x: Operand, groups: int) -> Placement:
     """Of channels that are cut; no run of a share may end inside of a group."""
     size = x.tensor.shape[1] // groups
     if not size or x.tensor.shape[1] % groups:
         step.fail(f"{x.tensor.shape[1]} channels are no {groups} groups: divide the number of groups, too", "E11")
     if any(n % size for n in runs(x)):
         conflict(step, [x], f"groups of {size} channels are put together from parts that do not lie side by side in the whole")
-    return x.layout
+    return x.placement
 
 
 def _of_channels(o: Operand, x: Operand) -> Operand:
@@ -458,7 +460,7 @@ def _of_channels(o: Operand, x: Operand) -> Operand:
     return replace(o, tensor=o.tensor.reshape(-1, *[1] * (x.tensor.ndim - 2))) if o.tensor.ndim == 1 and x.tensor.ndim > 1 else o
 
 
-def by_channel(step: Step) -> Layout:
+def by_channel(step: Step) -> Placement:
     """Norms and running statistics of channels, each by itself; batch_norm looks at all rows, so these must not be cut."""
     x = step.operands()[0]
     others = step.operands()[1:]
@@ -467,16 +469,16 @@ def by_channel(step: Step) -> Layout:
     of_layer = isinstance(step.module, nn.GroupNorm) and others and all(o.name and o.kind == "S" for o in others)
     if step.name == "group_norm" and not of_layer:
         return ask(step)  # how many groups a rank has to have is known of a layer that is split alone
-    if x.kind != "S" or (x.layout.dim == 0 and step.name == "batch_norm") or x.layout.dim > 1:
+    if x.kind != "S" or (x.placement.dim == 0 and step.name == "batch_norm") or x.placement.dim > 1:
         conflict(step, step.operands(), "each channel is normed by itself, over everything else: cut it along channels")
-    if x.layout.dim == 1 and any(o.kind != "S" for o in others):
+    if x.placement.dim == 1 and any(o.kind != "S" for o in others):
         conflict(step, step.operands(), "channels are cut and their weights are not")
-    if x.layout.dim == 1 and step.name == "group_norm":
+    if x.placement.dim == 1 and step.name == "group_norm":
         _whole_groups(step, x, step.arg(1, "num_groups"))
     return broadcast(step, [x, *(_of_channels(o, x) for o in others)], x.tensor.ndim)
 
 
-def prelu(step: Step) -> Layout:
+def prelu(step: Step) -> Placement:
     """One slope, or one for each channel."""
     x, weight = step.operands()[:2]
     if x.kind == "P":
@@ -484,26 +486,27 @@ def prelu(step: Step) -> Layout:
     return broadcast(step, [x, _of_channels(weight, x) if weight.tensor.numel() > 1 or weight.kind == "S" else weight], x.tensor.ndim)
 
 
-def pool(step: Step, x: Operand) -> Layout:
+def pool(step: Step, x: Operand) -> Placement:
     """The digit in the name says how many dims a window has; there may be no dim of the batch."""
     if x.kind == "P":
         if "max" in step.name:
             refuse_partial(step, x)
-        return x.layout
-    if x.layout.dim >= x.tensor.ndim - (int(step.name[-2]) if step.name.endswith("d") else x.tensor.ndim - 2):
+        return x.placement
+    if x.placement.dim >= x.tensor.ndim - (int(step.name[-2]) if step.name.endswith("d") else x.tensor.ndim - 2):
         conflict(step, [x], "a window reaches over the ends of a share")
-    return x.layout
+    return x.placement
 
 
-def ctc(step: Step) -> Layout:
+def ctc(step: Step) -> Placement:
     """[time, batch, classes], all of which a row needs."""
     x = step.operands()[0]
     step.fail(
-        f"{x.called} is {x.layout.told()}, and this loss needs all times and classes of a row: make it whole first (all_gather)", "E3"
+        f"{x.called} is {x.placement.describe()}, and this loss needs all times and classes of a row: make it whole first (all_gather)",
+        "E3",
     )
 
 
-def stacked(step: Step) -> Layout:
+def stacked(step: Step) -> Placement:
     """vstack, hstack, dstack."""
     ndim = step.operands()[0].tensor.ndim
     dim = {"vstack": 0, "row_stack": 0, "hstack": min(1, ndim - 1), "dstack": 2}[step.name]
@@ -512,23 +515,23 @@ def stacked(step: Step) -> Layout:
     return cat(replace(step, name="cat", args=(step.args[0], dim), kwargs={}))
 
 
-def parted(step: Step, x: Operand) -> Layout | list[Layout]:
+def parted(step: Step, x: Operand) -> Placement | list[Placement]:
     """vsplit, hsplit, dsplit."""
     dim = {"vsplit": 0, "hsplit": 1, "dsplit": 2}[step.name]
     return split(replace(step, name="split", kwargs={"dim": dim}), x)
 
 
-def channel_dropout(step: Step) -> Layout:
+def channel_dropout(step: Step) -> Placement:
     """Dropout of whole channels, of the first dim or the first two: ranks with other positions would each draw channels of their own."""
     x = step.operands()[0]
     unbatched = {"dropout1d": 2, "dropout3d": 4}.get(step.name) == x.tensor.ndim
     active = float(step.arg(1, "p", 0.5)) > 0 and bool(step.arg(2, "training", True))
-    if active and x.kind == "S" and x.layout.dim >= 2 - unbatched:
+    if active and x.kind == "S" and x.placement.dim >= 2 - unbatched:
         conflict(step, [x], "a channel is dropped as a whole, and each rank has a part of all channels")
     return elementwise(step)
 
 
-def spread(step: Step) -> Layout:
+def spread(step: Step) -> Placement:
     operands = step.operands()
     return broadcast(step, operands, step.result[0].ndim)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-from megatron_sp.comm.groups import ALONE, Group, ParallelGroups
+from megatron_sp.comm.groups import SINGLE_RANK, Group, ParallelGroups
 from megatron_sp.utils.errors import ConfigError
 
 AXES = ("dp", "sp", "tp")
@@ -35,11 +35,11 @@ class Mesh:
         world: everybody.
     """
 
-    tp: Group = field(default=ALONE)
-    sp: Group = field(default=ALONE)
-    dp: Group = field(default=ALONE)
-    dp_sp: Group = field(default=ALONE)
-    world: Group = field(default=ALONE)
+    tp: Group = field(default=SINGLE_RANK)
+    sp: Group = field(default=SINGLE_RANK)
+    dp: Group = field(default=SINGLE_RANK)
+    dp_sp: Group = field(default=SINGLE_RANK)
+    world: Group = field(default=SINGLE_RANK)
 
     @classmethod
     def of(cls, groups: ParallelGroups) -> Mesh:
@@ -75,4 +75,4 @@ class Mesh:
 
 def imagined(size: int, rank: int = 0) -> Group:
     """A group that can only be asked for its size."""
-    return ALONE if size == 1 else cast(Group, _Imagined(size, rank))
+    return SINGLE_RANK if size == 1 else cast(Group, _Imagined(size, rank))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_sp.schedule.check.dry_run import inputs_of
 from megatron_sp.schedule.check.follower import Follower
-from megatron_sp.schedule.check.stand_in import stand_in
+from megatron_sp.schedule.check.meta_copy import meta_copy
 from megatron_sp.schedule.report.survey import Edge, survey, unapplied, without_numbers
 from megatron_sp.schedule.report.traffic import again, sent
 from megatron_sp.schedule.verify.verify import tensors_of
@@ -33,7 +33,7 @@ _SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass
-class Place:
+class CollectiveCost:
     """Collectives at modules with the same path but for numbers.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cost:
         notes: what is not in here.
     """
 
-    places: list[Place] = field(default_factory=list)
+    places: list[CollectiveCost] = field(default_factory=list)
     parameters: int = 0
     whole_parameters: int = 0
     gradients: float = 0.0
@@ -119,7 +119,7 @@ def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = N
     try:
         sizes, activations = _sizes(model, edges, _inputs(batch, seq), nullcontext())
     except ConfigError:  # it looks at its ids or masks, which are there in a dry run
-        model = stand_in(schedule.model)
+        model = meta_copy(schedule.model)
         sizes, activations = _sizes(model, edges, inputs_of(_inputs(batch, seq, "cpu")), Follower(model).inside())
     made = Cost(activations=activations)
     shares = {d.args.get("axis", "sp") for d in schedule.directives if d.do == "ulysses"}
@@ -206,12 +206,12 @@ def _add(made: Cost, path: str, edge: Edge, size: int | None, schedule: Schedule
     place.backward += _SHARE.get(edge.backward, 0.0) * (n - 1) / n * size
 
 
-def _place(made: Cost, path: str, words: str) -> Place:
+def _place(made: Cost, path: str, words: str) -> CollectiveCost:
     """That of modules with this path but for numbers, called once more."""
     star = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
     place = next((p for p in made.places if (p.path, p.words) == (star, words)), None)
     if place is None:
-        made.places.append(place := Place(star, words))
+        made.places.append(place := CollectiveCost(star, words))
     place.calls += 1
     return place
 

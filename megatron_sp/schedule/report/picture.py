@@ -120,8 +120,8 @@ def _shares(part: Part, found: Survey) -> Iterator[str]:
 
 
 def _edge(edge: Edge, node: Node) -> str:
-    layout = next((x for side, name, x in node.layouts if side == edge.side and name in (edge.tensor, "")), "")
-    what = f"{edge.side} {edge.tensor}".strip() + f" {layout}".rstrip() + ("" if edge.axis == "tp" else f", over {edge.axis}")
+    placement = next((x for side, name, x in node.placements if side == edge.side and name in (edge.tensor, "")), "")
+    what = f"{edge.side} {edge.tensor}".strip() + f" {placement}".rstrip() + ("" if edge.axis == "tp" else f", over {edge.axis}")
     dim = "" if edge.dim is None else f" dim {edge.dim}"
     chips = f'<span class="{_colour(edge.forward)}">↓ {_text(edge.forward + dim)}</span>' if edge.forward else ""
     chips += f'<span class="back {_colour(edge.backward)}">backward {_text(edge.backward)}</span>' if edge.backward else ""

@@ -76,8 +76,8 @@ def part_words(part: Part) -> str:
 def edge_words(edge: Edge, node: Node) -> str:
     """``in hidden_states: all_gather dim 1, backward reduce_scatter``."""
     over = "" if edge.axis == "tp" else f" over {edge.axis}"
-    layouts = [layout for side, name, layout in node.layouts if side == edge.side and (not edge.tensor or name == edge.tensor)]
-    return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}" + (f"  [{layouts[0]}]" if layouts else "")
+    placements = [placement for side, name, placement in node.placements if side == edge.side and (not edge.tensor or name == edge.tensor)]
+    return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}" + (f"  [{placements[0]}]" if placements else "")
 
 
 def explain(found: Survey, path: str) -> str:
@@ -90,7 +90,7 @@ def explain(found: Survey, path: str) -> str:
         lines.append(f"  {edge.side} {edge.tensor}".rstrip() + f": {edge.words}, {over}")
         lines.append(f"    because {edge.why}")
         lines.append(f"    asked for by {line_words(edge.directive)}")
-    lines += [f"  {side} {name or 'the result'} is {layout}" for side, name, layout in node.layouts]
+    lines += [f"  {side} {name or 'the result'} is {placement}" for side, name, placement in node.placements]
     lines += [f"  {note}" for note in node.notes]
     lines += _around(found, path)
     if not node.edges and not node.role and not node.notes and len(lines) == 1:
@@ -140,7 +140,11 @@ def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
             for p in node.parts
         ]  # fmt: skip
         made = {"path": node.path, "class": node.kind, "role": node.role, "parameters": parts, "collectives": edges, "notes": node.notes}
-        return {**made, "layouts": [list(layout) for layout in node.layouts], "modules": [record(child) for child in node.children]}
+        return {
+            **made,
+            "layouts": [list(placement) for placement in node.placements],
+            "modules": [record(child) for child in node.children],
+        }
 
     if path is not None:
         return record(found.at(path))

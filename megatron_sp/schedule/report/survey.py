@@ -94,7 +94,7 @@ class Node:
         parts: its own parameters and split buffers.
         edges: where ranks talk.
         notes: what else was said of it.
-        layouts: (side, tensor, layout) as ``check()`` derived them.
+        placements: (side, tensor, placement) as ``check()`` derived them.
         copies: how many neighbours are alike; the paths of all are ``paths``.
     """
 
@@ -105,7 +105,7 @@ class Node:
     parts: list[Part] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    layouts: list[tuple[str, str, str]] = field(default_factory=list)
+    placements: list[tuple[str, str, str]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
@@ -124,7 +124,7 @@ class Node:
         edges = tuple((e.side, e.tensor, e.forward, e.backward, e.axis, e.dim) for e in self.edges)
         parts = tuple((p.name, p.shape, p.local, p.dim, p.summed, bool(p.tied)) for p in self.parts)
         inside = tuple((child.name, child.signature) for child in self.children)
-        return self.kind, self.role, parts, edges, tuple(self.notes), tuple(self.layouts), inside
+        return self.kind, self.role, parts, edges, tuple(self.notes), tuple(self.placements), inside
 
 
 @dataclass
@@ -244,10 +244,10 @@ class _Look:
     def node(self, path: str, name: str, module: nn.Module) -> Node:
         node = Node(path, name, type(module).__name__, paths=[path])
         node.parts = [part for key in (*module._parameters, *module._buffers) if (part := self.part(path, key, module)) is not None]
-        self.say(node, module)
+        self.annotate(node, module)
         if self.report is not None:
             sides = (("in", self.report.inputs), ("out", self.report.outputs))
-            node.layouts = [(side, key, str(layout)) for side, edges in sides for key, layout in edges.get(path, {}).items()]
+            node.placements = [(side, key, str(placement)) for side, edges in sides for key, placement in edges.get(path, {}).items()]
         for key, child in module.named_children():
             node.children.append(self.node(f"{path}.{key}".lstrip("."), key, child))
         return node
@@ -263,7 +263,7 @@ class _Look:
         shape = spec.shape if spec is not None else self.shapes.get(full, tuple(tensor.shape))
         return _part(key, shape, tuple(tensor.shape), split, spec, "" if before == full else before)
 
-    def say(self, node: Node, module: nn.Module) -> None:
+    def annotate(self, node: Node, module: nn.Module) -> None:
         """Its role, edges and notes."""
         split = next((p for p in node.parts if p.dim is not None), None)
         node.role = "split" if split else ""
@@ -391,5 +391,5 @@ def _folded(node: Node) -> Node:
             last.name = f"{last.name.partition('-')[0]}-{child.name}"
         else:
             made.append(child)
-    fields = {name: getattr(node, name) for name in ("role", "parts", "edges", "notes", "layouts")}
+    fields = {name: getattr(node, name) for name in ("role", "parts", "edges", "notes", "placements")}
     return Node(node.path, node.name, node.kind, children=made, paths=list(node.paths), **fields)

@@ -19,11 +19,11 @@ from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.apply.hf_attention import one_sequence_a_row
 from megatron_sp.schedule.check.dry_run import LATER, inputs_of, without_overlap
 from megatron_sp.schedule.check.follower import Follower
-from megatron_sp.schedule.check.stand_in import stand_in, without_weights_in
+from megatron_sp.schedule.check.meta_copy import meta_copy, without_weights_in
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layout_steps import tensors_in
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placement_steps import tensors_in
 
 
 @dataclass
@@ -68,7 +68,7 @@ def sent(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int
     Raises:
         ConfigError: the split model cannot be run so; or what ``apply`` says of the lines.
     """
-    made, said = stand_in(model), [without_overlap(d) for d in directives if d.do not in LATER]
+    made, said = meta_copy(model), [without_overlap(d) for d in directives if d.do not in LATER]
     apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim, rules=False)
     wire = _Wire(made, {axis: mesh.group(axis) for axis in ("tp", "sp")})
     for d in directives:
@@ -82,7 +82,7 @@ def sent(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int
 
 
 class _Wire(Follower):
-    """Counts; layouts do not matter."""
+    """Counts; placements do not matter."""
 
     def __init__(self, model: nn.Module, groups: Mapping[str, Group]) -> None:
         super().__init__(model)

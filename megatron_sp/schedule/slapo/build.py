@@ -19,8 +19,8 @@ from megatron_sp.schedule.apply.splits import tensor_of
 from megatron_sp.schedule.apply.undo import whole_or_not_at_all
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layouts import NotFollowed
 from megatron_sp.schedule.core.paths import expand
+from megatron_sp.schedule.core.placements import NotFollowed
 from megatron_sp.schedule.slapo.first_pass import FirstPass
 from megatron_sp.schedule.slapo.methods import method_of
 from megatron_sp.schedule.slapo.older import is_by_channels

@@ -17,10 +17,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatron_sp.schedule.check.check import follow
 from megatron_sp.schedule.check.derive import as_said
-from megatron_sp.schedule.check.stand_in import without_weights
+from megatron_sp.schedule.check.meta_copy import without_weights
 from megatron_sp.schedule.core.directives import Directive
-from megatron_sp.schedule.core.layouts import LayoutError
 from megatron_sp.schedule.core.mesh import Mesh
+from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ReportedError
 
 _NO_FIT = "sizes do not fit"  # as the dry run says it
@@ -44,7 +44,7 @@ class FirstPass:
         self.lines, self.mesh, self.seq_dim = as_said(lines), mesh, seq_dim
 
     def look(self) -> None:
-        """Raises LayoutError: with an input like those it takes, a share would meet a layer that is whole."""
+        """Raises PlacementError: with an input like those it takes, a share would meet a layer that is whole."""
         if self.whole is None or any(m._forward_hooks or m._forward_pre_hooks for m in self.whole.modules()):
             return  # nobody's hook is called for a guess
         for batch in _guesses(self.whole, self.mesh.tp.size()):
@@ -82,9 +82,9 @@ class FirstPass:
         assert self.whole is not None
         try:
             follow(self.whole, self.lines, self.mesh, self.seq_dim, batch)
-        except LayoutError as error:
+        except PlacementError as error:
             if cause is not None or _NO_FIT in str(error):
-                raise LayoutError(f"{error}; is a .shard() missing there?") from cause
+                raise PlacementError(f"{error}; is a .shard() missing there?") from cause
         except Exception:  # it wants other inputs, or cannot be followed
             return
 

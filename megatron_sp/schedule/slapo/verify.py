@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_sp.comm.collectives import broadcast
 from megatron_sp.schedule.check.decision import decide
 from megatron_sp.schedule.check.derive import explained
-from megatron_sp.schedule.core.layouts import NotFollowed
+from megatron_sp.schedule.core.placements import NotFollowed
 from megatron_sp.schedule.slapo.build import Init, settle_weights, without_empty_sums
 from megatron_sp.schedule.slapo.schedule import SlapoSchedule
 from megatron_sp.schedule.verify.verify import Verdict, default_loss, verify

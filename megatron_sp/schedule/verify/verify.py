@@ -21,8 +21,8 @@ from megatron_sp.schedule.apply.applied import Applied
 from megatron_sp.schedule.apply.apply import apply
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.mesh import Mesh
-from megatron_sp.schedule.verify.doubles import Doubles
-from megatron_sp.schedule.verify.rehearsal import drops, rehearsing
+from megatron_sp.schedule.verify.deterministic_copy import deterministic_copy, drops
+from megatron_sp.schedule.verify.float64_mode import Float64Mode
 from megatron_sp.utils.errors import ConfigError, NumericsError, ReportedError
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}  # a step of bfloat16 is 8e-3
@@ -38,7 +38,7 @@ class DoesNotRun(ConfigError):
 
 
 @dataclass
-class Row:
+class Comparison:
     """One comparison."""
 
     name: str
@@ -62,7 +62,7 @@ class Verdict:
         why: what ``check()`` says of lines with which something differs, if anything.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Comparison] = field(default_factory=list)
     tolerance: float = 1e-10
     first: str | None = None
     without_dropout: bool = False
@@ -101,17 +101,17 @@ def verify(
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     loss = loss or default_loss
     unchanged = whole is None
-    whole, split = (rehearsing(each, dtype) for each in (model if whole is None else whole, model))
+    whole, split = (deterministic_copy(each, dtype) for each in (model if whole is None else whole, model))
     # modules that lines bring would be split here, and then again by whoever applies the schedule
     own = [
-        replace(d, args={**d.args, "new": rehearsing(d.args["new"], dtype)})
+        replace(d, args={**d.args, "new": deterministic_copy(d.args["new"], dtype)})
         if d.do == "replace" and isinstance(d.args["new"], nn.Module)
         else d
         for d in directives
     ]
     applied = apply(split, own, mesh, seq_dim, rules=False)
     # a recomputation on another device runs in a thread of that device, where nobody would widen anything
-    with Doubles() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
+    with Float64Mode() if dtype is torch.float64 and all(p.device.type == "cpu" for p in model.parameters()) else nullcontext():
         found = {"whole": _run(whole, batch, loss)}
         with _told(split):
             found["split"] = _run(split, batch, loss, applied.complete, mesh.dp.size())
@@ -119,8 +119,8 @@ def verify(
     verdict = Verdict(tolerance=TOLERANCE.get(dtype, 1e-2), without_dropout=drops(model))
     for name, expected in found["whole"].outputs.items():
         made = found["split"].outputs.get(name)
-        verdict.rows.append(Row(name, "output", _worst(made, expected, 0.0, mesh), _shapes(made, expected)))
-    verdict.rows.append(Row("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
+        verdict.rows.append(Comparison(name, "output", _worst(made, expected, 0.0, mesh), _shapes(made, expected)))
+    verdict.rows.append(Comparison("loss", "loss", _worst(found["split"].loss, found["whole"].loss, 0.0, mesh)))
     verdict.rows += _input_gradients(found["whole"].inputs, found["split"].inputs, mesh)
     verdict.rows += _gradients(whole, applied, mesh, unchanged)
     verdict.rows.sort(key=lambda row: -row.error if row.error == row.error else float("-inf"))
@@ -197,9 +197,11 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
     return _Pass(outputs, value.detach(), results, gradients)
 
 
-def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Row]:
+def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
     """A rank that has some positions only has their gradients, and each dp rank has its part: these are summed."""
-    return [Row(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()]
+    return [
+        Comparison(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()
+    ]
 
 
 @contextmanager
@@ -221,7 +223,7 @@ def _told(split: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Row]:
+def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) -> list[Comparison]:
     shapes = {name: p.shape for name, p in whole.named_parameters()}
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     squares = sum(float(g.square().sum()) for g in expected.values())
@@ -233,7 +235,7 @@ def _gradients(whole: nn.Module, applied: Applied, mesh: Mesh, unchanged: bool) 
         if other or (name not in expected and name not in gradients):
             continue
         found = applied.whole(name, gradients[name] if name in gradients else torch.zeros_like(p))
-        rows.append(Row(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
+        rows.append(Comparison(name, "gradient", _worst(found, expected.get(name, torch.zeros_like(found)), scale, mesh)))
     return rows
 
 

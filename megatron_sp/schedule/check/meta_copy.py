@@ -26,7 +26,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def stand_in(model: nn.Module, late: bool = False) -> nn.Module:
+def meta_copy(model: nn.Module, late: bool = False) -> nn.Module:
     """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts.
 
     Args:
@@ -41,7 +41,7 @@ def stand_in(model: nn.Module, late: bool = False) -> nn.Module:
 
 
 def _compute_attention_here(model: nn.Module) -> None:
-    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to layouts."""
+    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to placements."""
     configs: list[Any] = [getattr(m, "config", None) for m in model.modules()]
     for config in {id(c): c for c in configs}.values():
         if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):

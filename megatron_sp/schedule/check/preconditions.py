@@ -26,7 +26,7 @@ def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
     return f"{has} ({where}, E1)"
 
 
-def require_sound(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
+def require_splittable(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
     """Of one parameter that is to be split.
 
     Raises:

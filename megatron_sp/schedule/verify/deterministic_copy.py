@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 
-def rehearsing(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def deterministic_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of these numbers, without dropout."""
     made = copy.deepcopy(model).to(dtype)
     without_dropout(made)

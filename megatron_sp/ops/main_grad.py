@@ -1,9 +1,9 @@
 """Where weight gradients go: straight into a flat buffer when there is one, through autograd when there is none.
 
-Every op of ours that owns a weight takes an optional ``GradSink``. With a sink its backward writes the weight's gradient
-into the sink's view and returns None for it, so that a gradient is produced once, at its final place and in its final
+Every op of ours that owns a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's gradient
+into the main_grad's view and returns None for it, so that a gradient is produced once, at its final place and in its final
 dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket afterwards.
-Without a sink (unit tests, foreign code) the same backward returns an ordinary gradient.
+Without a main_grad (unit tests, foreign code) the same backward returns an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import torch
 from torch import Tensor
 
 
-class GradSink(Protocol):
+class MainGrad(Protocol):
     """What an op needs to know of the flat gradient buffers (``optim/flat.py`` implements it)."""
 
-    def claim(self, param: Tensor) -> tuple[Tensor, bool] | None:
+    def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
         """The buffer view for ``param`` and whether this is the step's first gradient for it (then overwrite, else add).
 
-        None: the parameter is not held by the sink; return its gradient to autograd instead.
+        None: the parameter is not held by the main_grad; return its gradient to autograd instead.
         """
 
-    def claim_ahead(self, param: Tensor) -> Tensor | None:
-        """As ``claim``, already in the forward pass, for an op that knows its gradient then (the LM head).
+    def reserve_ahead(self, param: Tensor) -> Tensor | None:
+        """As ``reserve``, already in the forward pass, for an op that knows its gradient then (the LM head).
 
-        Nobody else may write to the view before the op's backward has finished the gradient and called ``settle``.
+        Nobody else may write to the view before the op's backward has finished the gradient and called ``finish``.
 
         Returns:
-            The view, to be overwritten; None: there is a gradient in it already, or the sink does not hold it. Use a buffer then.
+            The view, to be overwritten; None: there is a gradient in it already, or the main_grad does not hold it. Use a buffer then.
         """
 
-    def settle(self, param: Tensor) -> None:
-        """The gradient claimed ahead is complete."""
+    def finish(self, param: Tensor) -> None:
+        """The gradient reserved ahead is complete."""
 
 
-def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
+def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
     """Weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
 
     Args:
@@ -44,12 +44,12 @@ def put_weight_grad(sink: GradSink | None, weight: Tensor, grad_out: Tensor, x: 
         grad_out: [tokens, out].
         x: [tokens, in].
     Returns:
-        None if the sink took it, else the gradient [out, in].
+        None if the main_grad took it, else the gradient [out, in].
     """
-    claimed = sink.claim(weight) if sink is not None else None
-    if claimed is None:
+    reserved = main_grad.reserve(weight) if main_grad is not None else None
+    if reserved is None:
         return grad_out.t() @ x
-    view, fresh = claimed
+    view, fresh = reserved
     put_product(view, grad_out, x, fresh=fresh)
     return None
 
@@ -77,11 +77,11 @@ def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_out.t() @ x
 
 
-def put_grad(sink: GradSink | None, param: Tensor, grad: Tensor) -> Tensor | None:
-    """Hand over a gradient that has been computed already (biases, norms); returns it if there is no sink for it."""
-    claimed = sink.claim(param) if sink is not None else None
-    if claimed is None:
+def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
+    """Hand over a gradient that has been computed already (biases, norms); returns it if there is no main_grad for it."""
+    reserved = main_grad.reserve(param) if main_grad is not None else None
+    if reserved is None:
         return grad.to(param.dtype)
-    view, fresh = claimed
+    view, fresh = reserved
     view.copy_(grad) if fresh else view.add_(grad)
     return None

@@ -16,17 +16,17 @@ _SHOWN = 12
 _MAX_NAME = 200  # characters of a name that are shown
 
 
-class Fitted(NamedTuple):
+class Coverage(NamedTuple):
     """A correspondence that the source fulfils, and what becomes of the source's tensors."""
 
     correspondence: Correspondence
     fates: list[Fate]
 
 
-def fit(
+def match_tensors(
     where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *, tied: Mapping[str, str],
     shown: Mapping[str, str] | None = None,
-) -> Fitted:  # fmt: skip
+) -> Coverage:  # fmt: skip
     """Compare what is there with what is needed.
 
     Args:
@@ -60,7 +60,7 @@ def fit(
             fates.append(Fate(shown.get(name, name), "", reason))
     if problems:
         raise CheckpointError(f"{where} does not fit the model that it says it is:\n" + "\n".join(_lines(problems, shown)))
-    return Fitted(correspondence, fates)
+    return Coverage(correspondence, fates)
 
 
 def _lines(problems: list[tuple[str, str, list[str]]], shown: Mapping[str, str]) -> Iterator[str]:

@@ -30,7 +30,7 @@ Cast = Callable[[Tensor], Tensor]
 Computed = Iterator[tuple[str, Tensor]]
 
 
-class Side(Protocol):
+class Backend(Protocol):
     """One of the two. Both give their results in one order: hidden states behind the embedding and each layer, then the outputs."""
 
     @property
@@ -224,7 +224,7 @@ def _offline() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def side_of(format_name: str, path: Path, read: Model, options: Options, *, wide: bool, tell: Callable[[str], None]) -> Side:
+def backend_of(format_name: str, path: Path, read: Model, options: Options, *, wide: bool, tell: Callable[[str], None]) -> Backend:
     """The most independent one there is.
 
     Args:
@@ -247,7 +247,7 @@ def side_of(format_name: str, path: Path, read: Model, options: Options, *, wide
         return Ours(read, f"megatron_sp, from {format_name}")
 
 
-def _of_ranks(path: Path, read: Model, options: Options) -> Side:
+def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
     """Raises Unsupported: files that the reference does not compute."""
     from megatron_sp.convert.reference import megatron
 
@@ -259,7 +259,7 @@ def _of_ranks(path: Path, read: Model, options: Options) -> Side:
     return Reference(lambda cast: megatron.open_folder(folder, cast, *known), label, found.dtype)
 
 
-def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Side:
+def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], None]) -> Backend:
     if not any(path.glob("*.safetensors")):
         tell(f"note: {path} is computed by megatron_sp on what it has read itself: the reference reads safetensors alone")
         return Ours(read, "megatron_sp, from hf")
@@ -276,7 +276,7 @@ def _of_folder(path: Path, read: Model, *, wide: bool, tell: Callable[[str], Non
         tell(f"note: transformers would take {needed / 2**30:.1f} of the {free}: the reference takes its place")
         return reference
     names = [fate.name for fate in read.fates]
-    return cast("Side", Transformers(path, read.settings["hf"], names))
+    return cast("Backend", Transformers(path, read.settings["hf"], names))
 
 
 def _available_bytes() -> int | None:

@@ -30,7 +30,7 @@ ENOUGH_TOKENS = 32768  # of a rank at a time: products do not get faster beyond
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class ParallelPlan:
     """What the planner chooses.
 
     Attributes:
@@ -102,13 +102,13 @@ def default_batch(config: Config, gpus: int) -> int:
     return near[-1] * micro
 
 
-def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Layout]:
+def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
     """Layouts without ZeRO, recomputation and size of the micro-batch: what splits the model and the sequence, and how it is overlapped."""
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
         for sp in _splits(base, given, "sequence_parallel_size", gpus // tp, gpus // tp):
             for tp_seq in _tp_seqs(base, given, tp):
                 for mode, chunks in _modes(base, given, tp, sp):
-                    yield Layout(tp, tp_seq, sp, mode, chunks)
+                    yield ParallelPlan(tp, tp_seq, sp, mode, chunks)
 
 
 def micro_batches(base: Config, given: Given, dp: int, sp: int) -> list[int]:

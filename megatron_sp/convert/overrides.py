@@ -11,11 +11,11 @@ from megatron_sp.convert.model import nearest
 from megatron_sp.utils.errors import ConfigError
 
 
-class Given(dict[str, Any]):
+class Overrides(dict[str, Any]):
     """Values by the names of fields of ``ModelConfig``."""
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> Given:
+    def parse(cls, words: Iterable[str]) -> Overrides:
         """Of the command line.
 
         Raises:

@@ -17,7 +17,7 @@ from megatron_sp.config.schema import BatchConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """A resolved schedule; lengths are in samples.
 
     Attributes:
@@ -42,7 +42,7 @@ class Schedule:
     length: int
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> Schedule:
+    def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> LRSchedule:
         """Resolve the flags; ``samples_after`` says how many samples the first so many steps consume."""
 
         def samples(iters: int | None, in_samples: int | None) -> int | None:

@@ -23,11 +23,11 @@ from torch import Tensor
 from megatron_sp.utils.errors import ConfigError
 
 
-class LayoutError(ConfigError):
+class PlacementError(ConfigError):
     """Lines of a schedule that do not fit together."""
 
 
-class NotFollowed(LayoutError):
+class NotFollowed(PlacementError):
     """The dry run came to something that it does not know, so it says nothing of the lines."""
 
 
@@ -63,7 +63,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """Of one tensor.
 
     Attributes:
@@ -95,7 +95,7 @@ class Layout:
         """I, R, S, P, U, or ? while a choice is open."""
         return (self.choice.value or "?") if self.choice is not None else self.letter
 
-    def at(self, dim: int, outer: int | None = None) -> Layout:
+    def at(self, dim: int, outer: int | None = None) -> Placement:
         """The same cut along another dim."""
         return replace(self, dim=dim, outer=self.outer if outer is None else outer)
 
@@ -106,7 +106,7 @@ class Layout:
             return f"S({self.dim}{parts})"
         return kind
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In words, with its origin."""
         words = {
             "I": "whole and used alike by all ranks",
@@ -120,8 +120,8 @@ class Layout:
         return words[self.kind] + (f" since {self.since}" if self.since else "")
 
 
-WHOLE = Layout("I")
-UNIFORM = Layout("U")
+WHOLE = Placement("I")
+UNIFORM = Placement("U")
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class Operand:
     """
 
     tensor: Tensor
-    layout: Layout
+    placement: Placement
     name: str = ""
 
     @property
     def kind(self) -> str:
-        return self.layout.kind
+        return self.placement.kind
 
     @property
     def neutral(self) -> bool:

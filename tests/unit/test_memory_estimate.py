@@ -9,8 +9,8 @@ import torch
 
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
-from megatron_sp.training import foresight
-from megatron_sp.training.foresight import Foresight, host_memory_bytes, resident_bytes
+from megatron_sp.training import memory_estimate as foresight
+from megatron_sp.training.memory_estimate import MemoryEstimate, host_memory_bytes, resident_bytes
 
 GIB = 2**30
 
@@ -20,8 +20,8 @@ def config(*flags: str) -> Config:
     return config_from_args([*shape.split(), "--mock-data", "--lr", "1", "--train-iters", "1", *flags], world_size=4)
 
 
-def foresee(*flags: str, mode: str = "none") -> Foresight:
-    return Foresight(config(*flags), {"mode": mode, "chunks": 2}, 4, 2, torch.device("cpu"))
+def foresee(*flags: str, mode: str = "none") -> MemoryEstimate:
+    return MemoryEstimate(config(*flags), {"mode": mode, "chunks": 2}, 4, 2, torch.device("cpu"))
 
 
 def host(root: Path, available_kib: int | None, limit: str = "max", current: int = 0, cached: int = 0) -> Path:
@@ -65,7 +65,7 @@ def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "a step: 0.25 s, " in line and "can run under computation" in line
     record = foreseen.record(GIB, 0.25)
     assert record["predicted_bytes"] == foreseen.memory.peak and record["before_model_bytes"] == 300 * 2**20
-    alone = Foresight(config(), {"mode": "none", "chunks": 2}, 1, 1, torch.device("cpu"))
+    alone = MemoryEstimate(config(), {"mode": "none", "chunks": 2}, 1, 1, torch.device("cpu"))
     assert alone.line(GIB, 1.0).endswith("a step: 1 s, nothing sent")
 
 

@@ -18,19 +18,19 @@ import train_hf_bert  # noqa: E402
 import train_hf_llama  # noqa: E402
 
 from megatron_sp.commands import cli  # noqa: E402
-from megatron_sp.commands.schedule.train_flags import parse_foreign  # noqa: E402
+from megatron_sp.commands.schedule.train_flags import parse_external  # noqa: E402
 from megatron_sp.training.loop import pretrain  # noqa: E402
 
 COMMON = (*NO_DROPOUT, "--fp64", "--save-interval", 2, "--adam-eps", "1e-3")
 
 
 def llama(words: list[str]) -> None:
-    config, folder = parse_foreign(words, description="", family="gpt", prog="train_hf_llama.py")
+    config, folder = parse_external(words, description="", family="gpt", prog="train_hf_llama.py")
     pretrain(config, train_hf_llama.llama_task(folder))
 
 
 def bert(words: list[str]) -> None:
-    config, folder = parse_foreign(words, description="", family="bert", prog="train_hf_bert.py")
+    config, folder = parse_external(words, description="", family="bert", prog="train_hf_bert.py")
     pretrain(config, train_hf_bert.bert_task(folder))
 
 
@@ -95,5 +95,5 @@ def test_a_folder_is_trained_from_by_the_command_and_goes_on_with_the_same_bits(
         ((*NO_DROPOUT, "--model", "nowhere"), "nowhere/config.json cannot be read"),
     ],
 )
-def test_what_a_foreign_model_cannot_follow_is_refused(tmp_path: Path, flags: tuple[object, ...], part: str) -> None:
+def test_what_a_external_model_cannot_follow_is_refused(tmp_path: Path, flags: tuple[object, ...], part: str) -> None:
     train(tmp_path, *flags, "--train-iters", 1, program=llama).expect(2, part)

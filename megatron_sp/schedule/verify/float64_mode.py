@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 _BITS = (Tensor.view,)  # these take a dtype to read the same bits otherwise
 
 
-class Doubles(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """Inside, whoever asks for float32 gets float64."""
 
     def __torch_function__(

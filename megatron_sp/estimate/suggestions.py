@@ -19,7 +19,7 @@ _NUMBER = 3
 _MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped it
 
 
-class Remedy(NamedTuple):
+class Suggestion(NamedTuple):
     """A change of flags, and the peak that it brings."""
 
     flags: str
@@ -44,14 +44,14 @@ def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     return replace(plan, stays=(*plan.stays, Line("copy for saving in the background", copy_of_saves)))
 
 
-def find_remedies(config: Config, world_size: int, device: Device, available: float = 0) -> list[Remedy]:
+def find_suggestions(config: Config, world_size: int, device: Device, available: float = 0) -> list[Suggestion]:
     """Up to three changes that lower the peak, those that bring it below ``available`` first.
 
     Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone, the last is all
     together that leave the layout as it is.
     """
     peak = plan_of(config, world_size, device).peak
-    found: list[Remedy] = []
+    found: list[Suggestion] = []
     together = copy.deepcopy(config)
     for kind in _kinds(config):
         tried = []
@@ -60,7 +60,7 @@ def find_remedies(config: Config, world_size: int, device: Device, available: fl
             change(changed)
             normalize(changed)
             if not violations(changed, world_size):
-                tried.append((Remedy(flags, plan_of(changed, world_size, device).peak), change))
+                tried.append((Suggestion(flags, plan_of(changed, world_size, device).peak), change))
         tried = [each for each in tried if each[0].peak < 0.99 * peak]
         if not tried:
             continue
@@ -73,7 +73,7 @@ def find_remedies(config: Config, world_size: int, device: Device, available: fl
     if len(names) > 1 and found[0].peak > available:
         normalize(together)
         if not violations(together, world_size):
-            found = [*found[: _NUMBER - 1], Remedy(" ".join(names), plan_of(together, world_size, device).peak)]
+            found = [*found[: _NUMBER - 1], Suggestion(" ".join(names), plan_of(together, world_size, device).peak)]
     return found[:_NUMBER]
 
 
@@ -148,7 +148,7 @@ def breakdown(plan: MemoryPlan) -> str:
 def advice(config: Config, world_size: int, device: Device, available: int) -> list[str]:
     """A line for each remedy: what it brings, and whether that is enough."""
     lines = []
-    for remedy in find_remedies(config, world_size, device, available):
+    for remedy in find_suggestions(config, world_size, device, available):
         fits = "fits" if remedy.peak <= available else "still too much"
         lines.append(f"  {remedy.flags}: predicted {format_bytes(remedy.peak)}, {fits}")
     return lines or ["  no change of layout, batch or precision helps: make the model or --seq-length smaller"]

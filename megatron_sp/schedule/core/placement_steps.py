@@ -1,4 +1,4 @@
-"""One step of a dry run, a function of torch or an exchange between ranks, and what every rule about layouts asks of it."""
+"""One step of a dry run, a function of torch or an exchange between ranks, and what every rule about placements asks of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.schedule.core.layouts import UNIFORM, WHOLE, Choice, Layout, LayoutError, NotFollowed, Operand
+from megatron_sp.schedule.core.placements import UNIFORM, WHOLE, Choice, NotFollowed, Operand, Placement, PlacementError
 
 
 @dataclass
@@ -19,11 +19,11 @@ class Step:
     Attributes:
         name: of the function, without the underscores of its spellings.
         result: what it returned; None where it is asked before the call.
-        look: a tensor's layout.
+        look: a tensor's placement.
         place: path and class of the module that calls.
         module: it.
         size: number of ranks.
-        axis: of the mesh, along which layouts are followed.
+        axis: of the mesh, along which placements are followed.
         whole: shapes of the results of the same call in the whole model, where it is known which that is.
         lines: of the schedule that speak of this module.
         choose: makes the open choice of an all_gather here, or None where its adjoint was said.
@@ -69,14 +69,14 @@ class Step:
         return "" if self.axis == "tp" else f", over='{self.axis}'"
 
     def label(self, op: str) -> str:
-        """What a layout that begins here says of its origin."""
+        """What a placement that begins here says of its origin."""
         return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
 
     def fail(self, text: str, code: str) -> NoReturn:
-        """Raises LayoutError; NotFollowed with the code "unknown", and over dp with E3."""
+        """Raises PlacementError; NotFollowed with the code "unknown", and over dp with E3."""
         more = self.hint() if code == "E11" else ""
         # a loss, or a statistic, over a rank's own rows is its own, whatever is made of it
-        kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else LayoutError
+        kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else PlacementError
         raise kind(f"{self.place}: {self.name}: {text}{more} ({code})")
 
 
@@ -104,7 +104,7 @@ def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
         dim += ndim - sum(of) + 1 if i is Ellipsis else width
 
 
-def join(step: Step, operands: Iterable[Operand]) -> Layout:
+def join(step: Step, operands: Iterable[Operand]) -> Placement:
     """Of what is computed from whole tensors."""
     asked = [o for o in operands if not o.neutral]
     if any(o.kind in "SP" for o in asked):
@@ -113,31 +113,31 @@ def join(step: Step, operands: Iterable[Operand]) -> Layout:
     if "R" in kinds:
         first = next(o for o in asked if o.kind == "R")
         require_parts(step, asked, first)
-        return first.layout
+        return first.placement
     if "I" in kinds:
         for o in asked:
-            if o.kind == "?" and o.layout.choice is not None:
-                o.layout.choice.decide("I", step.place)
-        return next(o.layout for o in asked if o.kind == "I")
+            if o.kind == "?" and o.placement.choice is not None:
+                o.placement.choice.decide("I", step.place)
+        return next(o.placement for o in asked if o.kind == "I")
     for o in asked[1:]:
-        assert asked[0].layout.choice is not None and o.layout.choice is not None
-        asked[0].layout.choice.join(o.layout.choice)
-    return asked[0].layout if asked else WHOLE
+        assert asked[0].placement.choice is not None and o.placement.choice is not None
+        asked[0].placement.choice.join(o.placement.choice)
+    return asked[0].placement if asked else WHOLE
 
 
 def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> None:
     """Whole tensors that meet ``other``, which each rank treats differently, must have a gradient that is summed later.
 
     Raises:
-        LayoutError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5); a partial sum (E3).
+        PlacementError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5); a partial sum (E3).
     """
     for o in operands:
         if o.kind == "P":
             refuse_partial(step, o)
         if o.neutral or o.kind in "SR":
             continue
-        if o.kind == "?" and o.layout.choice is not None:
-            o.layout.choice.decide("R", step.place)
+        if o.kind == "?" and o.placement.choice is not None:
+            o.placement.choice.decide("R", step.place)
         elif o.kind == "I":
             _refuse(step, o, other)
 
@@ -145,20 +145,20 @@ def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> No
 def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
     if complete.name:
         step.fail(
-            f"{complete.name} is whole on every rank and meets {other.called}, which is {other.layout.told()}: each rank gets a part of its"
-            f" gradient only. Split it too, or sum its gradient: s[{complete.name.rpartition('.')[0]!r}].sum_gradients()",
+            f"{complete.name} is whole on every rank and meets {other.called}, which is {other.placement.describe()}: each rank gets a part"
+            f" of its gradient only. Split it too, or sum its gradient: s[{complete.name.rpartition('.')[0]!r}].sum_gradients()",
             "E7",
         )
     if other.name and other.kind == "R":
         step.fail(
-            f"the gradient of {other.name} is summed over the ranks ({other.layout.since}), and here all ranks use it alike, with"
+            f"the gradient of {other.name} is summed over the ranks ({other.placement.since}), and here all ranks use it alike, with"
             f" {complete.called}: the sum would be {step.size} times the gradient; leave that line out",
             "E5",
         )
-    since = f" since {complete.layout.since}" if complete.layout.since else ""
+    since = f" since {complete.placement.since}" if complete.placement.since else ""
     step.fail(
         f"{complete.called} is whole and used alike by all ranks{since}, and meets {other.called}, which is"
-        f" {other.layout.told()}: its gradient"
+        f" {other.placement.describe()}: its gradient"
         f" would stay a part on each rank. Say where it is summed: .sync('fwd_pre', 'copy'{step.over}) on the module around (all_gather"
         " where it is cut), or .column(input='copy'); or where the other is made whole",
         "E6",
@@ -166,23 +166,23 @@ def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
 
 
 def refuse_partial(step: Step, operand: Operand) -> NoReturn:
-    """Raises LayoutError: a partial sum is used as if it were the sum (E3)."""
-    if operand.layout.mean:
+    """Raises PlacementError: a partial sum is used as if it were the sum (E3)."""
+    if operand.placement.mean:
         step.fail(
-            f"{operand.called} is {operand.layout.told()}: ranks have different numbers of labels, so it counts by their number before it"
-            " is summed (ulysses(loss='per_token')), or the sum over the share is divided by the number of all",
+            f"{operand.called} is {operand.placement.describe()}: ranks have different numbers of labels, so it counts by their number"
+            " before it is summed (ulysses(loss='per_token')), or the sum over the share is divided by the number of all",
             "E3",
         )
     step.fail(
-        f"{operand.called} is {operand.layout.told()}, and the whole is expected here, or a share: complete it first, with"
+        f"{operand.called} is {operand.placement.describe()}, and the whole is expected here, or a share: complete it first, with"
         f" .row('all_reduce') or .row('reduce_scatter') there, or .sync('fwd_post', 'all_reduce'{step.over}) behind it",
         "E3",
     )
 
 
 def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not fit together") -> NoReturn:
-    """Raises LayoutError: cut in different ways (E10)."""
-    step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.layout.told()}" for o in operands), "E10")
+    """Raises PlacementError: cut in different ways (E10)."""
+    step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.placement.describe()}" for o in operands), "E10")
 
 
 def cut(operands: Iterable[Operand]) -> list[Operand]:
@@ -191,36 +191,36 @@ def cut(operands: Iterable[Operand]) -> list[Operand]:
 
 def runs(share: Operand) -> list[int]:
     """Sizes of the parts of which a rank has a share each, as far as that goes."""
-    size = share.tensor.shape[share.layout.dim]
-    return list(share.layout.blocks) or [size // share.layout.outer] * share.layout.outer
+    size = share.tensor.shape[share.placement.dim]
+    return list(share.placement.blocks) or [size // share.placement.outer] * share.placement.outer
 
 
-def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Layout:
+def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Placement:
     """Of what is computed element by element."""
     shares = cut(operands)
     if not shares:
         if operands and all(o.kind == "U" for o in operands):
             return UNIFORM
         return join(step, operands)
-    first = next((o for o in shares if not o.layout.as_needed), shares[0])
-    dim = first.layout.dim - first.tensor.ndim  # from behind, as broadcasting counts
+    first = next((o for o in shares if not o.placement.as_needed), shares[0])
+    dim = first.placement.dim - first.tensor.ndim  # from behind, as broadcasting counts
     for o in shares:
-        parts = (first.layout.outer, first.layout.blocks) if o.layout.as_needed else (o.layout.outer, o.layout.blocks)
-        sizes = o.tensor.shape[o.layout.dim], first.tensor.shape[dim]
-        if (o.layout.dim - o.tensor.ndim, *parts) != (dim, first.layout.outer, first.layout.blocks) or sizes[0] != sizes[1]:
+        parts = (first.placement.outer, first.placement.blocks) if o.placement.as_needed else (o.placement.outer, o.placement.blocks)
+        sizes = o.tensor.shape[o.placement.dim], first.tensor.shape[dim]
+        if (o.placement.dim - o.tensor.ndim, *parts) != (dim, first.placement.outer, first.placement.blocks) or sizes[0] != sizes[1]:
             conflict(step, [first, o], "they are cut in different ways")
     for o in operands:
         if o.kind == "P":
             refuse_partial(step, o)
         if o.kind == "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] not in (1, first.tensor.shape[dim]):
-            step.fail(f"{o.called} is as large as the whole, and meets {first.called}, which is {first.layout.told()}", "E11")
+            step.fail(f"{o.called} is as large as the whole, and meets {first.called}, which is {first.placement.describe()}", "E11")
         if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
             conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
     require_parts(step, operands, first)
-    return replace(first.layout.at(ndim + dim), copies=min(o.layout.copies for o in shares))
+    return replace(first.placement.at(ndim + dim), copies=min(o.placement.copies for o in shares))
 
 
-def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Layout:
+def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Placement:
     """Of a product of tensors whose dims have these letters, as einsum has them; letters that are not in ``out`` are summed over."""
     every = [o for o, _ in operands]
     for o in every:
@@ -229,26 +229,30 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> L
     shares = [(o, letters) for o, letters in operands if o.kind == "S"]
     if not shares:
         return join(step, every)
-    shares = [(o, letters) for o, letters in shares if not o.layout.as_needed] or shares  # those are cut, and doubled, as the others
+    shares = [(o, letters) for o, letters in shares if not o.placement.as_needed] or shares  # those are cut, and doubled, as the others
     first, letters = shares[0]
-    letter = letters[first.layout.dim]
+    letter = letters[first.placement.dim]
     for o, names in operands:
-        if o.kind == "S" and (names[o.layout.dim], o.layout.outer, o.layout.blocks) != (letter, first.layout.outer, first.layout.blocks):
+        if o.kind == "S" and (names[o.placement.dim], o.placement.outer, o.placement.blocks) != (
+            letter,
+            first.placement.outer,
+            first.placement.blocks,
+        ):
             conflict(step, [first, o], "they are cut in different ways")
         if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
             conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
-        if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.layout.dim]):
+        if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.placement.dim]):
             conflict(step, [first, o], "they are multiplied along a dim of which a rank has a share in one, and all in the other")
     require_parts(step, every, first)
-    copies = [o.layout.copies for o, _ in shares]
+    copies = [o.placement.copies for o, _ in shares]
     if letter not in out:
-        return summed_over(step, replace(first, layout=replace(first.layout, copies=max(copies))))
-    return replace(first.layout.at(out.index(letter)), copies=min(copies))
+        return summed_over(step, replace(first, placement=replace(first.placement, copies=max(copies))))
+    return replace(first.placement.at(out.index(letter)), copies=min(copies))
 
 
-def summed_over(step: Step, share: Operand) -> Layout:
-    """Of a sum along the cut dim. Raises LayoutError: ranks that have the same share would each count it (E10)."""
-    if (copies := share.layout.copies) > 1:
+def summed_over(step: Step, share: Operand) -> Placement:
+    """Of a sum along the cut dim. Raises PlacementError: ranks that have the same share would each count it (E10)."""
+    if (copies := share.placement.copies) > 1:
         conflict(step, [share], f"{copies} ranks each have the same share of this, so a sum over it would count each {copies} times")
     name = "" if step.name == "linear" else f" {step.name}"  # which the module's class says
-    return Layout("P", since=f"{step.place}{name} ({share.layout.since})")
+    return Placement("P", since=f"{step.place}{name} ({share.placement.since})")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.remedies import Device, advice, breakdown, head_share, plan_of, shortage
+from megatron_sp.estimate.suggestions import Device, advice, breakdown, head_share, plan_of, shortage
 from megatron_sp.estimate.traffic import traffic_plan
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
@@ -18,7 +18,7 @@ from megatron_sp.utils.format import format_bytes
 STEPS = 10  # after which predictions are compared
 
 
-class Foresight:
+class MemoryEstimate:
     """The prediction of one rank; to be made before the model is built.
 
     Args:

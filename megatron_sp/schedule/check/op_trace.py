@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_sp.schedule.core.layout_steps import tensors_in
-from megatron_sp.schedule.core.layouts import LayoutError
+from megatron_sp.schedule.core.placement_steps import tensors_in
+from megatron_sp.schedule.core.placements import PlacementError
 
 _WORDS = {"q": "queries", "k": "keys", "v": "values"}
 #: the same numbers in another shape
@@ -27,7 +27,7 @@ _MOVES = {
 }  # fmt: skip
 
 
-class Passage(TorchFunctionMode):
+class OpTrace(TorchFunctionMode):
     """Of one module, in one pass: ``begin`` what its projections make, then ``require`` what its attention gets.
 
     Args:
@@ -51,7 +51,7 @@ class Passage(TorchFunctionMode):
         self._own[part] = self._steps.get(x, Counter())
 
     def require(self, *qkv: Tensor) -> None:
-        """Raises LayoutError: the module does something else, before its attention gets these."""
+        """Raises PlacementError: the module does something else, before its attention gets these."""
         for part, x in zip("qkv", qkv, strict=True):
             found, own = self._steps.get(x), self._own.get(part, Counter())
             if found is None:
@@ -62,7 +62,7 @@ class Passage(TorchFunctionMode):
                 self._refuse(f"does not rotate its {_WORDS[part]}, though it is given angles (position_embeddings)")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise LayoutError(f"overlap_qkv: between projections and attention {self.path} {what}; leave overlap_qkv out ({self.where})")
+        raise PlacementError(f"overlap_qkv: between projections and attention {self.path} {what}; leave overlap_qkv out ({self.where})")
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
