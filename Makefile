@@ -33,8 +33,8 @@ test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu
 
 docs: env
-	$(PYTHON) tools/make_flag_docs.py
-	$(PYTHON) tools/make_zoo_docs.py
+	$(PYTHON) tools/dev/make_flag_docs.py
+	$(PYTHON) tools/dev/make_zoo_docs.py
 
 mutants: env
 	$(PYTHON) tests/mutants.py --write

@@ -1,80 +1,9 @@
-"""Pretrain a BERT model: ``torchrun --nproc-per-node 2 pretrain_bert.py --num-layers 4 ...`` (or plain ``python`` for one process)."""
+"""Pretrain a BERT model: ``torchrun --nproc-per-node 2 pretrain_bert.py --num-layers 4 ...`` (or plain ``python`` for one process).
 
-from __future__ import annotations
+The same as ``megatron-sp pretrain bert``. What is trained is in ``megatron_sp/tasks/bert.py``: the model, its data and its loss.
+"""
 
-from typing import TYPE_CHECKING, cast
-
-from megatron_sp.commands.pretrain import parse_config
-
-if __name__ == "__main__":
-    CONFIG = parse_config(description="Pretrain a BERT model.", family="bert")  # before torch is imported: mistakes are answered at once
-
-import torch
-
-from megatron_sp.data.build import Datasets, build_bert_datasets
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.models.bert import BertModel
-from megatron_sp.models.language_model import OnUnit
-from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
-from megatron_sp.training.loop import Task, pretrain
-from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.step import Loss
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from megatron_sp.config.schema import Config
-    from megatron_sp.parallel.parallel_context import ParallelContext
-
-
-def tokenizer_provider(config: Config) -> Tokenizer:
-    return build_tokenizer(config.data, config.model.vocab_size)
-
-
-def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    assert config.model.seq_length
-    return build_bert_datasets(
-        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
-        vocab_size=config.model.vocab_size, num_samples=num_samples, binary_head=config.model.has_order_head,
-    )  # fmt: skip
-
-
-def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
-    return BertModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
-
-
-def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """What the sums are divided by: masked tokens, and sequences; each twice in validation, where hits are counted too."""
-    counts = [batch["loss_mask"].sum()]
-    if "order" in batch:
-        counts.append(torch.full((), float(len(batch["order"])), device=counts[0].device))
-    return counts if torch.is_grad_enabled() else counts * 2
-
-
-def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Sums of a micro-batch: loss of masked tokens and of the sentence order; in validation also how many of each were found."""
-    made = cast("BertModel", model)(
-        batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch.get("order"), context, events
-    )  # fmt: skip
-    terms, hits = [made.masked], [made.masked_hits]
-    if made.order is not None and made.order_hits is not None:
-        terms.append(made.order)
-        hits.append(made.order_hits)
-    return terms if torch.is_grad_enabled() else terms + hits
-
-
-def bert_task(config: Config) -> Task:
-    """Masked tokens, and sentence order unless --bert-no-binary-head."""
-    names = ("lm loss", "order loss") if config.model.has_order_head else ("lm loss",)
-    metrics = ("lm accuracy", "order accuracy")[: len(names)]
-    return Task(
-        name="pretrain_bert",
-        build_tokenizer=tokenizer_provider,
-        build_datasets=dataset_provider,
-        build_model=model_provider,
-        loss=Loss(names=names, counts=loss_counts, sums=loss_sums, causal=False, metrics=metrics),
-    )
-
+from megatron_sp.commands.pretrain import pretrain_bert
 
 if __name__ == "__main__":
-    pretrain(CONFIG, bert_task(CONFIG))
+    pretrain_bert()

@@ -66,7 +66,11 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}"
 
 # a mistake in the flags is answered here, in a moment and once, and not by torchrun's report about dead processes
 resolved=""
-if number "$nproc" && grep -qs 'parse_config(' "$1"; then
+trains() { # takes the flags of a training, so that --print-config checks them
+    if [ "$1" = -m ]; then case "${3:-}" in pretrain | finetune) [ "$2" = megatron_sp ] ;; *) false ;; esac
+    else grep -qsE 'parse_config\(|megatron_sp\.commands\.(pretrain|finetune)' "$1"; fi
+}
+if number "$nproc" && trains "$@"; then
     resolved="$(WORLD_SIZE=$((nproc * nnodes)) "$python" "$@" --print-config)" || exit $?
 fi
 

@@ -7,7 +7,7 @@ By hand: ``python tests/odd_lines.py SEED NUMBER`` prints what is wrong.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -122,6 +122,11 @@ _SOUND: dict[str, list[str]] = {
     ],
     "preprocess_data.py": ["--input JSONL --output-prefix OUT --tokenizer-type ByteTokenizer --append-eod --workers 1"],
 }
+MODULES = {
+    "generate.py": "generate", "evaluate.py": "evaluate", "fill_mask.py": "fill_mask", "serve.py": "serve",
+    "finetune_classifier.py": "finetune", "report.py": "report", "summarize_run.py": "summarize", "plot_metrics.py": "plot",
+    "make_section_task.py": "section_task", "train_tokenizer.py": "tokenizer", "preprocess_data.py": "preprocess",
+}  # fmt: skip
 _WEIGHTS = {"pretrain_gpt.py": 40, "pretrain_bert.py": 10, "megatron-sp": 25, "train": 10}
 _LAST = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --train-iters 2 --eval-iters 1 --num-threads 1"
@@ -139,21 +144,18 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
         return lambda words: parse_config(words, prog=program, family=program[9:-3])
     if program == "train":
         from megatron_sp.commands.pretrain import parse_config
+        from megatron_sp.tasks.gpt import GPT
         from megatron_sp.training.loop import pretrain
-        from pretrain_gpt import GPT
 
         return lambda words: pretrain(parse_config(words, prog=program, family="gpt"), GPT)
     if program == "megatron-sp":
         from megatron_sp.commands import cli
 
         return cli.main
-    spec = importlib.util.spec_from_file_location(f"odd_{program[:-3]}", ROOT / "tools" / program)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"megatron_sp.commands.{MODULES[program]}")
     from megatron_sp.utils.program import code_of
 
-    return lambda words: code_of(lambda: module.main(words))
+    return lambda words: code_of(lambda: module.main(words, program))
 
 
 @cache
@@ -165,7 +167,11 @@ def flags_of(program: str) -> tuple[str, ...]:
         return tuple(f"--{name}" for name in all_spellings() if name not in ("help", "verify-parallelism"))
     folders = {"megatron-sp": ("commands/ckpt", "convert", "commands/schedule", "planner")}.get(program, ())
     files = [path for folder in folders for path in (ROOT / "megatron_sp" / folder).glob("*.py")]
-    files += [ROOT / "tools" / program, ROOT / "megatron_sp/config/flags/inference_flags.py"] if program != "megatron-sp" else []
+    files += (
+        [ROOT / f"megatron_sp/commands/{MODULES[program]}.py", ROOT / "megatron_sp/config/flags/inference_flags.py"]
+        if program != "megatron-sp"
+        else []
+    )
     found = {flag for path in files for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text(encoding="utf-8"))}
     return tuple(sorted(found | {"--json", "--output", "--version"}))
 

@@ -38,10 +38,10 @@ from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.config import rules as _  # noqa: F401 - as above
 from megatron_sp.config.flags.arguments import targets
 from megatron_sp.data.writer import IndexedDatasetWriter
+from megatron_sp.tasks.bert import bert_task
+from megatron_sp.tasks.gpt import GPT
 from megatron_sp.training.loop import pretrain
 from megatron_sp.utils.faults import FAULT_VARIABLE
-from pretrain_bert import bert_task
-from pretrain_gpt import GPT
 
 TINY = (
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--lr", "1e-2",

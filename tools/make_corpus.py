@@ -1,41 +1,7 @@
-"""Write a JSONL corpus of the text that comes with Python: ``python tools/make_corpus.py --output runs/quickstart/corpus.jsonl``."""
+"""Write a JSONL corpus of the text that comes with Python: the same as ``megatron-sp data corpus``."""
 
-from __future__ import annotations
-
-import argparse
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
-
-from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
-from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer, run_program
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Gather Python's language reference and standard library as JSONL, one document each.")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
-    parser.add_argument(
-        "--max-bytes",
-        type=integer(),
-        metavar="N",
-        help="stop before the document that would make it more than N bytes of text (default: all there is)",
-    )
-    args = parser.parse_args(argv)
-    try:
-        num_documents, num_bytes = write_corpus(args.output, max_bytes=args.max_bytes)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{args.output}: {num_documents} documents, {num_bytes / 1e6:.1f} MB of text")
-    if args.max_bytes is None and num_bytes < WANTED_BYTES:
-        print(
-            f"note: {WANTED_BYTES / 1e6:.0f} MB were expected: this Python's standard library is not complete; going on with what there is"
-        )
-    return EXIT_OK
-
+from megatron_sp.commands.corpus import main
+from megatron_sp.utils.program import run_program
 
 if __name__ == "__main__":
     run_program(main)

@@ -1,50 +1,7 @@
-"""Make a task to fine-tune on: ``python tools/make_section_task.py --corpus corpus.jsonl --output sections``.
+"""Make a task to fine-tune on: the same as ``megatron-sp data section-task``."""
 
-Which part of Python's own text does a passage come from? The answer is one of eight: the language reference, and packages of the standard
-library. train.jsonl and valid.jsonl are for tools/finetune_classifier.py --task jsonl; all classes have the same number of passages.
-"""
-
-from __future__ import annotations
-
-import argparse
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package beside this folder, installed or not
-
-from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer, run_program
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--corpus", required=True, metavar="FILE", help="what tools/make_corpus.py wrote")
-    add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")
-    add("--classes", type=integer(), default=8, metavar="N", help="the largest ones (default: 8)")
-    add(
-        "--train",
-        type=integer(),
-        default=390,
-        metavar="N",
-        help="passages of each class to train on, if the smallest has so many (default: 390)",
-    )
-    add("--valid", type=integer(), default=50, metavar="N", help="passages of each class to validate on (default: 50)")
-    args = parser.parse_args(argv)
-    if min(args.train, args.valid) < 1 or args.classes < 2:
-        parser.error("there must be two classes at least, and a passage of each to train and to validate on")
-    from megatron_sp.data.section_task import write_task  # imports numpy, which wants memory
-
-    try:
-        task = write_task(args.corpus, args.output, args.classes, args.train, args.valid)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    classes = sorted({section for section, _ in task.train})
-    print(f"{args.output}: {len(task.train)} passages to train on, {len(task.valid)} to validate on, from {', '.join(classes)}")
-    return EXIT_OK
-
+from megatron_sp.commands.section_task import main
+from megatron_sp.utils.program import run_program
 
 if __name__ == "__main__":
     run_program(main)

@@ -1,50 +1,7 @@
-#!/usr/bin/env python
-"""A run as one page of HTML: curves, time, interruptions, memory, exchanges, configuration.
+"""Write the page about a run: the same as ``megatron-sp report``."""
 
-    python tools/report.py runs/mine
-    python tools/report.py runs/mine --compare runs/other runs/third --output compare.html
-
-The page needs nothing else: it fetches nothing and can be opened from a disk, mailed, or kept as an artifact. Works while a run goes on.
-"""
-
-from __future__ import annotations
-
-import argparse
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron_sp.report.page import write_page
-from megatron_sp.utils.errors import ReportedError
-from megatron_sp.utils.format import format_bytes
+from megatron_sp.commands.report import main
 from megatron_sp.utils.program import run_program
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (what --save named)")
-    parser.add_argument("--compare", type=Path, nargs="+", action="extend", default=[], metavar="RUN", help="other runs, drawn over it")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    output: Path = options.output or options.run / "report.html"
-    try:
-        runs = write_page([options.run, *options.compare], output)
-    except ReportedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    for run in runs:
-        for note in run.notes:
-            print(f"note: {note}", file=sys.stderr)
-        if not run.records:
-            print(f"note: {run.folder} has no record yet; its page says so", file=sys.stderr)
-    print(f"{output} ({format_bytes(output.stat().st_size)})")
-    return 0
-
 
 if __name__ == "__main__":
     run_program(main)

@@ -1,8 +1,13 @@
-"""The command ``megatron-sp``: small tools around training. Each one is loaded only when it is asked for."""
+"""The command ``megatron-sp``: training and all the tools around it. Each one is loaded only when it is asked for.
+
+Commands with a command line of their own are programs (``PROGRAMS``): modules of this folder with ``main(argv, prog)``, which the scripts
+in tools/ call too. The other commands are parsed here.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -12,6 +17,23 @@ from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.program import code_of, integer, run_program
 
 Command = Callable[[argparse.Namespace], int]
+PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
+    "pretrain": ("pretrain", "pretrain a GPT or a BERT; several processes: torchrun -m megatron_sp pretrain gpt FLAGS"),
+    "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),
+    "tokenizer": ("tokenizer", "train a SentencePiece or WordPiece tokenizer on text"),
+    "generate": ("generate", "continue text with a trained GPT"),
+    "evaluate": ("evaluate", "report perplexity and bits per byte; also scores last-word prediction and multiple-choice tasks"),
+    "serve": ("serve", "serve a trained GPT by OpenAI's completions API over HTTP"),
+    "finetune": ("finetune", "fine-tune a classifier on a pretrained BERT"),
+    "fill-mask": ("fill_mask", "have a trained BERT guess hidden words"),
+    "report": ("report", "write one page of HTML about a run: curves, time, interruptions, memory, exchanges, configuration"),
+    "plot": ("plot", "draw the curves of one or several runs"),
+    "summarize": ("summarize", "summarize a run in a few lines"),
+}
+DATA_PROGRAMS: dict[str, tuple[str, str]] = {
+    "corpus": ("corpus", "write a JSONL corpus of the text that comes with Python"),
+    "section-task": ("section_task", "make a classification task of such a corpus"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code of the process: of the command, or of the ReportedError whose message was printed.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    program = _find_program(given)
+    if program is not None:
+        return code_of(program, "megatron-sp")
     parser = _parser()
-    args, words = parser.parse_known_args(argv)
+    args, words = parser.parse_known_args(given)
     if words and args.run is not _plan and not getattr(args, "takes_words", False):  # these take a training's flags, too
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     args.words = words
@@ -33,14 +59,26 @@ def program() -> NoReturn:
     run_program(main)
 
 
+def _find_program(words: list[str]) -> Callable[[], int | None] | None:
+    """The program that the first words name, with the rest as its command line; None: they name none."""
+    table, depth = (DATA_PROGRAMS, 2) if words[:1] == ["data"] else (PROGRAMS, 1)
+    name = words[depth - 1] if len(words) >= depth else ""
+    if name not in table:
+        return None
+    main: Callable[[list[str], str], int | None] = importlib.import_module(f"megatron_sp.commands.{table[name][0]}").main
+    return lambda: main(words[depth:], " ".join(["megatron-sp", *words[:depth]]))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-sp",
-        description="Tools around Megatron-style pretraining in plain PyTorch. To train: torchrun pretrain_gpt.py --help",
+        description="Megatron-style pretraining in plain PyTorch, and the tools around it; each command has its own --help",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-sp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (_, text) in PROGRAMS.items():
+        commands.add_parser(name, help=text, add_help=False)
     for add in (_add_doctor, _add_data, _add_presets, _add_plan, _add_convert, _add_ckpt, _add_schedule, _add_chaos):
         add(commands)
     return parser
@@ -54,8 +92,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    data = commands.add_parser("data", help="look at data sets", allow_abbrev=False)
+    data = commands.add_parser("data", help="make, look at, join and split data sets", allow_abbrev=False)
     actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, (_, words) in DATA_PROGRAMS.items():
+        actions.add_parser(name, help=words, add_help=False)
     text = "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256"
     verify = actions.add_parser("verify", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")

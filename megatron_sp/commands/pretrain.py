@@ -1,6 +1,6 @@
-"""From the command line of a training program to its configuration, or to the answer of --help, --print-config or --dry-run.
+"""``megatron-sp pretrain gpt|bert``: from the command line to a training, or to the answer of --help, --print-config or --dry-run.
 
-Nothing here imports torch or numpy: a wrong flag is answered in a tenth of a second, before any rank talks to another.
+Up to the configuration nothing imports torch or numpy: a wrong flag is answered in a tenth of a second, before any rank talks to another.
 """
 
 from __future__ import annotations
@@ -8,12 +8,50 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_sp.config.flags.arguments import Request, config_as_yaml, read_request
 from megatron_sp.config.schema import Config
 from megatron_sp.utils import output
 from megatron_sp.utils.address_space import require_address_space
-from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
+    """Pretrain the model that the first word names, gpt or bert; the others are flags. Ends the process.
+
+    Args:
+        argv: the words after the program's name (default: this process's).
+        prog: the program's name in messages.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    programs = {"gpt": pretrain_gpt, "bert": pretrain_bert}
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: {prog} {{gpt,bert}} [FLAGS]\n\nPretrain a GPT or a BERT; every flag: {prog} gpt --help")
+        raise SystemExit(EXIT_OK)
+    if not words or words[0] not in programs:
+        found = f", not {words[0]!r}" if words else ""
+        print(f"{prog}: the first word says what is trained, gpt or bert{found}: {prog} gpt --help", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG)
+    programs[words[0]](words[1:], f"{prog} {words[0]}")
+
+
+def pretrain_gpt(argv: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+    """Pretrain a GPT and end the process; arguments as for ``parse_config``."""
+    config = parse_config(argv, prog=prog, description="Pretrain a GPT model.", family="gpt")
+    from megatron_sp.tasks.gpt import GPT
+    from megatron_sp.training.loop import pretrain
+
+    pretrain(config, GPT)
+
+
+def pretrain_bert(argv: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+    """Pretrain a BERT and end the process; arguments as for ``parse_config``."""
+    config = parse_config(argv, prog=prog, description="Pretrain a BERT model.", family="bert")
+    from megatron_sp.tasks.bert import bert_task
+    from megatron_sp.training.loop import pretrain
+
+    pretrain(config, bert_task(config))
 
 
 def parse_config(

@@ -122,7 +122,7 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
     if path == "mock" or variables.smoke:
         return ["--mock-data"]
     if not os.path.isfile(f"{path}.idx"):
-        raise ConfigError(f"DATA_PATH={path}: there is no {path}.idx; tools/preprocess_data.py makes it (see README.md)")
+        raise ConfigError(f"DATA_PATH={path}: there is no {path}.idx; megatron-sp preprocess makes it (see README.md)")
     if bool(spm) == bool(vocab) or not os.path.isfile(spm or vocab):
         raise ConfigError(
             f"TOKENIZER_MODEL={spm} VOCAB_FILE={vocab}: give the one file that {path} was made with, a SentencePiece model, a"

@@ -200,13 +200,13 @@ class BERTDataset:
         if int(sizes.max()) == 1 and least > 1:
             raise DataError(
                 f"{prefix}: every document is one sequence, BERT's two segments are made of sentences: make the data with"
-                " tools/preprocess_data.py --split-sentences (if it was, from documents of several sentences), or train without the order"
+                " megatron-sp preprocess --split-sentences (if it was, from documents of several sentences), or train without the order"
                 " of segments (--bert-no-binary-head)"
             )
         few, long = int((sizes < least).sum()), int((sizes >= least).sum())
         raise DataError(
             f"{prefix}: none of the {total} documents of the {name} split gives a sample: {few} have fewer than {least} sentence(s), {long}"
-            f" have one above {LONG_SENTENCE} tokens; make the data with tools/preprocess_data.py --split-sentences, from longer documents"
+            f" have one above {LONG_SENTENCE} tokens; make the data with megatron-sp preprocess --split-sentences, from longer documents"
         )
 
     def _warn_of_waste(self, sample: np.ndarray) -> None:

@@ -82,7 +82,7 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
     if num_bytes < LEAST_BYTES:
         raise DataError(
             f"this Python's standard library has only {num_bytes / 1e6:.2f} MB of source text, at least {LEAST_BYTES / 1e6:.0f} MB are"
-            " needed: use a full installation, or bring your own text (JSONL) to tools/preprocess_data.py"
+            " needed: use a full installation, or bring your own text (JSONL) to megatron-sp preprocess"
         )
     if max_bytes is not None:
         documents, num_bytes = _first(documents, max_bytes)

@@ -94,7 +94,7 @@ def _neighbours(prefix: str) -> str:
         return f"its folder cannot be listed ({error.strerror})"
     whole = sorted(e for e in entries if all(os.path.isfile(os.path.join(folder, e + s)) for s in (".bin", ".idx")))
     if not whole:
-        return f"{folder} has no whole .bin/.idx pair; tools/preprocess_data.py makes one"
+        return f"{folder} has no whole .bin/.idx pair; megatron-sp preprocess makes one"
     near = difflib.get_close_matches(name, whole, n=3, cutoff=0.3) or whole[:5]
     return f"{folder} has {', '.join(near)}{' ...' if len(whole) > len(near) else ''}"
 
@@ -144,7 +144,7 @@ def read_header(fd: int, path: str) -> Header:
     if start.startswith(OLD_MAGIC):
         raise DataError(
             f"{path}: byte offset 0: this is a TNTIDX file, the 'lazy'/'cached' format of old Megatron and fairseq, which is not read:"
-            " make it anew with tools/preprocess_data.py, or convert it with the tools that wrote it"
+            " make it anew with megatron-sp preprocess, or convert it with the tools that wrote it"
         )
     if start[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: byte offset 0: expected the magic {MAGIC!r}, found {start[: len(MAGIC)]!r}: not an index of a data set")

@@ -46,7 +46,7 @@ TextUnit = Literal["paragraph", "line", "file"]
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to do; the fields are the flags of tools/preprocess_data.py."""
+    """What to do; the fields are the flags of megatron-sp preprocess."""
 
     inputs: tuple[str, ...]
     output_prefix: str

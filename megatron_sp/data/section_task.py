@@ -76,7 +76,7 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
         have = ", ".join(f"{section} {len(of[section])}" for section in largest)
         raise DataError(
             f"{num_classes} classes with {num_valid} passages to validate on, and more to train on, are wanted, and there are"
-            f" {have or 'none'}: ask for fewer, or take the corpus of tools/make_corpus.py and a Python with its whole standard library"
+            f" {have or 'none'}: ask for fewer, or take the corpus of megatron-sp data corpus and a Python with its whole standard library"
         )
     train, valid = [], []
     for section in sorted(largest):

@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import torch
 
@@ -35,7 +36,7 @@ from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, Numeric
 from megatron_sp.utils.faults import FaultPlan
 
 
-def pretrain(config: Config, task: Task) -> None:
+def pretrain(config: Config, task: Task) -> NoReturn:
     """Train as ``config`` says and exit the process (see ``utils/errors.py`` for the codes)."""
     launch = Launch.from_env()
     run_main(lambda status: _pretrain(config, task, launch, status), launch)

@@ -13,13 +13,10 @@ import stored_models
 import torch
 from training import train
 
+from megatron_sp.commands import evaluate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.models.bert import BertModel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import evaluate
 
 LAYOUTS = {
     "tp": (2, "--tp-size", 2), "sp": (2, "--sp-size", 2), "dp": (2,),

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from training import assert_same_run, bert, records, tensors, trace, train
 
+from megatron_sp.commands import finetune
 from megatron_sp.config.flags.arguments import config_from_args
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import finetune_classifier  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(40)]
 STD = ("--init-method-std", 0.3)  # weights that make a difference, so that few steps do not end in one answer to everything
@@ -55,8 +52,8 @@ def tool(files: Path, *words: object) -> tuple[object, ...]:
     return ("--task", "jsonl", "--train-data", files / "train.jsonl", "--valid-data", files / "valid.jsonl", *columns, *words)
 
 
-def finetune(tmp_path: Path, files: Path, *words: object, **more: object) -> object:
-    return train(tmp_path, *tool(files, *words), data=(), program=finetune_classifier.main, **more)  # type: ignore[arg-type]
+def run_tool(tmp_path: Path, files: Path, *words: object, **more: object) -> object:
+    return train(tmp_path, *tool(files, *words), data=(), program=finetune.main, **more)  # type: ignore[arg-type]
 
 
 def result(run: Path) -> dict[str, float]:
@@ -79,7 +76,7 @@ LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, files: Path, pretrained: Path) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    finetune(folder, files, *FLAGS, "--pretrained-checkpoint", pretrained, "--save", folder / "run").expect(0, "finetuning from")  # type: ignore[attr-defined]
+    run_tool(folder, files, *FLAGS, "--pretrained-checkpoint", pretrained, "--save", folder / "run").expect(0, "finetuning from")  # type: ignore[attr-defined]
     return folder / "run"
 
 
@@ -102,7 +99,7 @@ def test_predictions_scores_and_validation_agree(alone: Path, files: Path) -> No
 def test_a_layout_changes_nothing(name: str, alone: Path, files: Path, pretrained: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     run = tmp_path / "run"
-    finetune(tmp_path, files, *FLAGS, *layout, "--pretrained-checkpoint", pretrained, "--save", run, ranks=ranks)
+    run_tool(tmp_path, files, *FLAGS, *layout, "--pretrained-checkpoint", pretrained, "--save", run, ranks=ranks)
     assert [float.fromhex(e[0]) for e in trace(run).values()] == pytest.approx(
         [float.fromhex(e[0]) for e in trace(alone).values()], rel=1e-9
     )
@@ -113,8 +110,8 @@ def test_a_layout_changes_nothing(name: str, alone: Path, files: Path, pretraine
 def test_killed_and_resumed_it_is_equal_to_the_last_bit(alone: Path, files: Path, pretrained: Path, tmp_path: Path) -> None:
     save = ("--save", tmp_path / "run", "--save-interval", 4, "--no-async-save", "--auto-resume")
     flags = (*FLAGS, "--pretrained-checkpoint", pretrained, *save)
-    finetune(tmp_path, files, *flags, fault="kill:rank=0:at=step.backward:step=7")
-    finetune(tmp_path, files, *flags).expect(0, "resumed from", "(step 4")  # type: ignore[attr-defined]
+    run_tool(tmp_path, files, *flags, fault="kill:rank=0:at=step.backward:step=7")
+    run_tool(tmp_path, files, *flags).expect(0, "resumed from", "(step 4")  # type: ignore[attr-defined]
     assert_same_run(tmp_path / "run", alone)
     assert (tmp_path / "run/predictions.tsv").read_text() == (alone / "predictions.tsv").read_text()
 
@@ -127,7 +124,7 @@ def test_what_comes_from_the_checkpoint_and_what_is_new(pooler: bool, files: Pat
         data = ("--mock-data", "--vocab-file", files / "vocab.txt", "--bert-no-binary-head")
         train(tmp_path, "--save", source, "--train-iters", 1, data=data, program=bert).expect(0)
     still = ("--lr", 0, "--train-iters", 1, "--save", tmp_path / "run", "--pretrained-checkpoint", source)
-    finetune(tmp_path, files, *still).expect(0)  # type: ignore[attr-defined]
+    run_tool(tmp_path, files, *still).expect(0)  # type: ignore[attr-defined]
     before, after = tensors(source), tensors(tmp_path / "run")
     new = {name for name in after if not name.startswith("optimizer.") and name not in before}
     assert new == {"classification_head.weight", "classification_head.bias"} | (
@@ -140,7 +137,7 @@ def test_what_comes_from_the_checkpoint_and_what_is_new(pooler: bool, files: Pat
 
 def test_a_shorter_sequence_than_the_checkpoints(files: Path, pretrained: Path, tmp_path: Path) -> None:
     flags = ("--seq-length", 16, "--train-iters", 1, "--pretrained-checkpoint", pretrained, "--save", tmp_path / "run")
-    finetune(tmp_path, files, *flags).expect(0, "x 16 tokens")  # type: ignore[attr-defined]
+    run_tool(tmp_path, files, *flags).expect(0, "x 16 tokens")  # type: ignore[attr-defined]
 
 
 def test_mistakes_are_one_message(files: Path, pretrained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,19 +152,17 @@ def test_mistakes_are_one_message(files: Path, pretrained: Path, tmp_path: Path,
         (("--lr", 1e-3, "--num-layrs", 2), 2, "num-layers"),
     ):
         with pytest.raises(SystemExit) as end:
-            finetune_classifier.main([str(word) for word in tool(files, *words)])
+            finetune.main([str(word) for word in tool(files, *words)])
         said = capfd.readouterr().err
         assert end.value.code == code and says in said and "Traceback" not in said, said
 
 
 def test_the_command_line_of_the_run(files: Path, pretrained: Path) -> None:
-    options, rest = finetune_classifier.parse(
-        [str(w) for w in tool(files, "--pretrained-checkpoint", pretrained, "--epochs", 2.5, "--lr", 1)]
-    )
-    flags = finetune_classifier.pretraining_flags(options, rest, 36)
+    options, rest = finetune.parse([str(w) for w in tool(files, "--pretrained-checkpoint", pretrained, "--epochs", 2.5, "--lr", 1)])
+    flags = finetune.pretraining_flags(options, rest, 36)
     assert flags[flags.index("--train-samples") + 1] == "90" and flags[-2:] == ["--lr", "1"]
     assert flags[flags.index("--vocab-file") + 1] == str(pretrained / "tokenizer" / "vocab.txt"), "the checkpoint's tokenizer"
-    flags = finetune_classifier.pretraining_flags(options, ["--train_iters=5", "--vocab-file", "mine.txt"], 36)
+    flags = finetune.pretraining_flags(options, ["--train_iters=5", "--vocab-file", "mine.txt"], 36)
     assert "--train-samples" not in flags and flags.count("--vocab-file") == 1
 
 
@@ -192,7 +187,7 @@ def test_the_commands_of_the_pages_are_understood(
         words = [word.replace("runs/quickstart/sections/", "") for word in words]
         monkeypatch.setenv("WORLD_SIZE", "2" if "--sequence-parallel-size" in words else "1")
         with pytest.raises(SystemExit) as end:
-            finetune_classifier.main([*words, "--print-config"])
+            finetune.main([*words, "--print-config"])
         said = capfd.readouterr()
         assert end.value.code == 0 and "train_samples: " in said.out, said.err
     pages = commands("docs/bert.md", "pretrain_bert.py")

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from training import train
 
 from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.commands import generate
 from megatron_sp.config.schema import KernelConfig
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.kv_cache import BatchCache, KVCache
@@ -21,10 +22,6 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.parallel_context import ParallelContext
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import generate
 
 ROPE = {"position_embedding_type": "rope"}
 ONE_GROUP = {"num_query_groups": 1}

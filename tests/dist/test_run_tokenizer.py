@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -60,10 +59,8 @@ def test_tools_find_it_when_the_run_was_moved_and_the_original_is_gone(work: Pat
     monkeypatch.chdir(tmp_path)
     stored = find_stored(moved, None, "BERT", INSTEAD, print)
     assert stored.tokenizer.encode("w3 w1") == [8, 6] and stored.config.data.vocab_file == f"{moved}/tokenizer/vocab.txt"
-    spec = importlib.util.spec_from_file_location("finetune_classifier", Path(__file__).parents[2] / "tools" / "finetune_classifier.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    from megatron_sp.commands import finetune as tool
+
     options, rest = tool.parse(["--task", "jsonl", "--train-data", "t", "--valid-data", "v", "--pretrained-checkpoint", str(moved)])
     assert tool.stored_tokenizer(options, rest) == [
         "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", f"{moved}/tokenizer/vocab.txt"

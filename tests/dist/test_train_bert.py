@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,10 +103,8 @@ def test_what_it_has_found_is_in_the_summary_and_on_the_page(
 ) -> None:
     run = copy_run(runs("alone"), tmp_path / "run")
     last = records(run, "valid")[-1]
-    spec = importlib.util.spec_from_file_location("summarize_run", ROOT / "tools" / "summarize_run.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    from megatron_sp.commands import summarize as tool
+
     assert tool.main([str(run)]) == 0
     said = capsys.readouterr().out
     files = read_run(run)

@@ -20,15 +20,12 @@ import stored_models
 from training import Outcome, train
 from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
+from megatron_sp.commands import serve
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.models.gpt import GPTModel
 
 for name in ("starlette.applications", "starlette.responses", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.lifespan.off"):
     pytest.importorskip(name, reason="starlette or uvicorn is not installed (extra 'serve')")  # imported here, no server does it again
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import serve  # noqa: E402
 
 
 class Server:

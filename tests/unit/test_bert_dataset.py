@@ -26,8 +26,8 @@ from megatron_sp.data.mock_bert_dataset import MockBERTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.parallel.forward_context import micro_batch_context
+from megatron_sp.tasks.bert import loss_counts
 from megatron_sp.utils.errors import ConfigError, DataError
-from pretrain_bert import loss_counts
 
 V = 100
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import stored_models
 import torch
 
+from megatron_sp.commands import evaluate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -26,10 +26,6 @@ from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.utils.errors import DataError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import evaluate
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.comm.groups import Launch
 from megatron_sp.comm.shard_spec import ShardSpec
+from megatron_sp.commands import fill_mask, generate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.data.build import build_bert_datasets
 from megatron_sp.data.tokenizers import BertWordPieceTokenizer
@@ -22,11 +22,6 @@ from megatron_sp.ops.attention import AttentionMask
 from megatron_sp.parallel.forward_context import ForwardContext
 from megatron_sp.parallel.layers import shard_specs
 from megatron_sp.utils.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import fill_mask
-import generate
 
 WORDS = ["a", "b", "c", "d", "##e", "f", "g", "h"]
 
@@ -116,10 +111,10 @@ def test_each_tool_names_the_one_for_the_other_model(tmp_path: Path, capsys: pyt
     save(tmp_path / "bert", config_of(tmp_path, "bert"))
     save(tmp_path / "gpt", config_of(tmp_path, "gpt"))
     save(tmp_path / "classifier", config_of(tmp_path, "bert"), classes=3)
-    for run, says in (("gpt", "tools/generate.py"), ("classifier", "give the BERT that it was made from")):
+    for run, says in (("gpt", "megatron-sp generate"), ("classifier", "give the BERT that it was made from")):
         code, _, err = call(capsys, "--load", str(tmp_path / run), "--text", "[MASK]")
         assert code == 3 and says in err
-    for run, says in (("bert", "tools/fill_mask.py"), ("classifier", "tools/finetune_classifier.py")):
+    for run, says in (("bert", "megatron-sp fill-mask"), ("classifier", "megatron-sp finetune")):
         code = generate.main(["--load", str(tmp_path / run), "--device", "cpu", "--prompt", "a"])
         out, err = capsys.readouterr()
         assert (code, out) == (3, "") and says in err and "Traceback" not in err

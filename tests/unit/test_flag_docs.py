@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_flag_docs", ROOT / "tools" / "make_flag_docs.py")
+    spec = importlib.util.spec_from_file_location("make_flag_docs", ROOT / "tools/dev/make_flag_docs.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

@@ -16,15 +16,13 @@ import torch
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece
 from megatron_sp.comm.groups import Launch
+from megatron_sp.commands import generate
 from megatron_sp.config.schema import Config, ModelConfig
 from megatron_sp.inference.generation import Sampling, complete
 from megatron_sp.inference.team import Team
 from megatron_sp.models.gpt import GPTModel
 
 REPOSITORY = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(REPOSITORY / "tools"))
-
-import generate  # noqa: E402
 
 
 @pytest.fixture

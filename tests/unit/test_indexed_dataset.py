@@ -125,7 +125,7 @@ def test_either_file_names_the_pair(tmp_path: Path) -> None:
 def test_absent_files_name_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no folder"):
         IndexedDataset(tmp_path / "nowhere" / "x")
-    with pytest.raises(DataError, match=r"has no whole \.bin/\.idx pair; tools/preprocess_data\.py"):
+    with pytest.raises(DataError, match=r"has no whole \.bin/\.idx pair; megatron-sp preprocess"):
         IndexedDataset(tmp_path / "x")
     write(tmp_path / "corpus_text_document", [[1]])
     with pytest.raises(DataError, match=r"corpus_text\.idx does not exist: .* has corpus_text_document"):

@@ -26,7 +26,7 @@ from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 TEXT = "what is written\n"
 CHARACTER_NULL, CHARACTER_FULL, A_DISK = os.makedev(1, 3), os.makedev(1, 7), os.makedev(7, 250)
 
@@ -175,7 +175,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def tool(module: str, *words: object) -> Callable[[Path], int]:
-    return lambda path: importlib.import_module(module).main([str(w) if w is not PATH else str(path) for w in words]) or 0
+    return lambda path: (
+        importlib.import_module(f"megatron_sp.commands.{module}").main([str(w) if w is not PATH else str(path) for w in words]) or 0
+    )
 
 
 def command(*words: object) -> Callable[[Path], int]:
@@ -211,7 +213,7 @@ def convert(path: Path) -> int:
 
 
 def evaluate(path: Path) -> int:
-    module = importlib.import_module("evaluate")
+    module = importlib.import_module("megatron_sp.commands.evaluate")
     try:
         module.require_place(path, "--json")
         module.report({"loss": 1.0}, {"task": "text"}, str(path))
@@ -239,11 +241,11 @@ def data_set(path: Path) -> int:
 
 MODEL = ("--factory", "mine_of_outputs:make", "--tp", 2)
 WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
-    ("tools/report.py", "--output"): tool("report", "run", "-o", PATH),
-    ("tools/plot_metrics.py", "--output"): tool("plot_metrics", "run", "-o", PATH),
-    ("tools/evaluate.py", "--json"): evaluate,
-    ("tools/make_corpus.py", "--output"): tool("make_corpus", "--output", PATH),
-    ("tools/train_tokenizer.py", "--output"): tool("train_tokenizer", "--input", "corpus.jsonl", "--type", "wordpiece",
+    ("megatron_sp/commands/report.py", "--output"): tool("report", "run", "-o", PATH),
+    ("megatron_sp/commands/plot.py", "--output"): tool("plot", "run", "-o", PATH),
+    ("megatron_sp/commands/evaluate.py", "--json"): evaluate,
+    ("megatron_sp/commands/corpus.py", "--output"): tool("corpus", "--output", PATH),
+    ("megatron_sp/commands/tokenizer.py", "--output"): tool("tokenizer", "--input", "corpus.jsonl", "--type", "wordpiece",
                                                    "--vocab-size", 400, "--output", PATH),
     ("megatron_sp/convert/arguments.py", "--report"): convert,
     ("megatron_sp/commands/schedule/options.py", "--html"): command("schedule", "show", "plan.yaml", *MODEL, "--html", PATH),
@@ -251,13 +253,13 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("megatron_sp/planner/options.py", "--picture"): command(
         "plan", "--gpus", 4, "--gpu", "h200", "--top", 1, *SHAPE, "--picture", PATH
     ),
-    ("megatron_sp/data/preprocess_cli.py", "--output-prefix"): data_set,
+    ("megatron_sp/commands/preprocess.py", "--output-prefix"): data_set,
     ("benchmarks/common.py", "--json"): benchmark,
 }  # fmt: skip
 SUFFIX = {"--picture": ".png", "--output-prefix": ".bin"}
 FOLDERS = {  # what makes a folder, and refuses one that is there
     ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/options.py", "--output"),
-    ("tools/make_section_task.py", "--output"),
+    ("megatron_sp/commands/section_task.py", "--output"),
 }  # fmt: skip
 NAMES = ("--output", "--json", "--html", "--report", "--picture", "--save", "--plot", "--out", "--output-prefix", "--svg", "--csv")
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(REPOSITORY / "tools"))
+from megatron_sp.commands import plot
 
-import plot_metrics  # noqa: E402
+REPOSITORY = Path(__file__).parent.parent.parent
 
 
 class Writer:
@@ -53,7 +52,7 @@ def resumed(tmp_path: Path) -> Path:
 
 
 def test_a_resume_undoes_what_was_done_beyond_it(resumed: Path) -> None:
-    run = plot_metrics.read_history(resumed)
+    run = plot.read_history(resumed)
     assert run.name == "resumed" and run.resumed == [5] and run.notes == []
     assert [(s, r["loss"]) for s, r in run.train.items()] == [(s, 4.0) for s in range(1, 6)] + [(s, 3.0) for s in range(6, 11)]
     assert {s: r["loss"] for s, r in run.valid.items()} == {4: 4.5, 8: 3.5}
@@ -65,12 +64,12 @@ def test_what_a_resume_has_not_done_again_yet_is_gone_too(tmp_path: Path) -> Non
     writer.write("valid", 9, loss=4.0, perplexity=54.0)
     writer.write("start", 5, attempt=1)
     writer.steps(6, 6, loss=3.0)
-    run = plot_metrics.read_history(tmp_path / "a")
+    run = plot.read_history(tmp_path / "a")
     assert list(run.train) == [1, 2, 3, 4, 5, 6] and run.valid == {}
 
 
 def test_the_axes(resumed: Path) -> None:
-    run = plot_metrics.read_history(resumed)
+    run = plot.read_history(resumed)
     assert run.series("train", "loss", "step")[0] == list(range(1, 11))
     assert run.series("train", "loss", "tokens")[0] == [64 * s for s in range(1, 11)]
     assert run.series("valid", "loss", "tokens")[0] == [4 * 64, 8 * 64]  # taken from the training records
@@ -83,7 +82,7 @@ def test_validation_between_logged_steps_gets_its_share_of_the_tokens(tmp_path: 
     writer.write("valid", 0, loss=9.0, perplexity=8000.0)
     writer.steps(10, 10, loss=1.0)
     writer.write("valid", 12, loss=2.0, perplexity=7.4)
-    assert plot_metrics.read_history(tmp_path / "a").series("valid", "loss", "tokens")[0] == [0.0, 768.0]
+    assert plot.read_history(tmp_path / "a").series("valid", "loss", "tokens")[0] == [0.0, 768.0]
 
 
 def test_two_resumes_from_the_same_step_and_one_from_before(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_two_resumes_from_the_same_step_and_one_from_before(tmp_path: Path) -> N
         if start:
             writer.write("start", start)
         writer.steps(start + 1, last, loss)
-    run = plot_metrics.read_history(tmp_path / "a")
+    run = plot.read_history(tmp_path / "a")
     assert run.resumed == [2]
     assert [r["loss"] for r in run.train.values()] == [1.0, 1.0, *[4.0] * 7]
 
@@ -104,7 +103,7 @@ def test_a_torn_last_line_and_a_bad_one_are_left_out_and_said(resumed: Path, cap
     lines[2] = "\x00\x00garbage"
     lines[3] = '{"kind": "train", "step": "three"}'
     path.write_text("\n".join(lines) + '{"kind": "train", "step": 11, "lo')
-    assert plot_metrics.main([str(resumed), "--text"]) == 0
+    assert plot.main([str(resumed), "--text"]) == 0
     out, err = capsys.readouterr()
     assert "2 lines are no records and are left out, the first is line 3" in err
     assert "the last line is cut off" in err
@@ -115,16 +114,16 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "a")
     for step, loss in enumerate([1.0, "nan", None, 2.0, "inf"], 1):
         writer.write("train", step, loss=loss)
-    values = plot_metrics.read_history(tmp_path / "a").series("train", "loss", "step")[1]
+    values = plot.read_history(tmp_path / "a").series("train", "loss", "step")[1]
     assert values[0] == 1.0 and values[3] == 2.0 and math.isnan(values[1]) and math.isnan(values[2])
-    assert plot_metrics.main([str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
+    assert plot.main([str(tmp_path / "a"), "-o", str(tmp_path / "a.png")]) == 0
 
 
 def test_a_smoothed_curve_does_not_lag() -> None:
     line = [100.0 - i for i in range(200)]
-    assert plot_metrics.smoothed(line) == pytest.approx(line)
-    assert plot_metrics.smoothed([1.0, math.nan, 3.0])[1] == 2.0
-    assert plot_metrics.smoothed([]) == []
+    assert plot.smoothed(line) == pytest.approx(line)
+    assert plot.smoothed([1.0, math.nan, 3.0])[1] == 2.0
+    assert plot.smoothed([]) == []
 
 
 @pytest.mark.parametrize(("name", "axis"), [("loss.png", "step"), ("loss.svg", "tokens"), ("loss.svg", "time")])
@@ -133,7 +132,7 @@ def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
     long = Writer(tmp_path / "long")
     long.steps(1, 200, loss=2.0)
     output = tmp_path / name
-    assert plot_metrics.main([str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
+    assert plot.main([str(resumed), str(long.folder / "metrics.jsonl"), "-o", str(output), "--x", axis]) == 0
     data = output.read_bytes()
     assert data.startswith(b"\x89PNG") or (
         b"<svg" in data and b"resumed: validation, last 3.500" in data and b"long: train (running mean)" in data
@@ -142,7 +141,7 @@ def test_pictures(resumed: Path, tmp_path: Path, name: str, axis: str) -> None:
 
 def test_the_default_is_a_picture_in_the_run_folder(resumed: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert plot_metrics.main([str(resumed)]) == 0
+    assert plot.main([str(resumed)]) == 0
     assert (resumed / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,7 +149,7 @@ def test_without_matplotlib_there_is_text_and_a_hint(
     resumed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plot_metrics.main([str(resumed)]) == 0
+    assert plot.main([str(resumed)]) == 0
     out, err = capsys.readouterr()
     assert "pip install matplotlib" in err and "train loss" in out and "█" in out
     assert not (resumed / "loss.png").exists()
@@ -173,13 +172,13 @@ def test_mistakes(
         pytest.importorskip("matplotlib")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert plot_metrics.main([str(tmp_path), *arguments]) == code
+    assert plot.main([str(tmp_path), *arguments]) == code
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
 
 
 def test_a_run_that_does_not_exist_is_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot_metrics.main([str(tmp_path / "absent")]) == 4
+    assert plot.main([str(tmp_path / "absent")]) == 4
     assert "absent cannot be read" in capsys.readouterr().err
 
 

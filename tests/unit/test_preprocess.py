@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sp.commands.preprocess import main
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import preprocess as module
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
-from megatron_sp.data.preprocess_cli import main
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
 
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")

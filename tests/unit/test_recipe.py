@@ -115,7 +115,7 @@ def test_a_preset_of_the_other_program() -> None:
 
 def test_own_data(tmp_path: Path) -> None:
     prefix, pieces, words = tmp_path / "text", tmp_path / "pieces.model", tmp_path / "vocab.txt"
-    with pytest.raises(ConfigError, match=r"there is no .*text\.idx; tools/preprocess_data\.py makes it"):
+    with pytest.raises(ConfigError, match=r"there is no .*text\.idx; megatron-sp preprocess makes it"):
         recipe(DATA_PATH=str(prefix))
     (tmp_path / "text.idx").touch()
     for variables in ({}, {"TOKENIZER_MODEL": str(pieces)}, {"TOKENIZER_MODEL": str(tmp_path), "VOCAB_FILE": str(words)}):

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import report
 from run_logs import EVIL, LogWriter, evil_run
 
+from megatron_sp.commands import report
 from megatron_sp.config.schema import Config
 from megatron_sp.report import svg
 from megatron_sp.report.charts import charts

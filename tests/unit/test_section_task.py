@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from collections import Counter
@@ -10,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sp.commands import section_task as tool
 from megatron_sp.data.section_task import LONGEST, SHORTEST, make_task, passages, section_of
 from megatron_sp.utils.errors import DataError
-
-_SPEC = importlib.util.spec_from_file_location("make_section_task", Path(__file__).parents[2] / "tools" / "make_section_task.py")
-assert _SPEC is not None and _SPEC.loader is not None
-tool = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tool)
 
 LICENCE = "Everybody may do with this what they like, but for selling it as their own. " * 3 + "\n"
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("summarize_run", Path(__file__).parents[2] / "tools" / "summarize_run.py")
-assert _SPEC is not None and _SPEC.loader is not None
-tool = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tool)
+from megatron_sp.commands import summarize as tool
 
 
 def step(number: int, loss: float = 1.0, **more: Any) -> dict[str, Any]:

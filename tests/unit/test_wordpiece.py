@@ -127,7 +127,7 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_library_is_imported_late() -> None:
-    code = "import sys, megatron_sp.data.build, megatron_sp.data.preprocess_cli; assert 'tokenizers' not in sys.modules"
+    code = "import sys, megatron_sp.data.build, megatron_sp.commands.preprocess; assert 'tokenizers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=TOOL.parents[1])
 
 
@@ -174,7 +174,7 @@ def test_sentencepiece_models_of_others(tmp_path: Path) -> None:
         )  # fmt: skip
     assert special_tokens(SentencePieceTokenizer(tmp_path / "t.model")) == (4, 6, 5, 3)
     train_sentencepiece(TEXTS, tmp_path / "plain.model", 400)
-    with pytest.raises(ConfigError, match=r"SentencePieceTokenizer has no \[CLS\], .*tools/train_tokenizer.py --bert"):
+    with pytest.raises(ConfigError, match=r"SentencePieceTokenizer has no \[CLS\], .*megatron-sp tokenizer --bert"):
         special_tokens(SentencePieceTokenizer(tmp_path / "plain.model"))
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
 
 from megatron_sp.commands.pretrain import parse_config
-from megatron_sp.config.schema import Config
-from megatron_sp.data.build import Datasets, build_datasets
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_sp.models.gpt import GPTModel
-from megatron_sp.models.language_model import OnUnit
-from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
-from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.training.loop import Task, pretrain
-from megatron_sp.training.setup import dtype_of
-from megatron_sp.training.step import Loss
+from megatron_sp.tasks.gpt import GPT
+from megatron_sp.training.loop import pretrain
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --mock-data --vocab-size 60 --device cpu"
@@ -42,32 +34,4 @@ def train(rank: int, ranks: int, port: int, more: list[str]) -> None:
     }  # fmt: skip
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "MEGATRON_SP_FAULT"):
         os.environ.pop(name, None)
-    pretrain(parse_config([*words(ranks), *more], prog="megatron-sp chaos"), TASK)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    return build_tokenizer(config.data, config.model.vocab_size)
-
-
-def _datasets(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    assert config.model.seq_length
-    return build_datasets(
-        config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
-        vocab_size=config.model.vocab_size, num_samples=num_samples,
-    )  # fmt: skip
-
-
-def _model(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
-    return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
-
-
-def _counts(batch: MicroBatch) -> list[Tensor]:
-    return [batch["loss_mask"].sum()]
-
-
-def _sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    loss, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)
-    return [loss]
-
-
-TASK = Task("chaos", _tokenizer, _datasets, _model, Loss(names=("lm loss",), counts=_counts, sums=_sums))
+    pretrain(parse_config([*words(ranks), *more], prog="megatron-sp chaos"), replace(GPT, name="chaos"))

@@ -103,6 +103,6 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     if lacking:
         raise ConfigError(
             f"BERT needs the tokens [CLS], [SEP], [MASK] and [PAD], and {type(tokenizer).__name__} has no {', '.join(lacking)}: take"
-            " BertWordPieceLowerCase with a --vocab-file that has them, or train a tokenizer with tools/train_tokenizer.py --bert"
+            " BertWordPieceLowerCase with a --vocab-file that has them, or train a tokenizer with megatron-sp tokenizer --bert"
         )
     return SpecialTokens(**found)

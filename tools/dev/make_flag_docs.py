@@ -14,11 +14,11 @@ from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.program import run_program
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 
 _HEAD = """# Flags
 
-Made by `tools/make_flag_docs.py` (`make docs`) from `megatron_sp/config/schema.py`; a test compares.
+Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/schema.py`; a test compares.
 
 - Underscores may stand for hyphens; names are never completed. A mistyped name ends the program with exit code 2 and the nearest names.
 - Later wins: defaults, then those of `--preset NAME` ([zoo.md](zoo.md)), then `--config FILE`, then the command line from left to right; a

@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py."""
+"""The command line of ``megatron-sp preprocess``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LINE_SECONDS = 10.0
 _TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """All flags, with Megatron's names."""
     parser = argparse.ArgumentParser(
-        prog="preprocess_data.py",
+        prog=prog,
         description="Tokenize JSONL or plain text (.gz too) into PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with"
         " --split-sentences), the data set format of Megatron.",
         allow_abbrev=False,
@@ -59,9 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser(prog).parse_args(argv)
     data = DataConfig(
         tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
     )  # fmt: skip

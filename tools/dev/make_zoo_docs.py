@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.commands.preset_table import markdown
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
-BEGIN, END = "<!-- presets: made by tools/make_zoo_docs.py -->", "<!-- presets: end -->"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+BEGIN, END = "<!-- presets: made by tools/dev/make_zoo_docs.py -->", "<!-- presets: end -->"
 
 
 def page(text: str) -> str:

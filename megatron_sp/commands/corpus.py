@@ -1,0 +1,36 @@
+"""Write a JSONL corpus of the text that comes with Python: ``megatron-sp data corpus --output runs/quickstart/corpus.jsonl``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_sp.data.corpus import WANTED_BYTES, write_corpus
+from megatron_sp.utils.errors import EXIT_OK, ReportedError
+from megatron_sp.utils.program import integer
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each."
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write; keys: text, source")
+    parser.add_argument(
+        "--max-bytes",
+        type=integer(),
+        metavar="N",
+        help="stop before the document that would make it more than N bytes of text (default: all there is)",
+    )
+    args = parser.parse_args(argv)
+    try:
+        num_documents, num_bytes = write_corpus(args.output, max_bytes=args.max_bytes)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{args.output}: {num_documents} documents, {num_bytes / 1e6:.1f} MB of text")
+    if args.max_bytes is None and num_bytes < WANTED_BYTES:
+        print(
+            f"note: {WANTED_BYTES / 1e6:.0f} MB were expected: this Python's standard library is not complete; going on with what there is"
+        )
+    return EXIT_OK

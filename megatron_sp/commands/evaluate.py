@@ -1,0 +1,147 @@
+"""Say how good a trained model is: on a data set, on texts, on last words, on questions with several answers.
+
+    megatron-sp evaluate --load runs/quickstart --text book.txt
+    megatron-sp evaluate --load runs/quickstart --data-path data/corpus_text_document --split 97,3,0 --part valid
+    megatron-sp evaluate --load runs/quickstart --last-word lambada.jsonl --json lambada.json
+    bash scripts/launch.sh 2 tools/evaluate.py --load runs/quickstart --choices questions.jsonl
+
+A GPT does all four. A BERT takes --data-path (its masked tokens) and --text (pseudo-perplexity). Processes beyond tp * sp are further
+copies of the model and share the work. Numbers go to stdout, everything else to stderr; docs/evaluate.md says what they mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_sp import __version__
+from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.utils.errors import ConfigError, DiskError
+from megatron_sp.utils.output_file import require_place, write_output_json
+from megatron_sp.utils.program import integer
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.groups import Launch
+    from megatron_sp.config.schema import Config
+    from megatron_sp.inference.evaluation.gpt import Reading
+
+TASKS = ("data_path", "text", "last_word", "choices")
+INSTEAD = {name: "and this tool wants a GPT or a BERT" for name in ("GPT", "BERT")} | {
+    "classifier": "which puts texts into classes: megatron-sp finetune says how well"
+}
+
+
+def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_model_flags(parser)
+    task = parser.add_argument_group("what is evaluated (one of these)").add_mutually_exclusive_group(required=True)
+    task.add_argument(
+        "--data-path", metavar="PREFIX", help=".bin/.idx data: loss per token of the joined documents, or of BERT's masked tokens"
+    )
+    task.add_argument("--text", metavar="FILE", help="plain text, or .jsonl with a 'text' on each line: loss per token, bits per byte")
+    task.add_argument("--last-word", metavar="FILE", help=".jsonl with a 'text' on each line: is its last word found?")
+    task.add_argument("--choices", metavar="FILE", help=".jsonl with 'context', 'choices' and 'answer' (a number) on each line")
+    how = parser.add_argument_group("how")
+    how.add_argument("--split", metavar="A,B,C", help="with --data-path: weights of training, validation and test (default: all is taken)")
+    how.add_argument("--part", choices=("train", "valid", "test"), default="valid", help="with --split: which of them (default: valid)")
+    how.add_argument("--seq-length", type=integer(), metavar="N", help="tokens that the model reads at once (default: the run's)")
+    how.add_argument("--stride", type=integer(), metavar="N",
+                     help="windows begin every N tokens and overlap; each scores what is new (default: no overlap)")  # fmt: skip
+    how.add_argument("--batch-size", type=integer(2**20), default=8, metavar="N", help="rows of a forward pass (default: 8)")
+    how.add_argument("--limit", type=integer(), metavar="N", help="only the first N documents, lines, or rows of BERT")
+    how.add_argument("--json", metavar="OUT", help="write the numbers, and where they come from, into this file too")
+    return parser.parse_args(argv)
+
+
+def reading_of(options: argparse.Namespace, config: Config) -> Reading:
+    """Window, stride and sizes.
+
+    Raises:
+        ConfigError: they do not fit the model or each other.
+    """
+    from megatron_sp.inference.evaluation.gpt import Reading
+
+    limit = config.model.max_positions
+    length = options.seq_length or config.model.seq_length or limit
+    stride = length if options.stride is None else options.stride
+    if not 2 <= length <= limit:
+        raise ConfigError(f"--seq-length ({length}) must be 2 to {limit}: the model has that many positions")
+    if not 1 <= stride <= length:
+        raise ConfigError(f"--stride ({stride}) must be 1 to --seq-length ({length}), or tokens between two windows would not be scored")
+    if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
+        raise ConfigError(f"--batch-size ({options.batch_size}) and --limit ({options.limit}) must be at least 1")
+    if options.stride is not None and not (options.data_path or options.text):
+        raise ConfigError("--stride is about windows over a text: it goes with --data-path and --text")
+    if options.split is not None and options.data_path is None:
+        raise ConfigError("--split is about a data set: it goes with --data-path")
+    if config.model.is_bert and (options.last_word or options.choices or options.stride):
+        raise ConfigError("--last-word, --choices and --stride are about continuing a text, and this is a BERT: use --data-path or --text")
+    if options.json is not None:
+        require_place(options.json, "--json")
+    return Reading(length, stride, options.batch_size, options.limit)
+
+
+def measure(options: argparse.Namespace, launch: Launch) -> None:
+    """Everything behind the command line. Collective."""
+    from megatron_sp.inference import team as inference
+    from megatron_sp.inference.evaluation.bert import BertEvaluation
+    from megatron_sp.inference.evaluation.gpt import GPTEvaluation
+    from megatron_sp.models.bert import BertModel
+    from megatron_sp.models.gpt import GPTModel
+
+    config = inference.stored_config(options)
+    reading = reading_of(options, config)
+    inference.check_layout(options, launch.world_size, copies=True)
+    team = inference.join(options, launch)
+    task = next(name for name in TASKS if getattr(options, name) is not None)
+    path = getattr(options, task)
+    evaluation: Any
+    if config.model.is_bert:
+        loaded = inference.load(options, team, BertModel, "BERT", INSTEAD)
+        evaluation = BertEvaluation(cast("BertModel", loaded.model), loaded.stored.tokenizer, loaded.stored.config, reading, team)
+    else:
+        loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
+        evaluation = GPTEvaluation(cast("GPTModel", loaded.model), loaded.stored.tokenizer, reading, team)
+    team.say(loaded.description)
+    if task == "data_path":
+        numbers = evaluation.of_data(path, options.split, options.part)
+    else:
+        numbers = {"text": "of_text", "last_word": "of_last_words", "choices": "of_choices"}[task]
+        numbers = getattr(evaluation, numbers)(path)
+    with team.agree():
+        if team.rank == 0:
+            about = {
+                "task": task, "file": path, "split": options.split, "part": options.part if options.split else None,
+                "checkpoint": str(loaded.stored.folder), "step": loaded.stored.step, "dtype": options.dtype, "seq_length": reading.length,
+                "stride": reading.stride, "batch_size": reading.batch_size, "limit": reading.limit, "tp": options.tp_size,
+                "sp": options.sp_size, "dp": team.dp_size, "version": __version__,
+            }  # fmt: skip
+            report(numbers, about, options.json)
+
+
+def report(numbers: dict[str, float | int | None], about: dict[str, Any], output: str | None) -> None:
+    """Print the numbers, one a line, and write the file.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
+    known = {name: value for name, value in numbers.items() if value is not None}
+    for name, value in known.items():
+        print(f"{name.replace('_', ' '):18} {value:,}" if isinstance(value, int) else f"{name.replace('_', ' '):18} {value:.6g}")
+    if output is None:
+        return
+    finite = {name: value if value is None or abs(value) < float("inf") else None for name, value in numbers.items()}
+    try:
+        write_output_json(output, {"results": finite, **about})
+    except OSError as error:
+        raise DiskError(f"--json {output} cannot be written: {error.strerror}") from None
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = parse(argv, prog)
+    from megatron_sp.inference.team import run_tool
+
+    return run_tool(lambda launch: measure(options, launch))

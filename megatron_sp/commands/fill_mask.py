@@ -1,0 +1,142 @@
+"""Have a trained BERT guess the words that are hidden, in one process on a CPU or a GPU.
+
+    megatron-sp fill-mask --load runs/quickstart/bert --text "for line in [MASK]:"
+    megatron-sp fill-mask --load runs/quickstart/bert --baseline
+
+Each [MASK] is one token; without --text, texts are read from stdin, one a line. Model and tokenizer are those of the checkpoint.
+--baseline says instead how often one would be right, on the run's own validation data, by always guessing the most frequent token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, cast
+
+from megatron_sp.config.flags.inference_flags import add_checkpoint_flags
+from megatron_sp.utils.errors import ConfigError, DataError
+from megatron_sp.utils.program import integer
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.groups import Launch
+    from megatron_sp.inference.stored_model import Stored
+    from megatron_sp.models.bert import BertModel
+
+MASK = "[MASK]"
+INSTEAD = {
+    "GPT": "which sees only what stands before a word: megatron-sp generate has it continue a text",
+    "classifier": "whose head for masked tokens is gone: give the BERT that it was made from",
+}
+
+
+def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_checkpoint_flags(parser)
+    add = parser.add_argument_group("texts").add_argument
+    add("--text", action="append", metavar="TEXT", help=f"a text with {MASK} in it; may be given several times")
+    add("--top", type=integer(10**6), default=5, metavar="N", help="guesses shown for each (default: 5)")
+    add("--baseline", action="store_true", help="the share of the most frequent token, and nothing else")
+    return parser.parse_args(argv)
+
+
+def encode(stored: Stored, text: str) -> list[int]:
+    """[CLS], the text with its masks, [SEP].
+
+    Raises:
+        ConfigError: nothing is masked, or it is too long.
+    """
+    from megatron_sp.data.tokenizers.tokenizer import special_tokens
+
+    special, parts = special_tokens(stored.tokenizer), text.split(MASK)
+    if len(parts) < 2:
+        raise ConfigError(f"nothing is hidden in '{text}': write {MASK} in place of a word")
+    ids = stored.tokenizer.encode(parts[0])
+    for part in parts[1:]:
+        ids += [special.mask, *stored.tokenizer.encode(part)]
+    limit = stored.config.model.max_positions
+    if len(ids) + 2 > limit:
+        raise ConfigError(f"'{text[:40]}...' has {len(ids) + 2} tokens, the model has {limit} positions: shorten it")
+    return [special.cls, *ids, special.sep]
+
+
+def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
+    """Print the text and, for each of its masks, the likeliest tokens."""
+    import torch
+
+    from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.parallel.forward_context import ForwardContext
+
+    ids = encode(stored, text)
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)
+    with torch.no_grad():
+        hidden = model.hidden(tokens, ForwardContext(AttentionMask(causal=False)), types=torch.zeros_like(tokens))
+        shares = model.predictions(hidden)[:, 0, : stored.tokenizer.vocab_size].float().softmax(-1)  # [s, v]
+    print(text)
+    for place in [i for i, token in enumerate(ids) if token == stored.tokenizer.mask]:
+        best = shares[place].topk(min(top, shares.shape[1]))
+        guesses = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        print("    " + ", ".join(f"{stored.tokenizer.decode([token])} {100 * share:.0f} %" for share, token in guesses))
+
+
+def baseline(stored: Stored) -> str:
+    """How often the most frequent token is what is masked, in the data that the run was validated on."""
+    import numpy as np
+
+    from megatron_sp.data.build import build_bert_datasets
+
+    config = stored.config
+    model, batch = config.model, config.batch
+    passes = (batch.train_iters or 0) // (batch.eval_interval or sys.maxsize) + 1
+    wanted = passes * batch.eval_iters * (batch.global_batch_size or batch.micro_batch_size)
+    assert model.seq_length
+    valid = build_bert_datasets(
+        config.data, seq_length=model.seq_length, seed=batch.seed, tokenizer=stored.tokenizer, vocab_size=model.vocab_size,
+        num_samples=(0, wanted, 0), binary_head=model.has_order_head,
+    ).valid  # fmt: skip
+    if valid is None or wanted == 0:
+        raise DataError(f"{stored.folder} is of a run without validation data: there is nothing to count in")
+    rows = (valid[i] for i in range(min(wanted, len(valid))))
+    counts = np.bincount(np.concatenate([row["labels"][row["loss_mask"] > 0] for row in rows]))
+    return f"{100 * counts.max() / counts.sum():.1f} % of the masked tokens ('{stored.tokenizer.decode([int(counts.argmax())])}')"
+
+
+def read_texts(options: argparse.Namespace) -> list[str]:
+    texts: list[str] = options.text or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not texts:
+        raise DataError(f"there is no text: use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word")
+    return texts
+
+
+def run(options: argparse.Namespace, launch: Launch) -> None:
+    """Everything behind the command line."""
+    if options.top < 1:
+        raise ConfigError(f"--top ({options.top}) must be at least 1")
+    import torch
+
+    from megatron_sp.inference.stored_model import find_stored
+    from megatron_sp.inference.team import choose_device
+    from megatron_sp.models.bert import BertModel
+
+    if launch.world_size > 1:
+        raise ConfigError(f"megatron-sp fill-mask is one process, and {launch.world_size} were started: start it with python")
+    device = choose_device(options.device, launch)
+    stored = find_stored(
+        options.load, options.ckpt_step, "BERT", INSTEAD, lambda line: print(f"warning: {line}", file=sys.stderr), options.tokenizer_model
+    )
+    if options.baseline:
+        print(baseline(stored))
+        return
+    texts = read_texts(options)
+    model = cast("BertModel", stored.load(BertModel, device, torch.float32))
+    for text in texts:
+        show(stored, model, text, options.top)
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = parse(argv, prog)
+    from megatron_sp.inference.team import run_tool
+
+    return run_tool(lambda launch: run(options, launch))

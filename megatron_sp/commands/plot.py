@@ -1,0 +1,189 @@
+"""Draw the curves of one or several runs: training and validation loss, learning rate, gradient norm, speed.
+
+    megatron-sp plot runs/quickstart
+    megatron-sp plot runs/a runs/b -o compare.svg --x tokens
+
+Reads metrics.jsonl. Where a run was resumed, what the old process had done beyond the checkpoint is left out (the new one
+did it again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.report.run_history import SMOOTHED_FROM, History, number, read_history, smoothed
+from megatron_sp.report.sparkline import sparkline
+from megatron_sp.utils.errors import ConfigError, DiskError, ReportedError
+from megatron_sp.utils.output_file import write_output
+
+FORMATS = (".png", ".svg", ".pdf")
+X_LABELS = {"step": "step", "tokens": "tokens", "time": "training time (minutes)"}
+PANELS = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_s", "tokens/s"))
+# Okabe and Ito's colours, which colour-blind readers can tell apart; validation takes the second when there is one run
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#8A8A8A"
+
+
+def summary(run: History) -> str:
+    """A line on where the run is."""
+    parts = [f"{run.name}: step {max([*run.train, *run.valid])}"]
+    if run.train:
+        last = list(run.train.values())[-1]
+        parts.append(f"train loss {number(last.get('loss')):.4f}")
+    if run.valid:
+        last = list(run.valid.values())[-1]
+        parts.append(f"validation loss {number(last.get('loss')):.4f}")
+        parts += [f"perplexity {number(last['perplexity']):.2f}"] if "perplexity" in last else []  # a classifier has none
+    if run.resumed:
+        parts.append(f"resumed at step {', '.join(map(str, run.resumed))}")
+    return ", ".join(parts)
+
+
+def draw_text(runs: list[History]) -> None:
+    """The curves as lines of text."""
+    for run in runs:
+        for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
+            values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
+            if values:
+                print(f"  {label:14s} {sparkline(values)}  {values[0]:.4g} to {values[-1]:.4g}")
+
+
+def draw(runs: list[History], axis: str, output: Path, title: str | None) -> None:
+    """The picture.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        DiskError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "svg.fonttype": "none"}
+    ):
+        figure = pyplot.figure(figsize=(9, 6.4), layout="constrained")
+        grid = figure.add_gridspec(2, len(PANELS), height_ratios=(3, 1))
+        main = figure.add_subplot(grid[0, :])
+        panels = [figure.add_subplot(grid[1, i], sharex=main) for i in range(len(PANELS))]
+        for index, run in enumerate(runs):
+            colour = COLOURS[index % len(COLOURS)]
+            _draw_loss(main, run, axis, colour, COLOURS[1] if len(runs) == 1 else colour)
+            for panel, (key, _) in zip(panels, PANELS, strict=True):
+                panel.plot(*run.series("train", key, axis), color=colour, linewidth=0.9)
+            _mark_resumes([main, *panels], run, axis, colour if len(runs) > 1 else GREY, first=index == 0)
+        _decorate(main, panels, axis, title or (f"{runs[0].name}" if len(runs) == 1 else "loss"))
+        try:
+            picture = io.BytesIO()
+            figure.savefig(picture, dpi=160, format=output.suffix[1:].lower())
+            write_output(output, picture.getvalue())
+        except OSError as error:
+            raise DiskError(f"{output} cannot be written: {error.strerror}; choose another -o") from None
+        finally:
+            pyplot.close(figure)
+
+
+def _draw_loss(axes: Any, run: History, axis: str, colour: str, valid_colour: str) -> None:
+    x, y = run.series("train", "loss", axis)
+    many = len(y) >= SMOOTHED_FROM
+    if x:
+        axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.3 if many else 1.0, label=None if many else f"{run.name}: train")
+    if many:
+        axes.plot(x, smoothed(y), color=colour, linewidth=1.3, label=f"{run.name}: train (running mean)")
+    if run.valid:
+        last = list(run.valid.values())[-1]
+        label = f"{run.name}: validation, last {number(last.get('loss')):.3f}"
+        label += f" (perplexity {number(last['perplexity']):.4g})" if "perplexity" in last else ""
+        x, y = run.series("valid", "loss", axis)
+        axes.plot(x, y, color=valid_colour, marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8, linewidth=1.0,
+                  linestyle=(0, (4, 2)), zorder=3, label=label)  # fmt: skip
+
+
+def _mark_resumes(all_axes: list[Any], run: History, axis: str, colour: str, *, first: bool) -> None:
+    for number_, step in enumerate(run.resumed):
+        at = run.train.get(step) or run.valid.get(step) or {"step": step, "minutes": _minutes_at(run, step)}
+        for axes in all_axes:
+            label = "resumed" if first and number_ == 0 and axes is all_axes[0] else None
+            axes.axvline(run.x_of(at, axis), color=colour, linewidth=0.9, linestyle=":", zorder=0, label=label)
+
+
+def _minutes_at(run: History, step: int) -> float:
+    return max((r["minutes"] for s, r in {**run.train, **run.valid}.items() if s <= step), default=0.0)
+
+
+def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
+    main.set_title(title, loc="left", fontweight="bold")
+    main.set_ylabel("loss (nats per token)")
+    main.set_xlabel(X_LABELS[axis])
+    if main.get_legend_handles_labels()[0]:
+        main.legend(frameon=False, loc="upper right")
+    for panel, (_, label) in zip(panels, PANELS, strict=True):
+        panel.set_title(label, loc="left", fontsize=8.5, color="#444444")
+        panel.set_ylim(bottom=0)
+        panel.tick_params(labelsize=7.5)
+    panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for axes in (main, *panels):
+        axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(color=GREY)
+        axes.margins(x=0.01)
+        if axis == "tokens":
+            axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+
+
+def _short(value: float) -> str:
+    """3200000 -> 3.2M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"{', '.join(FORMATS)} (default: RUN/loss.png; of several runs loss.png)"
+    )
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (default: step)")
+    parser.add_argument("--title", help="default: the run's name")
+    parser.add_argument("--text", action="store_true", help="draw text even where matplotlib is installed")
+    return parser.parse_args(argv)
+
+
+def run_tool(options: argparse.Namespace) -> None:
+    """Everything behind the command line."""
+    first: Path = options.runs[0]
+    folder = first if first.is_dir() else first.absolute().parent
+    output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))
+    if output.suffix.lower() not in FORMATS:
+        raise ConfigError(f"-o {output}: the name must end in one of {', '.join(FORMATS)}")
+    runs = [read_history(path) for path in options.runs]
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(summary(run))
+    if not options.text:
+        try:
+            draw(runs, options.x, output, options.title)
+            print(f"drawn to {output}")
+            return
+        except ImportError:
+            print("note: no picture without matplotlib; `pip install matplotlib` (or this package with [plot]) gets it", file=sys.stderr)
+    draw_text(runs)
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    options = parse(argv, prog)
+    try:
+        run_tool(options)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

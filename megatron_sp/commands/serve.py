@@ -1,0 +1,133 @@
+"""Serve a trained GPT: OpenAI's completions API over HTTP, on this machine only unless told otherwise.
+
+    megatron-sp serve --load runs/quickstart
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for statement", "max_tokens": 30}'
+    bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart --tensor-model-parallel-size 2
+
+Requests that are there at the same time are worked on together. There is no encryption, and without --api-key no authentication:
+docs/serve.md.
+Ctrl-C or SIGTERM ends it when the requests that it has are answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from megatron_sp.config.flags.inference_flags import add_model_flags
+from megatron_sp.utils.errors import ConfigError, PeerError
+from megatron_sp.utils.program import integer
+
+if TYPE_CHECKING:
+    from megatron_sp.comm.groups import Launch
+    from megatron_sp.models.gpt import GPTModel
+
+KEY_VARIABLE = "MEGATRON_SP_API_KEY"
+INSTEAD = {
+    "BERT": "which cannot continue a text: megatron-sp fill-mask has it guess words that you hide",
+    "classifier": "which puts texts into classes and writes none",
+}
+
+
+def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_model_flags(parser)
+    door = parser.add_argument_group("door")
+    door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)")
+    door.add_argument("--port", type=integer(), default=8000, help="0: any that is free; the log says which (default: 8000)")
+    door.add_argument("--api-key", metavar="KEY",
+                      help=f"clients must send it as a bearer token; better in the environment, as {KEY_VARIABLE}")  # fmt: skip
+    door.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: the name of the run's folder)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-batch-size", type=integer(2**16), default=8, metavar="N", help="choices generated at once (default: 8)")
+    limits.add_argument(
+        "--max-queue", type=integer(10**6), default=64, metavar="N", help="choices that may wait; beyond them: 429 (default: 64)"
+    )
+    limits.add_argument(
+        "--max-tokens", type=integer(), metavar="N", help="generated for one choice, at most (default: the model's context)"
+    )
+    limits.add_argument("--max-body-bytes", type=integer(), default=1 << 20, metavar="N", help="of a request (default: 1 MiB)")
+    limits.add_argument("--request-timeout", type=float, default=300.0, metavar="S",
+                        help="seconds from a request's arrival to its last token; then 504 (default: 300)")  # fmt: skip
+    limits.add_argument("--shutdown-timeout", type=float, default=20.0, metavar="S",
+                        help="seconds that requests have to finish after SIGTERM; then 503 (default: 20)")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError: a limit that is none, or packages that are missing."""
+    from megatron_sp.inference.serving.server import require_packages
+
+    least = {"max_batch_size": 1, "max_queue": 0, "max_body_bytes": 1, "max_tokens": 1, "port": 0}
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} ({value}) must be at least {low}")
+    for name in ("request_timeout", "shutdown_timeout"):
+        if not 0 < getattr(options, name) < 1e6:
+            raise ConfigError(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be a number of seconds above 0")
+    if options.port > 65535:
+        raise ConfigError(f"--port ({options.port}) must be at most 65535")
+    require_packages()
+
+
+def run(options: argparse.Namespace, launch: Launch) -> None:
+    """Everything behind the command line: rank 0 serves, the others work with it."""
+    from megatron_sp.inference import team as inference
+    from megatron_sp.inference.serving.app import Front
+    from megatron_sp.inference.serving.engine import Engine
+    from megatron_sp.inference.serving.request import Limits
+    from megatron_sp.inference.serving.server import is_loopback, open_socket, serve, warning_about
+    from megatron_sp.inference.serving.slots import Slots
+    from megatron_sp.models.gpt import GPTModel
+
+    check(options)
+    inference.check_layout(options, launch.world_size, copies=False)
+    team = inference.join(options, launch)
+    door = None
+    with team.agree():
+        if team.rank == 0:
+            door = open_socket(options.host, options.port)
+    loaded = inference.load(options, team, GPTModel, "GPT", INSTEAD)
+    team.say(loaded.description)
+    model, tokenizer = cast("GPTModel", loaded.model), loaded.stored.tokenizer
+    if door is None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 gets it too, finishes what there is, and says when to stop
+            signal.signal(number, signal.SIG_IGN)
+        Slots(model, options.max_batch_size, tokenizer.vocab_size).follow(lambda: cast("list[object]", team.broadcast(None)))
+        return
+    slots = Slots(model, options.max_batch_size, tokenizer.vocab_size, team.broadcast if team.size > 1 else None)
+    engine = Engine(slots, tokenizer, options.max_queue, options.request_timeout)
+    positions = model.config.max_positions
+    key = options.api_key or os.environ.get(KEY_VARIABLE) or None
+    limits = Limits(positions, min(options.max_tokens or positions, positions), engine.capacity)
+    name = options.served_model_name or name_of(options.load)
+    front = Front(engine, tokenizer, name, limits, options.max_body_bytes, key, is_loopback(options.host))
+    if warning := warning_about(options.host, has_key=key is not None):
+        team.say(warning)
+    host, port = door.getsockname()[:2]
+    engine.start()
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    serve(front, door, options.shutdown_timeout, lambda: team.say(f"serving '{front.model_name}' at {url}/v1/completions"))
+    if engine.broken:
+        raise PeerError(engine.broken)
+    team.say("stopped")
+
+
+def name_of(run: str) -> str:
+    """The run's folder, also where a step of it was given."""
+    path = Path(run).resolve()
+    return next((p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-")), "model")
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = parse(argv, prog)
+    from megatron_sp.inference.team import run_tool
+
+    return run_tool(lambda launch: run(options, launch))

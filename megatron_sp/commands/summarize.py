@@ -1,0 +1,76 @@
+"""The result of a run in a few lines: ``megatron-sp summarize runs/x``.
+
+Reads metrics.jsonl. Where a run was interrupted and resumed, the steps that were taken twice are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.report.run_history import accuracies, are_equal, repetitions
+from megatron_sp.utils.errors import DataError, ReportedError
+from megatron_sp.utils.run_log import read_records
+
+
+def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Rows of (what, value).
+
+    Raises:
+        DataError: no step has been logged.
+    """
+    train = [r for r in records if r.get("kind") == "train"]
+    if not train:
+        raise DataError(f"{run}/metrics.jsonl has no training step yet")
+    starts = [r for r in records if r.get("kind") == "start"]
+    rows = [("run folder", str(run)), ("steps", f"{train[-1]['step']}, {train[-1]['consumed_tokens']:,} tokens")]
+    rows.append(("speed", f"{statistics.median(r['tokens_per_s'] for r in train):,.0f} tokens/s (median)"))
+    if len(starts) > 1:
+        repeated = repetitions(records)
+        twice, equal = len(repeated), sum(are_equal(taken) for taken in repeated.values())
+        rows.append(("interruptions", f"{len(starts) - 1}, resumed at step {', '.join(str(s['step']) for s in starts[1:])}"))
+        if twice:
+            same = "all equal to the last bit" if equal == twice else f"{equal} of them equal to the last bit"
+            rows.append(("logged steps taken twice", f"{twice}: loss, gradient norm and samples {same}"))
+    for kind in ("valid", "test"):
+        last = [r for r in records if r.get("kind") == kind]
+        if last:
+            loss = float(last[-1]["loss"])
+            perplexity = f" (perplexity {math.exp(min(loss, 700)):.1f})" if "perplexity" in last[-1] else ""  # a classifier has none
+            rows.append((f"{kind} loss", f"{loss:.4f}{perplexity}"))
+            rows += [(f"{kind} {name.replace('_', ' ')}", f"{100 * float(last[-1][name]):.1f} %") for name in accuracies(last[-1])]
+    for found in [r for r in records if r.get("kind") == "classification"][-1:]:
+        rows.append((f"{found['examples']} classified", f"{100 * float(found['accuracy']):.1f} % right, F1 {float(found['f1']):.3f}"))
+    return rows
+
+
+def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
+    records = read_records(run)[0]
+    try:
+        return summary(run, records)
+    except (KeyError, TypeError, ValueError) as error:  # the program writes no such record: the file was changed
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{run}/metrics.jsonl holds a record that cannot be used ({what}): it is damaged, or of another program") from None
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=prog, description="The result of a run in a few lines.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")
+    args = parser.parse_args(argv)
+    try:
+        rows = _summary_of_sound_records(args.run)
+    except ReportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    rows += [(n, v) for n, _, v in (extra.partition("=") for extra in args.extra)]
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+    print()
+    return 0
