@@ -25,6 +25,7 @@ EXTRAS = {
     "hf": ["transformers>=5.3"],  # exchange of weights with Hugging Face; remote code is never run
     "eval": ["lm-eval[hf]>=0.4.9"],  # standard benchmarks of an exported model (docs/evaluate.md)
     "serve": ["starlette>=0.40", "uvicorn>=0.30"],  # tools/serve.py
+    "data": ["pyarrow>=17", "zstandard>=0.22"],  # Parquet, Arrow and .zst for preprocessing
     "log": ["tensorboard>=2.16", "wandb>=0.17"],
     "plot": ["matplotlib>=3.8"],
     "dev": [
@@ -36,6 +37,8 @@ EXTRAS = {
         "mypy>=1.13",
         "codespell>=2.3",
         "types-PyYAML",
+        "pyarrow>=17",
+        "zstandard>=0.22",
         "starlette>=0.40",  # small, and without dependencies that are large
         "uvicorn>=0.30",
         "transformers>=5.3; python_version >= '3.11'",  # whose models ours are compared with

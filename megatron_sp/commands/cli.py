@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron_sp import __version__
-from megatron_sp.utils.errors import ReportedError
-from megatron_sp.utils.program import code_of, integer, run_program
+from megatron_sp.utils.program import code_of, run_program
 
 Command = Callable[[argparse.Namespace], int]
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
@@ -92,16 +91,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_sp.commands.data import add_actions
+
     data = commands.add_parser("data", help="make, look at, join and split data sets", allow_abbrev=False)
-    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
-    for name, (_, words) in DATA_PROGRAMS.items():
-        actions.add_parser(name, help=words, add_help=False)
-    text = "read a .bin/.idx pair once from end to end: header, sizes, offsets, documents, every token, and every byte by PREFIX.sha256"
-    verify = actions.add_parser("verify", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-    verify.add_argument("prefix", nargs="+", metavar="PREFIX", help="path without .bin or .idx")
-    verify.add_argument("--vocab-size", type=integer(2**31 - 1), help="token ids from here on are errors (default: only negative ids are)")
-    verify.add_argument("--write-digest", action="store_true", help="write PREFIX.sha256 where there is none, of the files as they are")
-    verify.set_defaults(run=_verify_data)
+    add_actions(data, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
 
 
 def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -188,38 +181,3 @@ def _presets(args: argparse.Namespace) -> int:
 
     print(preset_table.as_json() if args.json else preset_table.table())
     return 0
-
-
-def _verify_data(args: argparse.Namespace) -> int:
-    import hashlib
-
-    from megatron_sp.data import digest_file
-    from megatron_sp.data.bert_index import sentence_summary
-    from megatron_sp.data.indexed_dataset import IndexedDataset
-
-    code = 0
-    for prefix in args.prefix:
-        try:
-            indexed = IndexedDataset(prefix)
-            hasher = hashlib.sha256()
-            report = indexed.verify(args.vocab_size, hasher)
-            digests = {".bin": hasher.hexdigest(), ".idx": digest_file.sha256_of(indexed.idx_path)}
-            has_digest = digest_file.compare(indexed.prefix, digests)
-            if args.write_digest and not has_digest:
-                digest_file.write(indexed.prefix, digests)
-        except ReportedError as error:
-            print(f"{prefix}: {error}", file=sys.stderr)
-            code = error.exit_code
-            continue
-        ids = f", ids {report.smallest} to {report.largest}" if report.num_tokens else ""
-        counts = f"{report.num_documents:,} documents, {report.num_sequences:,} sequences, {report.num_tokens:,} tokens{ids}"
-        named = indexed.prefix + digest_file.SUFFIX
-        print(f"{prefix}: sound: {counts}{f'; every byte is as {named} says' if has_digest else ''}")
-        if not has_digest and args.write_digest:
-            print(f"{prefix}: {named} is written: it says what every byte is now")
-        elif not has_digest:
-            print(f"{prefix}: there is no {named} to compare the bytes with: --write-digest writes one, of the files as they are")
-        sentences = sentence_summary(indexed.document_index, indexed.sequence_lengths)
-        if sentences:
-            print(f"{prefix}: {sentences}")
-    return code

@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from megatron_sp.config.schema import WORDPIECE, DataConfig
-from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer
+
+if TYPE_CHECKING:
+    from megatron_sp.data.preprocess import PreprocessReport, Progress
 
 _LINE_SECONDS = 10.0
 _TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", *WORDPIECE, "ByteTokenizer", "NullTokenizer")
@@ -21,16 +24,26 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """All flags, with Megatron's names."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Tokenize JSONL or plain text (.gz too) into PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with"
-        " --split-sentences), the data set format of Megatron.",
+        description="Tokenize JSONL, plain text (.gz and .zst too), Parquet or Arrow into PREFIX_KEY_document.bin and .idx"
+        " (PREFIX_KEY_sentence with --split-sentences), the data set format of Megatron.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="input files; their documents follow one another in this order")
+    add("--input", nargs="+", required=True, metavar="FILE",
+        help="files, folders of Dataset.save_to_disk, or - for standard input; their documents follow one another in order")  # fmt: skip
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output without _KEY_document.bin")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="texts of a JSON line, each a data set of its own (default: text)")
     add(
-        "--input-format", choices=("auto", "jsonl", "text"), default="auto", help="auto: JSONL if the name ends in .jsonl, .json or .ndjson"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="texts of a JSON line, or columns, each a data set of its own (default: text)",
+    )
+    add(
+        "--input-format",
+        choices=("auto", "jsonl", "text"),
+        default="auto",
+        help="auto: JSONL if the name ends in .jsonl, .json or .ndjson (before .gz or .zst)",
     )
     add("--text-unit", choices=("paragraph", "line", "file"), default="paragraph",
         help="what a document is in plain text; paragraphs have blank lines between them (default: paragraph)")  # fmt: skip
@@ -55,22 +68,30 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar="N",
         help="processes that tokenize; the output is the same for any number (default: 1)",
     )
+    add("--part", metavar="I/N", default="1/1",
+        help="the I-th of N parts of the input, for array jobs: -I-of-N is added to the output's name, and `megatron-sp data merge` joins"
+        " the parts (lines and row groups are dealt out, other files as a whole)")  # fmt: skip
     add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them, instead of stopping")
     return parser
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; returns the exit code."""
+    from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which wants memory
+    from megatron_sp.data.text_input import Part
+
     args = build_parser(prog).parse_args(argv)
     data = DataConfig(
         tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
     )  # fmt: skip
-    options = PreprocessOptions(
-        inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size, json_keys=tuple(args.json_keys),
-        append_eod=args.append_eod, workers=args.workers, input_format=args.input_format, text_unit=args.text_unit,
-        skip_bad_lines=args.skip_bad_lines, split_sentences=args.split_sentences,
-    )  # fmt: skip
     try:
+        part = Part.parse(args.part)
+        options = PreprocessOptions(
+            inputs=tuple(args.input), output_prefix=args.output_prefix, data=data, vocab_size=args.vocab_size,
+            json_keys=tuple(args.json_keys), append_eod=args.append_eod, workers=args.workers,
+            input_format=args.input_format, text_unit=args.text_unit, skip_bad_lines=args.skip_bad_lines,
+            split_sentences=args.split_sentences, part=part,
+        )  # fmt: skip
         with _shown() as progress:
             report = preprocess(options, progress)
     except ReportedError as error:
@@ -97,7 +118,7 @@ def summary(report: PreprocessReport, sentences: bool = False) -> str:
     return "\n".join(lines)
 
 
-class _Lines(Progress):
+class _Lines:
     """A plain line now and then, for logs."""
 
     def __init__(self) -> None:
@@ -123,9 +144,9 @@ def _shown() -> Iterator[Progress]:
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("starting", total=None)
 
-        class _Bar(Progress):
+        class _Bar:
             def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-                bars.update(task, completed=bytes_read, total=bytes_total, description=_status(report, bytes_read, bytes_total))
+                bars.update(task, completed=bytes_read, total=bytes_total or None, description=_status(report, bytes_read, bytes_total))
 
         yield _Bar()
 
@@ -133,4 +154,5 @@ def _shown() -> Iterator[Progress]:
 def _status(report: PreprocessReport, bytes_read: int, bytes_total: int) -> str:
     rate = bytes_read / 1e6 / max(report.seconds, 1e-9)
     tokens = sum(report.num_tokens.values())
-    return f"{bytes_read / 1e6:.1f} of {bytes_total / 1e6:.1f} MB, {report.num_documents} documents, {tokens} tokens, {rate:.1f} MB/s"
+    total = f" of {bytes_total / 1e6:.1f}" if bytes_total else ""  # of standard input nobody knows
+    return f"{bytes_read / 1e6:.1f}{total} MB, {report.num_documents} documents, {tokens} tokens, {rate:.1f} MB/s"

@@ -1,4 +1,4 @@
-"""From text files to ``.bin``/``.idx``: read lines, tokenize in worker processes, write in the order of the input.
+"""From text to ``.bin``/``.idx``: read documents (``text_input``), tokenize in worker processes, write in the order of the input.
 
 The parent only cuts the input into chunks of whole documents and writes what comes back, in order, so the files have the same bytes for
 any number of workers. A worker that dies is an error, not a hang. Output appears when everything has succeeded (``writer``).
@@ -12,36 +12,28 @@ A document is one sequence, or with --split-sentences one for each of its senten
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
-import os
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.idx_format import token_dtype
 from megatron_sp.data.sentences import split_sentences
+from megatron_sp.data.text_input import WHOLE, InputFormat, Part, TextChunk, TextUnit, check_input, input_bytes, is_json, read_chunks
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError
 
-_CHUNK_BYTES = 1 << 19
 _CHUNKS_PER_WORKER = 3  # in flight: enough that no worker waits, few enough that the parent's memory stays small
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_BOM = b"\xef\xbb\xbf"
-
-InputFormat = Literal["auto", "jsonl", "text"]
-TextUnit = Literal["paragraph", "line", "file"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +51,7 @@ class PreprocessOptions:
     text_unit: TextUnit = "paragraph"
     skip_bad_lines: bool = False
     split_sentences: bool = False
+    part: Part = WHOLE
 
 
 @dataclass
@@ -74,16 +67,6 @@ class PreprocessReport:
     seconds: float = 0.0
 
 
-class TextChunk(NamedTuple):
-    """Whole documents of one file: raw bytes of each, the line each starts at (from 1), and how far the file is read."""
-
-    path: str
-    is_json: bool
-    documents: list[bytes]
-    lines: list[int]
-    bytes_read: int
-
-
 class Encoded(NamedTuple):
     """A chunk's tokens: for each key all ids in one array, the length of each sequence, and how many of them each document has."""
 
@@ -94,8 +77,8 @@ class Encoded(NamedTuple):
     bytes_read: int
 
 
-class Progress:
-    """Receives what has been done so far; this one shows nothing."""
+class Progress(Protocol):
+    """Receives what has been done so far."""
 
     def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
         """Called after every chunk; bytes are those of the files as they lie on the disk."""
@@ -109,16 +92,16 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
         DataError: an input that is absent, no text, or holds a bad line (named by file and line); a worker that died.
         DiskError: the output cannot be written; nothing is left of it.
     """
-    progress = progress or Progress()
     tokenizer = _check(options)
     began = time.monotonic()
     report = PreprocessReport(num_tokens=dict.fromkeys(options.json_keys, 0), num_sequences=dict.fromkeys(options.json_keys, 0))
-    bytes_total = sum(os.path.getsize(path) for path in options.inputs)
+    bytes_total = input_bytes(options.inputs) // options.part.count
     bytes_read = 0
     with contextlib.ExitStack() as stack:
         writers = {}
         for key in options.json_keys:
-            report.outputs[key] = f"{options.output_prefix}_{key}_{'sentence' if options.split_sentences else 'document'}"
+            unit = "sentence" if options.split_sentences else "document"
+            report.outputs[key] = f"{options.output_prefix}_{key}_{unit}{options.part.suffix}"
             writers[key] = stack.enter_context(IndexedDatasetWriter(report.outputs[key], vocab_size=tokenizer.vocab_size))
         for encoded in _encode_all(options, tokenizer):
             for key, writer in writers.items():
@@ -129,9 +112,10 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
             report.num_skipped += encoded.num_skipped
             bytes_read += encoded.bytes_read
             report.num_input_bytes, report.seconds = bytes_read, time.monotonic() - began
-            progress.update(report, bytes_read, bytes_total)
+            if progress is not None:
+                progress.update(report, bytes_read, bytes_total)
         empty = [key for key, count in report.num_tokens.items() if count == 0]
-        if empty:
+        if empty and options.part.count == 1:  # of many jobs one may have nothing to do
             raise DataError(
                 f"{', '.join(options.inputs)}: no text under {', '.join(empty)} ({report.num_documents} documents): nothing is written"
             )
@@ -146,9 +130,8 @@ def _check(options: PreprocessOptions) -> Tokenizer:
     if len(set(options.json_keys)) < len(options.json_keys):
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: each key once")
     for path in options.inputs:
-        if not os.path.isfile(path):
-            raise DataError(f"{path}: no such input file")
-        if not _is_json(path, options.input_format) and options.json_keys != ("text",):
+        check_input(path, options.input_format, options.part)
+        if not is_json(path, options.input_format) and options.json_keys != ("text",):
             raise ConfigError(f"{path} is plain text, which has no keys: leave --json-keys out, or say --input-format jsonl")
     folder = Path(options.output_prefix).parent
     try:
@@ -156,59 +139,6 @@ def _check(options: PreprocessOptions) -> Tokenizer:
     except OSError as error:
         raise DiskError(f"{folder}: cannot be made: {error.strerror}") from error
     return build_tokenizer(options.data, options.vocab_size)
-
-
-def _is_json(path: str, input_format: InputFormat) -> bool:
-    if input_format == "auto":
-        return path.removesuffix(".gz").endswith(_JSON_SUFFIXES)
-    return input_format == "jsonl"
-
-
-# ---- reading, in the parent ----
-
-
-def read_chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
-    """Cut all inputs into chunks of whole documents."""
-    for path in options.inputs:
-        is_json = _is_json(path, options.input_format)
-        try:
-            yield from _chunks_of_file(path, is_json, "line" if is_json else options.text_unit)
-        except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are OSError
-            raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _chunks_of_file(path: str, is_json: bool, unit: TextUnit) -> Iterator[TextChunk]:
-    with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else contextlib.nullcontext(raw) as file:
-        documents: list[bytes] = []
-        lines: list[int] = []
-        size, before = 0, 0
-        for line, document in _documents(file, unit):
-            documents.append(document)
-            lines.append(line)
-            size += len(document) + 64
-            if size >= _CHUNK_BYTES:
-                yield TextChunk(path, is_json, documents, lines, raw.tell() - before)
-                documents, lines, size, before = [], [], 0, raw.tell()
-        yield TextChunk(path, is_json, documents, lines, raw.tell() - before)
-
-
-def _documents(file: Iterable[bytes], unit: TextUnit) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, bytes without the final line end) of each document."""
-    block: list[bytes] = []
-    start = 1
-    for number, line in enumerate(file, start=1):
-        line = line.removeprefix(_BOM) if number == 1 else line
-        if unit == "line":
-            yield number, line.rstrip(b"\r\n")
-        elif unit == "paragraph" and not line.strip():
-            if block:
-                yield start, b"".join(block).rstrip(b"\r\n")
-            block = []
-        else:
-            start = start if block else number
-            block.append(line)
-    if block:
-        yield start, b"".join(block) if unit == "file" else b"".join(block).rstrip(b"\r\n")
 
 
 # ---- encoding, in the workers ----
@@ -288,15 +218,21 @@ def _encode_in_worker(chunk: TextChunk) -> Encoded:
     return _encoder(chunk)
 
 
+def _chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
+    return read_chunks(
+        options.inputs, input_format=options.input_format, text_unit=options.text_unit, keys=options.json_keys, part=options.part
+    )
+
+
 def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """All chunks, encoded, in the order of the input."""
     if options.workers == 1:
-        yield from map(Encoder(options, tokenizer), read_chunks(options))
+        yield from map(Encoder(options, tokenizer), _chunks(options))
         return
     pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(options,))
     waiting: deque[Future[Encoded]] = deque()
     try:
-        for chunk in read_chunks(options):
+        for chunk in _chunks(options):
             waiting.append(pool.submit(_encode_in_worker, chunk))
             if len(waiting) >= _CHUNKS_PER_WORKER * options.workers:
                 yield waiting.popleft().result()

@@ -95,9 +95,11 @@ class IndexedDatasetWriter:
         self._extend(sequence_lengths)
         self._documents.frombytes(ends.astype(np.int64).tobytes())
 
-    def merge(self, other: str | Path | IndexedDataset) -> None:
-        """Append a whole data set: bins, lengths and document bounds one after another.
+    def merge(self, other: str | Path | IndexedDataset, documents: range | None = None) -> None:
+        """Append a data set: bins, lengths and document bounds one after another.
 
+        Args:
+            documents: consecutive ones to take (default: all).
         Raises:
             DataError: it is damaged, or of another dtype.
         """
@@ -105,13 +107,17 @@ class IndexedDatasetWriter:
         if source.dtype != self.dtype:
             names = f"{source.prefix} has {source.dtype.name} tokens, {self.prefix} has {self.dtype.name}"
             raise DataError(f"{names}: only data sets of one dtype can be merged; make both with the same tokenizer")
+        chosen = range(len(source.document_index) - 1) if documents is None else documents
+        bounds = source.document_index[chosen.start : chosen.stop + 1]
+        first, last = int(bounds[0]), int(bounds[-1])
+        begin, end = (int(source.sequence_lengths[:i].sum(dtype=np.int64)) for i in (first, last))
         per_read = _COPY_BYTES // self.dtype.itemsize
-        for start in range(0, source.num_tokens, per_read):
-            count = min(per_read, source.num_tokens - start)
+        for start in range(begin, end, per_read):
+            count = min(per_read, end - start)
             raw = pread_exact(source._fd, start * self.dtype.itemsize, count * self.dtype.itemsize, source.bin_path)
             self._write(np.frombuffer(raw, self.dtype))
-        self._documents.frombytes((source.document_index[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(source.sequence_lengths.tobytes())
+        self._documents.frombytes((bounds[1:] - first + len(self._lengths)).tobytes())
+        self._lengths.frombytes(source.sequence_lengths[first:last].tobytes())
 
     def close(self) -> None:
         """Make the pair appear.

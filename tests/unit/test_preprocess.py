@@ -16,6 +16,7 @@ import pytest
 from megatron_sp.commands.preprocess import main
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import preprocess as module
+from megatron_sp.data import text_input
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
@@ -89,7 +90,7 @@ def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_sentences_have_the_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 2000)
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 2000)
     path = jsonl(tmp_path / "a.jsonl", [f"No {i}. " + f"It is {i}. " * (i % 7) for i in range(200)])
     outputs = []
     for workers in (1, 2):
@@ -148,7 +149,7 @@ def test_gzip_and_given_format(tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 2000)
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 2000)
     paths = [jsonl(tmp_path / f"{k}.jsonl", [f"{k}:{i} " + "x" * (37 * i % 300) for i in range(150)]) for k in range(2)]
     outputs = []
     for workers in (1, 2):
@@ -239,7 +240,7 @@ def test_output_folder_is_made(tmp_path: Path) -> None:
 
 
 def test_progress_ends_with_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 100)
     seen: list[tuple[int, int, int]] = []
 
     class Seen(Progress):

@@ -1,0 +1,435 @@
+"""Input of preprocessing: documents as raw bytes, from plain, compressed and columnar files and from standard input.
+
+    .jsonl .json .ndjson    a JSON object on each line                 plain, .gz, .zst
+    text                    paragraphs, lines, or the whole file       plain, .gz, .zst
+    .parquet                a document for each row                    pyarrow
+    .arrow                  the same, as IPC stream or file            pyarrow
+    a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
+    -                       standard input, JSONL or text
+
+``Part`` takes one of N runs of consecutive documents, for array jobs: the parts, one after another, are the whole input. JSON lines and
+lines of text in plain files are cut anywhere between two lines, Parquet between two row groups; other files belong to one part as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from megatron_sp.utils.errors import ConfigError, DataError, ReportedError
+from megatron_sp.utils.strict_json import parse_object
+
+STDIN = "-"
+_CHUNK_BYTES = 1 << 19
+_ROWS = 1024  # of a columnar file at a time
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_PACKED = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+_MAX_STATE_BYTES = 1 << 24
+
+InputFormat = Literal["auto", "jsonl", "text"]
+TextUnit = Literal["paragraph", "line", "file"]
+
+
+class TextChunk(NamedTuple):
+    """Whole documents of one input.
+
+    Attributes:
+        path: the input's name in messages.
+        is_json: each document is a JSON object, not text.
+        documents: raw bytes.
+        lines: where each begins, from 1: a line, or a row.
+        bytes_read: how far the input has been read since the last chunk, in bytes on the disk.
+    """
+
+    path: str
+    is_json: bool
+    documents: list[bytes]
+    lines: list[int]
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of ``count`` runs of consecutive documents; ``index`` counts from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Read "3/8". Raises ConfigError."""
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        part = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
+        if not 1 <= part.index <= part.count:
+            raise ConfigError(f"--part {text[:40]} must be I/N with I from 1 to N, such as 3/8")
+        return part
+
+    @property
+    def suffix(self) -> str:
+        """What follows the output prefix; nothing for the whole input."""
+        return f"-{self.index:05d}-of-{self.count:05d}" if self.count > 1 else ""
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """This part's range of ``total`` things."""
+        return total * (self.index - 1) // self.count, total * self.index // self.count
+
+
+WHOLE = Part()
+
+
+class _Piece(NamedTuple):
+    """A range of one input: of bytes, or of row groups; ``stop`` None: the whole input."""
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+
+
+def is_json(path: str, input_format: InputFormat) -> bool:
+    """Whether the documents of an input are JSON objects."""
+    if input_format != "auto":
+        return input_format == "jsonl"
+    return is_table(path) or _without_packing(path).endswith(_JSON_SUFFIXES)
+
+
+def is_table(path: str) -> bool:
+    """Whether an input has columns: Parquet, Arrow, or a data set's folder."""
+    return path.endswith((".parquet", ".arrow")) or os.path.isdir(path)
+
+
+def check_input(path: str, input_format: InputFormat, part: Part) -> None:
+    """Find what cannot be read before any work is done.
+
+    Raises:
+        ConfigError: a package that is missing, a format that was not named, standard input in parts.
+        DataError: there is no such input.
+    """
+    if path == STDIN:
+        if input_format == "auto":
+            raise ConfigError("--input - is standard input, which has no name to tell its format by: add --input-format jsonl or text")
+        if part.count > 1:
+            raise ConfigError(f"--part {part.index}/{part.count}: standard input cannot be read in parts; write it to a file first")
+        return
+    if not os.path.exists(path):
+        raise DataError(f"{path}: no such input file")
+    if is_table(path):
+        _package("pyarrow", path)
+        if os.path.isdir(path):
+            _files_of_folder(path)
+        elif input_format == "text":
+            raise ConfigError(f"{path} has columns: leave --input-format out; --json-keys names the columns")
+    elif not os.path.isfile(path):
+        raise DataError(f"{path}: no such input file")
+    elif path.endswith(".zst"):
+        _package("zstandard", path)
+
+
+def input_bytes(paths: Iterable[str]) -> int:
+    """Bytes of the inputs on the disk; 0 for standard input."""
+    return sum(os.path.getsize(file) for path in paths if path != STDIN for file in _files_of(path))
+
+
+def read_chunks(
+    paths: Iterable[str], *, input_format: InputFormat = "auto", text_unit: TextUnit = "paragraph", keys: tuple[str, ...] = ("text",),
+    part: Part = Part(),
+) -> Iterator[TextChunk]:  # fmt: skip
+    """Cut inputs into chunks of whole documents, in order.
+
+    Args:
+        paths: files, folders, or "-".
+        input_format: as for --input-format.
+        text_unit: a document of plain text.
+        keys: columns to read of what has columns.
+        part: which documents.
+    Raises:
+        DataError: an input that cannot be read, is damaged or lacks a column.
+    """
+    for piece in _pieces(list(paths), input_format, text_unit, part):
+        json_lines = is_json(piece.path, input_format)
+        try:
+            if piece.path != STDIN and is_table(piece.path):
+                yield from _chunks_of_table(piece, keys)
+            else:
+                yield from _chunks_of_file(piece, json_lines, "line" if json_lines else text_unit)
+        except ReportedError:
+            raise
+        except Exception as error:
+            if not isinstance(error, _read_errors()):
+                raise
+            raise DataError(f"{_name(piece.path)}: cannot be read: {error}") from error
+
+
+def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, part: Part) -> Iterator[_Piece]:
+    """What of each input belongs to the part: the inputs lie one after another, and each part has its share of their bytes."""
+    if part.count == 1:
+        yield from (_Piece(path) for path in paths)
+        return
+    files = [file for path in paths for file in _files_of(path)]
+    first, last = part.bounds(sum(os.path.getsize(file) for file in files))
+    begin = 0
+    for file in files:
+        size = os.path.getsize(file)
+        start, stop = first - begin, last - begin  # of this file
+        if file.endswith(".parquet"):
+            groups = _module("pyarrow.parquet").ParquetFile(file).num_row_groups
+            low, high = (-(-groups * max(0, min(size, at)) // size) if size else 0 for at in (start, stop))
+            if low < high:
+                yield _Piece(file, low, high)
+        elif _has_free_lines(file, input_format, text_unit):
+            if start < size and stop > 0:
+                yield _Piece(file, max(0, start), min(size, stop))
+        elif start <= 0 < stop and size:  # its first byte lies in the part
+            yield _Piece(file)
+        begin += size
+
+
+def _has_free_lines(path: str, input_format: InputFormat, text_unit: TextUnit) -> bool:
+    """Whether a document is a line of a file that can be read from anywhere."""
+    return not path.endswith((*_PACKED, ".arrow")) and (is_json(path, input_format) or text_unit == "line")
+
+
+# ---- lines ----
+
+
+def _chunks_of_file(piece: _Piece, json_lines: bool, unit: TextUnit) -> Iterator[TextChunk]:
+    name = _name(piece.path) if piece.start == 0 else f"{piece.path} (from byte {piece.start} on)"
+    with _opened(piece.path) as (raw, file):
+        before = piece.start
+        lines: Iterable[bytes] = file
+        if piece.stop is not None:
+            lines = _lines_between(file, piece.start, piece.stop)
+        documents: list[bytes] = []
+        numbers: list[int] = []
+        size = 0
+
+        def chunk() -> TextChunk:
+            nonlocal before
+            at = raw.tell() if raw is not None else 0
+            read, before = at - before, at
+            return TextChunk(name, json_lines, documents, numbers, max(0, read))
+
+        for number, document in _documents(lines, unit, at_start=piece.start == 0):
+            documents.append(document)
+            numbers.append(number)
+            size += len(document) + 64
+            if size >= _CHUNK_BYTES:
+                yield chunk()
+                documents, numbers, size = [], [], 0
+        yield chunk()
+
+
+def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
+    """The lines that begin at a byte from ``start`` on and before ``stop``."""
+    at = start
+    if start > 0:
+        file.seek(start - 1)
+        at += len(file.readline()) - 1  # the rest of a line that began before, or the end of one right in front
+    while at < stop and (line := file.readline()):
+        at += len(line)
+        yield line
+
+
+def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, bytes without the final line end) of each document."""
+    block: list[bytes] = []
+    start = 1
+    for number, line in enumerate(lines, start=1):
+        line = line.removeprefix(_BOM) if number == 1 and at_start else line
+        if unit == "line":
+            yield number, line.rstrip(b"\r\n")
+        elif unit == "paragraph" and not line.strip():
+            if block:
+                yield start, b"".join(block).rstrip(b"\r\n")
+            block = []
+        else:
+            start = start if block else number
+            block.append(line)
+    if block:
+        yield start, b"".join(block) if unit == "file" else b"".join(block).rstrip(b"\r\n")
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[IO[bytes] | None, Any]]:
+    """(the file on the disk, None for standard input; the lines in it)."""
+    if path == STDIN:
+        yield None, sys.stdin.buffer
+        return
+    with open(path, "rb") as raw:
+        if path.endswith(".gz"):
+            with gzip.open(raw) as file:
+                yield raw, file
+        elif path.endswith(".zst"):
+            with io.BufferedReader(_ZstdReader(raw, _package("zstandard", path)), 1 << 20) as file:
+                yield raw, file
+        else:
+            yield raw, raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """The contents of all frames of a .zst file. The package's own reader takes a file that was cut off for one that has ended.
+
+    Args:
+        raw: the file.
+        package: ``zstandard``.
+    """
+
+    def __init__(self, raw: IO[bytes], package: Any) -> None:
+        self._raw, self._package = raw, package
+        self._frame: Any = None  # that has begun
+        self._packed = self._plain = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises EOFError: the file ends within a frame."""
+        while not self._plain:
+            self._packed = self._packed or self._raw.read(_CHUNK_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a compressed frame: it was cut off")
+                return 0
+            if self._frame is None:
+                self._frame = self._package.ZstdDecompressor().decompressobj()
+            self._plain = self._frame.decompress(self._packed)
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._plain))
+        buffer[:count], self._plain = self._plain[:count], self._plain[count:]
+        return count
+
+
+# ---- columns ----
+
+
+def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk]:
+    """Rows as JSON objects of the wanted columns; what is no string there is refused where it is encoded, with its row."""
+    for file in _files_of(piece.path):
+        documents: list[bytes] = []
+        numbers: list[int] = []
+        size = row = 0
+        for batch in _batches(file, piece, keys):
+            for values in zip(*(column.to_pylist() for column in batch), strict=True):
+                row += 1
+                documents.append(json.dumps(dict(zip(keys, values, strict=True))).encode())
+                numbers.append(row)
+                size += len(documents[-1]) + 64
+            if size >= _CHUNK_BYTES:
+                yield TextChunk(file, True, documents, numbers, 0)
+                documents, numbers, size = [], [], 0
+        yield TextChunk(file, True, documents, numbers, os.path.getsize(file))
+
+
+def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[Any]]:
+    """The wanted columns of some rows at a time."""
+    arrow = _package("pyarrow", file)
+    if file.endswith(".parquet"):
+        with _module("pyarrow.parquet").ParquetFile(file) as table:
+            _require_text(arrow, table.schema_arrow, keys, file)
+            groups = range(piece.start, table.num_row_groups if piece.stop is None else piece.stop)
+            for batch in table.iter_batches(_ROWS, row_groups=list(groups), columns=list(keys)):
+                yield [batch.column(key) for key in keys]
+        return
+    with arrow.memory_map(file) as source:
+        try:
+            reader = arrow.ipc.open_stream(source)
+            batches: Iterable[Any] = reader
+        except arrow.ArrowInvalid:
+            source.seek(0)
+            reader = arrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        _require_text(arrow, reader.schema, keys, file)
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS):
+                yield [batch.column(key).slice(start, _ROWS) for key in keys]
+
+
+def _require_text(arrow: Any, schema: Any, keys: tuple[str, ...], file: str) -> None:
+    """Raises DataError: a column is missing, or holds something else than text."""
+    for key in keys:
+        if key not in schema.names:
+            raise DataError(
+                f"{file}: no column '{key}'; it has {', '.join(map(repr, schema.names[:8])) or 'none'}: --json-keys names columns"
+            )
+        kind = schema.field(key).type
+        if arrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or str(kind) == "string_view"):
+            raise DataError(f"{file}: column '{key}' holds {kind}, expected text (string)")
+
+
+def _files_of(path: str) -> list[str]:
+    return _files_of_folder(path) if os.path.isdir(path) else [path]
+
+
+def _files_of_folder(path: str) -> list[str]:
+    """The Arrow files of a data set that ``Dataset.save_to_disk`` wrote, in order.
+
+    Raises:
+        DataError: it is not such a folder.
+    """
+    folder, state = Path(path), Path(path) / "state.json"
+    if (folder / "dataset_dict.json").is_file():
+        parts = sorted(child.name for child in folder.iterdir() if (child / "state.json").is_file())
+        raise DataError(f"{path} holds several data sets: name one of them, {', '.join(os.path.join(path, name) for name in parts[:8])}")
+    try:
+        with open(state, "rb") as file:
+            found = parse_object(file.read(_MAX_STATE_BYTES), str(state))
+    except OSError as error:
+        raise DataError(
+            f"{path} is a folder without a data set that can be read (state.json: {error.strerror}): name its files one by one"
+        ) from None
+    except ReportedError as error:
+        raise DataError(str(error)) from None
+    files = found.get("_data_files")
+    names = [item.get("filename") if isinstance(item, dict) else None for item in files] if isinstance(files, list) else [None]
+    if found.get("_indices_data_files"):
+        raise DataError(f"{path}: its rows are in the order of an index of their own: call flatten_indices() and save it again")
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".arrow") or not (folder / name).is_file():
+            raise DataError(f"{state} does not name the Arrow files of a data set: it is damaged, or of another program")
+    return [str(folder / str(name)) for name in names]
+
+
+# ---- packages that are used where they are installed ----
+
+
+def _package(name: str, path: str) -> Any:
+    """Raises ConfigError: it is not installed."""
+    try:
+        return _module(name)
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading it needs the package {name}: pip install {name}, or 'megatron-sp[data]' ({error})") from None
+
+
+def _module(name: str) -> Any:
+    if name == "pyarrow":
+        importlib.import_module("pyarrow.ipc")
+    return importlib.import_module(name)
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    """What the readers that are loaded raise for damaged files; gzip's own errors are OSErrors."""
+    found = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
+    return (OSError, EOFError, zlib.error, *(kind for kind in found if isinstance(kind, type)))
+
+
+def _without_packing(path: str) -> str:
+    return next((path.removesuffix(suffix) for suffix in _PACKED if path.endswith(suffix)), path)
+
+
+def _name(path: str) -> str:
+    return "standard input" if path == STDIN else path
