@@ -100,10 +100,10 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     assert "64 processes on GPUs" in done.stdout
 
 
-def test_the_readme_shows_what_its_command_prints() -> None:
-    readme = (ROOT / "README.md").read_text()
-    command = next(b for b in re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL) if "--dry-run" in b)
-    shown = next(b for b in re.findall(r"```text\n(.*?)```", readme, flags=re.DOTALL) if b.startswith("dry run: "))
+def test_the_page_shows_what_its_command_prints() -> None:
+    page = (ROOT / "docs/dry_run.md").read_text()
+    command = next(b for b in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL) if "--dry-run" in b)
+    shown = next(b for b in re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL) if b.startswith("dry run: "))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
     printed = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=True).stdout.splitlines()
