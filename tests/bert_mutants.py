@@ -22,7 +22,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     # positions of the tp group
     ("gather: each rank takes the first positions of the gradient", GATHER, "ctx.tp.rank * each", "0"),
     ("gather: the gradient is doubled", GATHER, "each).contiguous(), None", "each).contiguous() * 2, None"),
-    ("head: tp_seq inside", BERT, "tp=replace(self.layout.tp, seq=False), main_grad", "tp=self.layout.tp, main_grad"),
+    ("head: tp_seq inside", BERT, "tp=replace(self.layout.tp, seq=False), bias", "tp=self.layout.tp, bias"),
     ("head: its norm is summed over tp", BERT, "alike = replace(layout, tp=replace(layout.tp, seq=False))", "alike = layout"),
     # masked tokens
     ("head: labels are not cut", BERT, "[cut.sp_slice] for t in (labels, loss_mask)", "[: cut.sp_slice.stop - cut.sp_slice.start] for t in (labels, loss_mask)"),

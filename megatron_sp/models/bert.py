@@ -26,9 +26,8 @@ from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
 from megatron_sp.parallel.init import draw_normal
-from megatron_sp.parallel.layers import Norm
+from megatron_sp.parallel.layers import Norm, ParallelLMHead
 from megatron_sp.parallel.linear import column_linear, rows_of
-from megatron_sp.parallel.lm_head import lm_head_logits, lm_head_loss
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.utils.numbers import round_up
 
@@ -141,6 +140,14 @@ class BertModel(LanguageModel):
         return {"lm_head": self.lm_head, "output_layer": self.output_layer, **order}
 
     @property
+    def head(self) -> ParallelLMHead:
+        """The LM head on the word embeddings' table; every tp rank has all positions of the group there."""
+        return ParallelLMHead(
+            self.embedding.word_embeddings, tp=replace(self.layout.tp, seq=False), bias=self.output_layer.bias,
+            chunk_tokens=self.kernels.lm_head_chunk_tokens,
+        )  # fmt: skip
+
+    @property
     def is_tied(self) -> Literal[True]:
         return True
 
@@ -169,11 +176,7 @@ class BertModel(LanguageModel):
         x = self.lm_head(x)
         if events is not None:
             events.before_use(0)
-        table = self.embedding.word_embeddings
-        made = lm_head_loss(
-            x, table.weight, labels, loss_mask, vocab_size=table.rows, bias=self.output_layer.bias,
-            chunk_tokens=self.kernels.lm_head_chunk_tokens, tp=replace(self.layout.tp, seq=False), main_grad=table.main_grad,
-        )  # fmt: skip
+        made = self.head.loss(x, labels, loss_mask)
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 
     def _order(self, x: Tensor, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -191,8 +194,7 @@ class BertModel(LanguageModel):
 
     def predictions(self, x: Tensor) -> Tensor:
         """What ``hidden`` gave, of one process -> logits of the vocabulary [..., vocab_size]."""
-        table = self.embedding.word_embeddings
-        return lm_head_logits(self.lm_head(x), table.weight, table.rows, self.output_layer.bias)
+        return self.head.logits(self.lm_head(x))
 
     def pooled(self, x: Tensor) -> Tensor:
         """What ``hidden`` gave, of one process [s, b, h] -> [b, h]."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import last_position, whole_sequence
-from megatron_sp.parallel.layers import VocabParallelEmbedding
-from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
+from megatron_sp.parallel.layers import ParallelLMHead, VocabParallelEmbedding
+from megatron_sp.parallel.lm_head import HeadLoss
 
 
 class GPTModel(LanguageModel):
@@ -32,6 +32,11 @@ class GPTModel(LanguageModel):
 
     def _head_modules(self) -> dict[str, nn.Module]:
         return {} if self.output_layer is None else {"output_layer": self.output_layer}
+
+    @property
+    def head(self) -> ParallelLMHead:
+        """The LM head; with tied weights its table is that of the word embeddings."""
+        return ParallelLMHead(self.output_layer or self.embedding.word_embeddings, chunk_tokens=self.kernels.lm_head_chunk_tokens)
 
     @property
     def is_tied(self) -> bool:
@@ -73,18 +78,13 @@ class GPTModel(LanguageModel):
         x = self.hidden(tokens, ctx, events)
         if events is not None and self.output_layer is None:
             events.before_use(0)
-        head = self.output_layer or self.embedding.word_embeddings
         cut = self.layout.cut(tokens.shape[1])
         labels, loss_mask = (cut.pad(t.t())[cut.sp_slice] for t in (labels, loss_mask))
-        return lm_head_loss(
-            x, head.weight, labels, loss_mask, vocab_size=head.rows, chunk_tokens=self.kernels.lm_head_chunk_tokens,
-            tp=self.layout.tp, main_grad=head.main_grad,
-        )  # fmt: skip
+        return self.head.loss(x, labels, loss_mask)
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h], the same on every tp rank -> [..., vocab_size], for generation."""
-        head = self.output_layer or self.embedding.word_embeddings
-        return lm_head_logits(x, head.weight, head.rows, tp=self.layout.tp)
+        return self.head.logits(x)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:

@@ -33,8 +33,9 @@ from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.init import draw_normal
 from megatron_sp.parallel.linear import column_linear, row_linear
+from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
 from megatron_sp.parallel.parallel_context import ParallelContext
-from megatron_sp.parallel.tensor_parallel import NO_TP
+from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 from megatron_sp.utils.numbers import round_up
 
 
@@ -223,6 +224,42 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
         return embedding(ids, self.weight, tp=self.tp, main_grad=self.main_grad)
+
+
+class ParallelLMHead:
+    """The LM head over a vocabulary-parallel table, its own or, with tied weights, the word embeddings'; it holds no parameters itself.
+
+        forward    logits_r = x @ W_r.T + b_r, a chunk of tokens at a time; loss = log(sum over r of sums_r) - logit of the label, after two
+                   small all_reduces: the rows' maxima, then their sums and label logits. Logits are never gathered
+        backward   dW_r = dlogits_r.T @ x, db_r = sum of dlogits_r, dx = sum over r of dlogits_r @ W_r: one all_reduce or reduce_scatter
+
+    Args:
+        table: [rows/tp, h]; see ``VocabParallelEmbedding``.
+        tp: how x lies over the tp group (default: as the table's input).
+        bias: [rows/tp], or None.
+        chunk_tokens: tokens of a chunk; None: by the size of the table's rows.
+    """
+
+    def __init__(
+        self,
+        table: VocabParallelEmbedding,
+        *,
+        tp: TensorParallel | None = None,
+        bias: Tensor | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.table, self.tp, self.bias, self.chunk_tokens = table, table.tp if tp is None else tp, bias, chunk_tokens
+
+    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor) -> HeadLoss:
+        """Sum of masked token losses; shapes as for ``lm_head_loss``."""
+        return lm_head_loss(
+            x, self.table.weight, labels, loss_mask, vocab_size=self.table.rows, bias=self.bias, chunk_tokens=self.chunk_tokens,
+            tp=self.tp, main_grad=self.table.main_grad,
+        )  # fmt: skip
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., h], the same on every tp rank -> [..., vocab_size] on every tp rank, fp32 or wider; for generation."""
+        return lm_head_logits(x, self.table.weight, self.table.rows, self.bias, self.tp)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
