@@ -247,8 +247,7 @@ class Training:
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
         from megatron_sp.parallel.parallel_context import Layout as Parallel
         from megatron_sp.training.sharding import pools_of_model
-        from megatron_sp.training.step import Loss, TrainStep
-        from megatron_sp.utils.faults import FaultPlan
+        from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         self.config = config = ModelConfig(**{**shape, **layout.model})
         self.layout, self.batch, self.device, self.counter = layout, batch, torch.device(device), counter
@@ -292,11 +291,15 @@ class Training:
         gradients.finish_micro_batch = lambda: (leave(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         gradients.finish_step = lambda: (finish(), counter.end("backward"))[0]  # type: ignore[method-assign,func-returns-value]
         self.train_step = TrainStep(
-            model, Loss(names, counts, sums, causal=not config.is_bert), weights, gradients,
-            FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
-            LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1,
-            drops=max(config.attention_dropout, config.hidden_dropout) > 0,
-            kernel=choose_kernel("auto", device, dtype, config.attention_dropout).name, faults=FaultPlan.none(),
+            StepParts(
+                model, weights, gradients, FlatOptimizer(units, OptimizerConfig(lr=1e-3), tp=groups.tp, everybody=groups.world),
+                LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1),
+            ),
+            Loss(names, counts, sums, causal=not config.is_bert), groups,
+            StepOptions(
+                seed=1, drops=max(config.attention_dropout, config.hidden_dropout) > 0,
+                kernel=choose_kernel("auto", device, dtype, config.attention_dropout).name,
+            ),
         )  # fmt: skip
 
     def step(self, number: int) -> None:

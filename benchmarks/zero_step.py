@@ -361,8 +361,7 @@ class Ours(Contender):
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.parallel.parallel_context import ParallelContext
         from megatron_sp.training.sharding import build_sharded
-        from megatron_sp.training.step import Loss, TrainStep
-        from megatron_sp.utils.faults import FaultPlan
+        from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
         device = torch.device("cpu")
         settings = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=0.0)
@@ -384,10 +383,11 @@ class Ours(Contender):
             return [model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)[0]]
 
         self.train_step = TrainStep(
-            sharded.model, Loss(("lm loss",), lambda batch: [batch["loss_mask"].sum()], sums), sharded.weights, sharded.gradients,
-            FlatOptimizer(sharded.units, settings, everybody=groups.world),
-            LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1), groups, seed=1, drops=False,
-            kernel="sdpa", faults=FaultPlan.none(),
+            StepParts(
+                sharded.model, sharded.weights, sharded.gradients, FlatOptimizer(sharded.units, settings, everybody=groups.world),
+                LossScaler(enabled=False, fixed=None, initial=1.0, minimum=1.0, window=1, hysteresis=1),
+            ),
+            Loss(("lm loss",), lambda batch: [batch["loss_mask"].sum()], sums), groups, StepOptions(seed=1, drops=False, kernel="sdpa"),
         )  # fmt: skip
 
     def train(self, tokens: Any, labels: Any) -> float:

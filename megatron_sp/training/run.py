@@ -43,7 +43,7 @@ from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.starting_point import starting_point
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
-from megatron_sp.training.step import Loss, TrainStep
+from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError, DataError
 from megatron_sp.utils.faults import FaultPlan
@@ -375,10 +375,11 @@ class Run:
                 )
             except RuntimeError as error:
                 raise ConfigError(str(error)) from None
+        drops = max(model.attention_dropout, model.hidden_dropout) > 0
         self.train_step = TrainStep(
-            self.model, self.task.loss, self.weights, self.gradients, self.optimizer, self.scaler, self.groups,
-            seed=self.config.batch.seed, drops=max(model.attention_dropout, model.hidden_dropout) > 0, kernel=self.kernel.name,
-            faults=self.faults, recorder=None if self.overlap is None else self.overlap.recorder, torch_dropout=self.task.torch_dropout,
+            StepParts(self.model, self.weights, self.gradients, self.optimizer, self.scaler), self.task.loss, self.groups,
+            StepOptions(self.config.batch.seed, drops, self.kernel.name, self.task.torch_dropout), self.faults,
+            None if self.overlap is None else self.overlap.recorder,
         )  # fmt: skip
 
     def _announce(self) -> None:

@@ -28,7 +28,7 @@ from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler, is_finite
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents, micro_batch_context
-from megatron_sp.utils.faults import FaultPlan
+from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -88,34 +88,61 @@ class StepResult:
     sample_digests: list[int] = field(default_factory=list)
 
 
-class TrainStep:
-    """Holds what a step works on; ``run`` performs one.
+@dataclass(frozen=True)
+class StepParts:
+    """The model and what updates it.
 
-    Args:
-        model: whose gradients go into ``gradients``.
-        loss: terms of the task.
+    Attributes:
+        model: writes its gradients into ``gradients``.
         weights, gradients, optimizer, scaler: see optim/.
-        groups: the layout.
+    """
+
+    model: nn.Module
+    weights: WholeWeights
+    gradients: FlatGradients
+    optimizer: FlatOptimizer
+    scaler: LossScaler
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How forward passes are computed.
+
+    Attributes:
         seed: of dropout.
         drops: whether any dropout rate is above 0.
         kernel: attention kernel.
-        faults: faults on purpose.
-        recorder: of collectives and computation; told where a step and its passes begin.
         torch_dropout: see ``run.Task``.
+    """
+
+    seed: int
+    drops: bool
+    kernel: KernelName
+    torch_dropout: bool = False
+
+
+class TrainStep:
+    """A training step; ``run`` performs one.
+
+    Args:
+        parts: the model and what updates it.
+        loss: terms of the task.
+        groups: the layout.
+        options: seed, dropout and attention kernel.
+        faults: injected faults.
+        recorder: of collectives and computation; told where a step and its passes begin.
 
     Attributes:
         before_update: called when the weights are about to change; who copies them on another stream makes this one wait here.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, weights: WholeWeights, gradients: FlatGradients, optimizer: FlatOptimizer, scaler: LossScaler,
-        groups: ParallelGroups, *, seed: int, drops: bool, kernel: KernelName, faults: FaultPlan,
-        recorder: Recorder | None = None, torch_dropout: bool = False,
+        self, parts: StepParts, loss: Loss, groups: ParallelGroups, options: StepOptions, faults: FaultPlan = NO_FAULTS,
+        recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.loss, self.weights, self.gradients = model, loss, weights, gradients
-        self.optimizer, self.scaler, self.events = optimizer, scaler, UnitWork(weights, gradients)
-        self.groups, self.seed, self.drops, self.kernel, self.faults = groups, seed, drops, kernel, faults
-        self.recorder, self.torch_dropout = recorder, torch_dropout
+        self.model, self.weights, self.gradients = parts.model, parts.weights, parts.gradients
+        self.optimizer, self.scaler, self.events = parts.optimizer, parts.scaler, UnitWork(parts.weights, parts.gradients)
+        self.loss, self.groups, self.options, self.faults, self.recorder = loss, groups, options, faults, recorder
         self.before_update: Callable[[], None] = lambda: None
 
     def run(
@@ -131,10 +158,10 @@ class TrainStep:
             stop: this rank wants to stop after the step.
             digests: of the samples of each micro-batch, float64 [b] on the host; all ranks get those of the global batch.
         """
-        if self.drops and (self.torch_dropout or self.kernel != "reference"):
+        if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
             # what draws from torch's generator (dropout in kernels, in models from outside) is keyed, so that a resumed run draws the same
-            rank = self.groups.dp_rank if self.torch_dropout else self.groups.rank
-            torch.manual_seed(_step_seed(self.seed, step, rank))
+            rank = self.groups.dp_rank if self.options.torch_dropout else self.groups.rank
+            torch.manual_seed(_step_seed(self.options.seed, step, rank))
         if self.recorder is not None:
             self.recorder.start_step()
         totals = self._start_totals(micro_batches, stop, digests)
@@ -188,7 +215,9 @@ class TrainStep:
         for index, batch in enumerate(micro_batches):
             if self.recorder is not None:
                 self.recorder.enter("forward")
-            context = micro_batch_context(batch, seed=self.seed, step=step, drops=self.drops, kernel=self.kernel, causal=self.loss.causal)
+            context = micro_batch_context(
+                batch, seed=self.options.seed, step=step, drops=self.options.drops, kernel=self.options.kernel, causal=self.loss.causal
+            )
             terms = self.loss.sums(self.model, batch, context, self.events)
             if self.faults.poisons("loss", step):
                 terms = [term * float("nan") for term in terms]

@@ -94,3 +94,6 @@ def _parse(text: str) -> _Fault:
             f" {', '.join(_KINDS)} and POINT one of {', '.join(_POINTS)}"
         )
     return _Fault(kind, fields["at"], **{k: int(v) for k, v in fields.items() if k in numbers})  # type: ignore[arg-type]
+
+
+NO_FAULTS = FaultPlan.none()
