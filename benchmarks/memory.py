@@ -245,7 +245,7 @@ class Training:
         from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
         from megatron_sp.optim.weights import WholeWeights
         from megatron_sp.parallel.layers import attach_main_grad, shard_specs
-        from megatron_sp.parallel.parallel_context import Layout as Parallel
+        from megatron_sp.parallel.parallel_context import ParallelContext as Parallel
         from megatron_sp.training.sharding import pools_of_model
         from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 
