@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor
 
@@ -178,9 +179,10 @@ class NeoX:
     def block(self, layer: int) -> Block:
         name, files = f"gpt_neox.layers.{layer}.", self.files
         fused = files.linear(f"{name}attention.query_key_value")
-        weight = fused.weight.unflatten(0, (self._heads, 3, -1))
-        bias = None if fused.bias is None else fused.bias.unflatten(0, (self._heads, 3, -1))
-        q, k, v = (Linear(weight[:, i].flatten(0, 1), None if bias is None else bias[:, i].flatten()) for i in range(3))
+        packed = "(n qkv d) ... -> qkv (n d) ..."
+        weight = rearrange(fused.weight, packed, n=self._heads, qkv=3)
+        bias = (None,) * 3 if fused.bias is None else rearrange(fused.bias, packed, n=self._heads, qkv=3)
+        q, k, v = (Linear(weight[i], bias[i]) for i in range(3))
         out, up, down = (files.linear(f"{name}{part}") for part in ("attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
         norms = files.scale(f"{name}input_layernorm"), files.scale(f"{name}post_attention_layernorm")
         return Block(norms, [Shard(q, k, v, out.weight, up, down.weight)], out.bias, down.bias)

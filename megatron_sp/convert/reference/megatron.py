@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES, DistFolder
@@ -283,13 +284,16 @@ class Megatron:
             q, k, v = fused.split([n * d, g * d, g * d])
             return q, k, v
         if self.order == "v0":
-            q, k, v = fused.unflatten(0, (3, n * d))
+            q, k, v = rearrange(fused, "(qkv n) ... -> qkv n ...", qkv=3)
             return q, k, v
         if self.order == "v1":
-            q, k, v = (fused.unflatten(0, (n, d, 3))[:, :, i].flatten(0, 1) for i in range(3))
+            q, k, v = rearrange(fused, "(n d qkv) ... -> qkv (n d) ...", n=n, qkv=3)
             return q, k, v
-        groups = fused.unflatten(0, (g, n // g + 2, d))
-        return groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)
+        groups = rearrange(fused, "(g heads d) ... -> heads g d ...", g=g, d=d)  # a group's queries, its key, its value
+        return (
+            rearrange(groups[:-2], "r g d ... -> (g r d) ..."), rearrange(groups[-2], "g d ... -> (g d) ..."),
+            rearrange(groups[-1], "g d ... -> (g d) ..."),
+        )  # fmt: skip
 
     def outputs(self, x: Tensor) -> dict[str, Tensor]:
         last, shape = self.parts[0][-1], self.shape

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate, allowed_pairs, attend, norm, rotate
@@ -133,7 +134,7 @@ def run_block(x: Tensor, block: Block, shape: Shape, allowed: Tensor, angles: Te
 
 
 def _attention(x: Tensor, shard: Shard, block: Block, shape: Shape, allowed: Tensor, angles: Tensor | None) -> Tensor:
-    q, k, v = (linear(x).unflatten(-1, (-1, shape.head_dim)) for linear in (shard.query, shard.key, shard.value))
+    q, k, v = (rearrange(linear(x), "... (n d) -> ... n d", d=shape.head_dim) for linear in (shard.query, shard.key, shard.value))
     if block.head_norms is not None:
         q, k = (norm(t, scale, shape.eps, rms=shape.rms) for t, scale in zip((q, k), block.head_norms, strict=True))
     if angles is not None:
