@@ -1,11 +1,10 @@
-"""Saving while training goes on: the training's thread copies, a thread of its own hashes, writes and commits.
+"""Asynchronous saves: the training thread copies the tensors, a background thread hashes, writes and commits them.
 
 Everything that a save needs is fixed when it starts: the tensors are copied (``host_copy.py``), ``state.json`` is encoded, the division of
-the work is agreed on. From there on the thread touches nothing of the run, and every agreement goes over a process group that only it uses:
-a collective of the background between two of the training's would be answered by the wrong ones. One save is in flight at a time.
-What it comes to, a report or an error, is told by ``poll`` and ``wait``; the steps in which a folder appears are those of every save
-(``saving.py``, ``commit.py``), so the files are the same to the byte, and a process that dies on the way leaves the older checkpoints as
-they were.
+work is agreed on. After that the thread touches nothing of the run, and its ranks agree over a process group that only it uses: on
+training's groups its collectives could be matched with those of training. One save is in flight at a time. Its outcome, a report or an
+error, comes from ``poll`` or ``wait``. A step folder is created in the same steps as by any other save (``saving.py``, ``commit.py``), so
+the files are identical byte for byte, and a process that dies midway leaves the older checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from megatron_sp.checkpoint.together import Together
 
 
 class BackgroundSaves:
-    """Saves of a ``Checkpointer`` that training does not wait for. All ranks make the same calls, but for ``poll`` and ``join``.
+    """Saves of a ``Checkpointer`` that do not block training. All ranks make the same calls, except ``poll`` and ``join``.
 
     Args:
-        checkpointer: of the run; it must not save by itself while one is in flight.
-        group: a gloo group of all ranks for the thread alone; None in a single process.
+        checkpointer: that of the run; must not be used for a blocking save while one is in flight.
+        group: a gloo group of all ranks that only the thread uses; None in a single process.
     """
 
     def __init__(self, checkpointer: Checkpointer, group: Any = None) -> None:
@@ -41,22 +40,22 @@ class BackgroundSaves:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that is kept for the copy."""
+        """Bytes of host memory reserved for the copy."""
         return 0 if self._copy is None else self._copy.num_bytes
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save has been started whose outcome has not been asked for."""
+        """True if a save has been started and its outcome has not been taken yet."""
         return self._thread is not None
 
     def reserve(self, tensors: dict[str, GlobalTensor], available: int | None = None) -> str | None:
-        """Take the memory for the copies of these tensors. Collective.
+        """Allocate host memory for the copies of these tensors. Collective.
 
         Args:
-            tensors: as every save will bring them.
-            available: bytes that this rank may take; None: that is not known.
+            tensors: with the shapes and dtypes that every save will have.
+            available: bytes that this rank may use; None if unknown.
         Returns:
-            Why there can be no saves in the background, the same on every rank; None when there can.
+            Why background saves are impossible, the same on every rank; None if they are possible.
         """
         items = self._checkpointer.own_items(tensors)
 
@@ -79,9 +78,9 @@ class BackgroundSaves:
         return str(reasons[rank]) if len(reasons) == 1 else f"rank {rank}: {reasons[rank]}"
 
     def start(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> None:
-        """Begin a save: returns when this rank's copy is made, or on a GPU under way (``join``). Collective; none may be in flight.
+        """Start a save; return when this rank's copy is made (on a GPU: started, see ``join``). Collective; none may be in flight.
 
-        Args, and what it raises: as of ``Checkpointer.save``.
+        Arguments and errors are those of ``Checkpointer.save``.
         """
         if self._thread is not None or self._copy is None:
             raise RuntimeError("start() needs memory from reserve(), and no other save in flight")
@@ -105,20 +104,20 @@ class BackgroundSaves:
             self._error = error
 
     def join(self) -> None:
-        """What is computed from now on may change the tensors (on a GPU; on a CPU ``start`` has copied them)."""
+        """Make the current stream wait for the copy: later work may change the tensors. No-op on a CPU, where ``start`` has copied them."""
         if self._copy is not None:
             self._copy.join()
 
     def poll(self) -> SaveReport | None:
-        """The outcome of the save, once, if it has ended; does not wait.
+        """Return the save's report if it has ended, else None; does not wait. Each outcome is returned once.
 
         Raises:
-            Exception: what the thread met, a lost peer for example; a disk that refuses is a report, not an error.
+            Exception: an error in the thread, such as a lost peer; a disk error is part of the report instead.
         """
         return None if self._thread is None or self._thread.is_alive() else self._take_outcome()
 
     def wait(self, timeout_s: float | None = None) -> SaveReport | None:
-        """As ``poll``, but when it has ended; None when there is none in flight, or it has not ended in time."""
+        """Wait for the save to end and return its report, as ``poll``; None if no save is in flight or it has not ended in time."""
         if self._thread is None:
             return None
         self._thread.join(timeout_s)

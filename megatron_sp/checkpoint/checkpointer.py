@@ -1,7 +1,7 @@
-"""Saving, finding, checking and loading checkpoints: the one class that the rest of the program uses.
+"""``Checkpointer``: saves, finds, verifies and loads checkpoints; the one class that the rest of the program uses.
 
-The guarantees are in docs/checkpoints.md: a step folder is complete or it is not there, the newest one that verifies
-wins, nothing damaged is loaded silently, and any layout reads what any other wrote.
+docs/checkpoints.md gives the guarantees: a step folder is complete or does not exist, nothing damaged is loaded silently,
+and any layout can read what any other wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_sp.utils.faults import FaultPlan
 
 @dataclass
 class SaveReport:
-    """What became of a save; the same on every rank except ``seconds``."""
+    """Outcome of a save; the same on every rank except ``seconds``."""
 
     step: int
     saved: bool
@@ -41,7 +41,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a save writes, fixed at its step; with the tensors copied, nothing in it changes any more."""
+    """Everything a save writes, fixed at its step; once the tensors are copied, nothing in it changes any more."""
 
     step: int
     state: bytes  # state.json, on rank 0
@@ -50,16 +50,16 @@ class Snapshot:
 
 
 class Checkpointer:
-    """Checkpoints of one run. Methods marked collective must be called by every rank of ``group``.
+    """Checkpoints of one run. Methods marked "Collective" must be called by every rank of ``group``.
 
     Args:
-        run_dir: checkpoints are saved in ``run_dir/checkpoints``; None: only for reading.
-        rank, world_size: of this process, in ``group``.
-        group: a process group that moves CPU tensors (gloo); None in a single process.
-        faults: kill points of tests.
+        run_dir: checkpoints are saved in ``run_dir/checkpoints``; None for reading only.
+        rank, world_size: this process's rank in ``group``, and the size of ``group``.
+        group: a process group for CPU tensors (gloo); None in a single process.
+        faults: injected faults, for tests.
         keep_last: complete checkpoints to keep, at least 2.
         keep_every: also keep every checkpoint whose step is a multiple of this.
-        max_file_bytes: files are cut at about this size.
+        max_file_bytes: approximate size limit of a file.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Checkpointer:
     # Saving
 
     def prepare(self) -> list[str]:
-        """Make the folder and clear up after saves that were cut short. Collective; call it holding the run's lock.
+        """Create the checkpoints folder and clean up after interrupted saves. Collective; call it holding the run's lock.
 
         Returns:
-            What was removed or put back, as sentences; rank 0 has logged them.
+            What was removed or restored, as sentences; rank 0 has logged them.
         Raises:
-            DiskError: the folder cannot be made or written.
+            DiskError: the folder cannot be created or written.
         """
         folder = self._folder()
 
@@ -111,20 +111,20 @@ class Checkpointer:
         return list(self.ranks.first(work))
 
     def save(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> SaveReport:
-        """Write a checkpoint of this step, whole or not at all. Collective.
+        """Write a checkpoint of this step, atomically. Collective.
 
-        A step this object has just saved is not written again. Folders of this step or later ones that another continuation of
-        the run left are set aside.
+        A step that this object has just saved is not written again. Folders of this step or later ones, left by another
+        continuation of the run, are set aside.
 
         Args:
-            step: optimizer steps done.
+            step: number of optimizer steps done.
             tensors: this rank's pieces of every tensor.
-            state: everything else, as JSON values; rank 0's is stored, with ``format_version`` and ``step`` added.
+            state: everything else, as JSON values; that of rank 0 is stored, with ``format_version`` and ``step`` added.
         Returns:
-            A report; ``saved=False`` with the reason when the disk refused (no space, no permission, an error): older checkpoints are
-            as they were, training can go on, and the next save may work. Rank 0 has logged a warning.
+            A report; ``saved=False`` with the reason on a disk error (no space, no permission, I/O error): older checkpoints are
+            untouched, training can go on, and the next save may succeed.
         Raises:
-            ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON: mistakes of the caller.
+            ValueError, TypeError: pieces that do not tile their tensors, or a state that is not JSON (errors of the caller).
         """
         started = time.monotonic()
         report = self.write(self.snapshot(step, tensors, state))
@@ -132,7 +132,7 @@ class Checkpointer:
         return report
 
     def snapshot(self, step: int, tensors: dict[str, GlobalTensor], state: dict[str, Any]) -> Snapshot:
-        """Fix what a save is to write, all but the tensors' contents. Collective; arguments and errors as of ``save``."""
+        """Fix everything a save will write except the tensors' contents. Collective; arguments and errors are those of ``save``."""
         self.faults.at("save.begin", step)
         encoded = b""
 
@@ -145,18 +145,18 @@ class Checkpointer:
         return Snapshot(step, encoded, plan, plan.items_of(self.ranks.rank, tensors))
 
     def own_items(self, tensors: dict[str, GlobalTensor]) -> list[NamedPiece]:
-        """What this rank would write of these. Collective."""
+        """Return the pieces of these tensors that this rank would write. Collective."""
         plan = self._plan(all(self.ranks.each(lambda: self._knows(tensors))))
         return plan.items_of(self.ranks.rank, tensors)
 
     def write(self, snapshot: Snapshot, ranks: Together | None = None, *, beside: bool = False) -> SaveReport:
-        """Write what was fixed, whole or not at all. Collective.
+        """Write a snapshot, atomically. Collective.
 
         Args:
-            ranks: over whose group the ranks agree, by default this object's own.
-            beside: training goes on meanwhile, so take few cores from it.
+            ranks: the ranks and group to agree over; default: this object's own.
+            beside: training goes on meanwhile, so use few cores.
         Returns:
-            As ``save``; ``seconds`` is left to the caller.
+            A report as from ``save``; the caller fills in ``seconds``.
         """
         return self._write(snapshot, ranks or self.ranks, beside)
 
@@ -198,12 +198,12 @@ class Checkpointer:
         return SaveReport(step, True, final, num_bytes=outcome["num_bytes"], removed=outcome["removed"])
 
     def _knows(self, tensors: dict[str, GlobalTensor]) -> bool:
-        """Whether this rank's rectangles are those of the last plan."""
+        """Return whether this rank's rectangles are those of the last plan."""
         self._described = describe(tensors)
         return self._planned is not None and self._planned[0] == self._described
 
     def _plan(self, is_known: bool) -> SavePlan:
-        """The division of work; exchanged anew only when some rank's rectangles have changed."""
+        """Return the division of work, made anew only when some rank's rectangles have changed."""
         if not is_known or self._planned is None:
             mine = self._described
             self._planned = (mine, make_plan(self.ranks.each(lambda: mine)))
@@ -217,24 +217,24 @@ class Checkpointer:
     # Finding and checking
 
     def has_checkpoint(self, path: str | Path) -> bool:
-        """Whether there is any step folder, sound or not, for ``find`` to look at. Collective."""
+        """Return whether there is any step folder under ``path``, sound or not. Collective."""
         path = Path(path)
         return bool(self.ranks.first(lambda: find.has_steps(path)))
 
     def is_vacant(self, path: str | Path) -> bool:
-        """Whether nothing there looks like a checkpoint of anybody. Collective."""
+        """Return whether nothing in ``path`` looks like a checkpoint, of this or another program. Collective."""
         path = Path(path)
         return bool(self.ranks.first(lambda: find.is_vacant(path)))
 
     def find(self, path: str | Path, ckpt_step: int | None = None, fallback: bool = False) -> Path:
-        """The newest checkpoint under ``path``, verified byte for byte. Collective.
+        """Return the newest checkpoint under ``path``, verified byte for byte. Collective.
 
         Args:
             path: a run folder, a checkpoints folder, or one step folder.
             ckpt_step: take this step instead of the newest.
             fallback: if it is damaged, warn and take the newest sound one before it.
         Raises:
-            CheckpointError: there is none, or it is damaged (and so is everything before it, with ``fallback``).
+            CheckpointError: there is none, or it is damaged (with ``fallback``: and so are all before it).
         """
         folders, warnings = self.ranks.first(lambda: _as_json(find.candidates(Path(path), ckpt_step)))
         self._tell(warnings)
@@ -251,10 +251,10 @@ class Checkpointer:
         raise CheckpointError("\n".join([f"no sound checkpoint under {path}: {len(folders)} tried, all damaged", *problems]))
 
     def verify(self, step_dir: str | Path) -> None:
-        """Read a checkpoint in full against its manifest, the ranks sharing the work. Collective.
+        """Read a checkpoint in full and compare it with its manifest; the ranks share the work. Collective.
 
         Raises:
-            CheckpointError: names each file that is missing, cut, or has other contents, with what was expected and found.
+            CheckpointError: names files that are missing, truncated or changed, with what was expected and found.
         """
         step_dir = Path(step_dir)
 
@@ -277,7 +277,7 @@ class Checkpointer:
             raise
 
     def _share(self, names: list[str]) -> list[str]:
-        """This rank's part of a list that is the same on all."""
+        """Return this rank's share of a list that is the same on all ranks."""
         return names[self.ranks.rank :: self.ranks.world_size]
 
     def _tell(self, notes: list[str]) -> None:
@@ -287,28 +287,28 @@ class Checkpointer:
     # Reading
 
     def read_state(self, step_dir: str | Path) -> dict[str, Any]:
-        """The contents of state.json, checked against the manifest. On any rank alone. Raises CheckpointError."""
+        """Return the contents of state.json, checked against the manifest. Not collective. Raises CheckpointError."""
         return manifest.read_state(Path(step_dir))
 
     def tensor_shapes(self, step_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Global shape and dtype of every stored tensor. On any rank alone. Raises CheckpointError."""
+        """Return the global shape and dtype of every stored tensor. Not collective. Raises CheckpointError."""
         return read_manifest(Path(step_dir)).shapes()
 
     def load(
         self, step_dir: str | Path, tensors: dict[str, GlobalTensor], *, partial: bool = False, unread: Collection[str] = (),
         cast: bool = False,
     ) -> None:  # fmt: skip
-        """Fill these pieces in place. Collective.
+        """Load a checkpoint into these pieces, in place. Collective.
 
         Args:
-            step_dir: as ``find`` returned it; verified first if this process has not done so yet.
+            step_dir: as returned by ``find``; verified first unless every rank has done so already.
             tensors: the pieces this rank wants; ranks may want different tensors and rectangles.
-            partial: leave tensors in the checkpoint that no rank wants unread; otherwise they are an error,
-            unread: but for these.
-            cast: convert stored tensors to the wanted dtype; otherwise another dtype is an error.
+            partial: leave stored tensors that no rank wants unread; otherwise they are an error.
+            unread: names of stored tensors that may stay unread even without ``partial``.
+            cast: convert stored tensors to the wanted dtype; otherwise a different dtype is an error.
         Raises:
-            CheckpointError: a table of what is missing, unexpected or of another shape; or what is damaged.
-            ValueError: pieces outside their own tensor.
+            CheckpointError: tensors are missing, unexpected or of another shape or dtype (as a table), or files are damaged.
+            ValueError: pieces outside their tensor.
         """
         step_dir = Path(step_dir)
         if not all(self.ranks.each(lambda: step_dir in self._verified)):

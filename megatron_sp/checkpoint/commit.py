@@ -1,13 +1,13 @@
-"""How a step folder appears, all or nothing, and how old ones go.
+"""Atomic creation of step folders, and pruning of old ones.
 
     step-000100.part-UUID/   all ranks write and fsync their files; rank 0 adds state.json and MANIFEST.json, fsyncs the folder
     step-000100/             the same folder after one rename; the parent is fsynced; then ``latest`` is replaced
     (older steps)            only then pruned: renamed to .part-UUID first, so a half-deleted folder is never taken for a checkpoint
 
-A step folder is never written into again. When a step is saved that the folder already has, from another line of the run's history (it
-was resumed from an older step) or damaged, the old folder is set aside as ``step-000100.replaced-UUID``; steps beyond it become
-``.abandoned-UUID``, else the next resume would take them for the newest. Neither is deleted, unless its tensors are the same.
-Everything here runs on rank 0 alone and raises OSError as it comes.
+A step folder is never written into again. If the folder of a step to be saved exists already, because the run was resumed from an older
+step or because that folder is damaged, it is set aside as ``step-000100.replaced-UUID``; later steps become ``.abandoned-UUID``, since the
+next resume would otherwise take them for the newest. They are not deleted, except a replaced folder with identical tensors.
+Everything here runs on rank 0 alone and lets OSError propagate.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _LEFT_OVER = re.compile(r"(step-[0-9]{6,18})\.(part|replaced|abandoned)-[0-9a-f]
 
 
 def step_name(step: int) -> str:
-    """The folder name of a step: step-000100."""
+    """Return the folder name of a step, such as ``step-000100``."""
     return f"step-{step:06d}"
 
 
 def step_number(name: str) -> int | None:
-    """The step a folder name stands for, or None for any other name."""
+    """Return the step that a folder name stands for; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """The step folders in a checkpoints folder, oldest first; links are not followed. Empty if there is no such folder."""
+    """Return the step folders in a checkpoints folder, oldest first, ignoring links; empty if there is no such folder."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -62,14 +62,14 @@ def list_steps(folder: Path) -> dict[int, Path]:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raises CheckpointError: a link has a step folder's name; what it points to is not ours to rename or delete, nor sure to stay."""
+    """Raise CheckpointError if a link has a step folder's name: its target is not ours to rename or delete, and may vanish."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for path in (folder / name for name in names if step_number(name) is not None):
         require_no_link(path)
 
 
 def require_no_link(path: Path) -> None:
-    """Raises CheckpointError: this step folder is a link."""
+    """Raise CheckpointError if this step folder is a link."""
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a symbolic link (to {os.readlink(path)}): a step's folder must lie in its checkpoints folder itself; move or copy"
@@ -78,7 +78,7 @@ def require_no_link(path: Path) -> None:
 
 
 def holds_steps(folder: Path) -> bool:
-    """Whether there is anything that was a step once: a folder, a link, or what a save that was cut short has set aside."""
+    """Return whether the folder holds anything that is or was a step: a folder, a link, or a folder that was set aside."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -87,14 +87,14 @@ def holds_steps(folder: Path) -> bool:
 
 
 def left_over(name: str) -> tuple[int, str] | None:
-    """(step, ``part``, ``replaced`` or ``abandoned``) of a folder that is left over from that step; None for any other name."""
+    """Return (step, ``part``, ``replaced`` or ``abandoned``) for the name of a left-over folder; None for any other name."""
     match = _LEFT_OVER.fullmatch(name)
     step = step_number(match[1]) if match else None
     return (step, match[2]) if match and step is not None else None
 
 
 def read_latest(folder: Path) -> tuple[int | None, str | None]:
-    """What ``latest`` says: (step, None), or (None, why it says nothing). It is a hint only; no file at all is (None, None)."""
+    """Read ``latest``, which is only a hint: (step, None), or (None, why it is unusable); (None, None) if the file is missing."""
     path = folder / LATEST_NAME
     if not path.exists() and not path.is_symlink():
         return None, None
@@ -111,7 +111,7 @@ def read_latest(folder: Path) -> tuple[int | None, str | None]:
 
 
 def staging_dir(folder: Path, step: int) -> Path:
-    """Make an empty folder for a step in the making."""
+    """Create an empty staging folder for a step."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f"{step_name(step)}.part-{uuid.uuid4().hex[:12]}"
     staging.mkdir()
@@ -119,17 +119,17 @@ def staging_dir(folder: Path, step: int) -> Path:
 
 
 def seal(staging: Path, state: bytes, manifest: Manifest) -> None:
-    """Add state.json and MANIFEST.json to a staging folder and put everything on the disk."""
+    """Add state.json and MANIFEST.json to a staging folder and fsync them and the folder."""
     write_synced(staging / STATE_NAME, state)
     write_synced(staging / MANIFEST_NAME, manifest.encode())
     fsync_dir(staging)
 
 
 def publish(staging: Path, manifest: Manifest) -> list[str]:
-    """Make a sealed staging folder the step's folder and the one that ``latest`` names.
+    """Rename a sealed staging folder to the step's folder, and point ``latest`` at it.
 
     Returns:
-        What happened to folders in its way, as sentences for the log.
+        What happened to folders that were in the way, as sentences for the log.
     """
     folder, final = staging.parent, staging.parent / step_name(manifest.step)
     if final.is_symlink():
@@ -155,7 +155,7 @@ def publish(staging: Path, manifest: Manifest) -> list[str]:
 
 
 def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
-    """Whether a step folder is complete and lists the same tensor files, byte for byte."""
+    """Return whether a step folder is complete and its manifest lists the same tensor files, with the same sizes and hashes."""
     if not is_complete(step_dir):
         return False
     old = read_manifest(step_dir).files
@@ -163,12 +163,12 @@ def _same_tensors(step_dir: Path, manifest: Manifest) -> bool:
 
 
 def outdated(folder: Path, keep_last: int, keep_every: int | None, is_sound: Callable[[Path], bool] = is_complete) -> list[Path]:
-    """Old steps that may go: all but the ``keep_last`` newest sound ones, multiples of ``keep_every``, and anything newer than those.
+    """Return the old steps to delete: all but the ``keep_last`` newest sound ones, anything newer, and multiples of ``keep_every``.
 
     Args:
-        is_sound: asked from the newest on, until enough are.
+        is_sound: called from the newest step on, until ``keep_last`` sound ones are found.
     Returns:
-        Step folders, oldest first; none where there are fewer sound ones than are to be kept.
+        Step folders, oldest first; none if fewer than ``keep_last`` are sound.
     """
     steps, found, oldest_kept = list_steps(folder), 0, -1
     for step, path in reversed(steps.items()):
@@ -180,7 +180,7 @@ def outdated(folder: Path, keep_last: int, keep_every: int | None, is_sound: Cal
 
 
 def discard(path: Path) -> None:
-    """Delete a step folder, or one that was set aside: renamed first, so that half of it is never taken for a checkpoint."""
+    """Delete a step folder, or one that was set aside; it is renamed first, so a half-deleted one is never taken for a checkpoint."""
     dying = path.with_name(f"{path.name.partition('.')[0]}.part-{uuid.uuid4().hex[:12]}")
     path.rename(dying)
     shutil.rmtree(dying)
@@ -201,7 +201,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, before_each: Cal
 
 
 def sweep(folder: Path) -> list[str]:
-    """Clear up after a save or a deletion that was cut short. Only while no one else saves into this folder.
+    """Clean up after an interrupted save or deletion. Only while no one else saves into this folder.
 
     Returns:
         What was done, as sentences for the log.
@@ -225,6 +225,6 @@ def sweep(folder: Path) -> list[str]:
 
 
 def log_notes(notes: Collection[str]) -> None:
-    """Tell them, from rank 0."""
+    """Log notes as warnings; for rank 0."""
     for note in notes:
         logger.warning("%s", note)

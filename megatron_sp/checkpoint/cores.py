@@ -1,4 +1,4 @@
-"""How many threads of a save go beside those that compute."""
+"""Number of threads that a save may use while training computes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron_sp.checkpoint.file_records import cores_of_rank, io_threads
 
 
 def idle_cores() -> int:
-    """Cores of this rank on which torch does not compute."""
+    """Return the number of this rank's cores that torch does not compute on."""
     return max(0, cores_of_rank() - torch.get_num_threads())
 
 
 def threads_beside_training() -> int:
-    """Files to write at once while training goes on.
+    """Return the number of files to write at once while training goes on.
 
-    One on each idle core. Where none is idle, as many as compute: all of those slow down alike then, while a single one would make
-    every other wait for the one whose core it shares (docs/design/008-async-save.md has the figures).
+    One per idle core. If no core is idle, as many as ``io_threads()``: then all compute threads slow down alike, while a single writer
+    would make all of them wait for the one whose core it shares (docs/design/008-async-save.md has the figures).
     """
     return min(idle_cores() or io_threads(), io_threads())

@@ -1,4 +1,4 @@
-"""What a model wants against what a checkpoint has, as a table for people."""
+"""Table of the differences between the tensors a model wants and those a checkpoint has, for error messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Row = tuple[str, str, str]  # name, in the checkpoint, wanted
 
 
 def differences(manifest: Manifest, wanted: dict[str, GlobalTensor], unexpected: Collection[str], cast: bool) -> list[Row]:
-    """Rows for every tensor that cannot be loaded as asked.
+    """Return a row for every tensor that cannot be loaded as requested.
 
     Args:
-        unexpected: names that the checkpoint has and nobody asked for; empty when loading in part.
+        unexpected: names in the checkpoint that no rank wants; empty for a partial load.
         cast: whether a stored tensor may be converted to the wanted dtype.
     """
     rows: list[Row] = []
@@ -37,7 +37,7 @@ def differences(manifest: Manifest, wanted: dict[str, GlobalTensor], unexpected:
 
 
 def table(step_dir: Path, rows: list[Row]) -> str:
-    """The message of a checkpoint that does not fit."""
+    """Return the error message for a checkpoint that does not fit the model."""
     shown = [("tensor", "in the checkpoint", "wanted"), *rows[:_MAX_ROWS]]
     widths = [max(len(row[column]) for row in shown) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {stored:<{widths[1]}}  {wanted}" for name, stored, wanted in shown]

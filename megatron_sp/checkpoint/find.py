@@ -1,4 +1,4 @@
-"""From what --load names (a run, its checkpoints folder, one step folder) to the step folders in question, newest first."""
+"""Finding the step folders, newest first, of the path given to --load: a run, its checkpoints folder, or one step folder."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_sp.utils.errors import CheckpointError
 
 
 class Candidates(NamedTuple):
-    """Step folders worth trying, newest first, and what to warn about."""
+    """Step folders to try, newest first, and warnings."""
 
     folders: list[Path]
     warnings: list[str]
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The folder with the steps: ``path/checkpoints`` if there is one, else ``path`` itself."""
+    """Return the folder that holds the steps: ``path/checkpoints`` if it exists, else ``path`` itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether the path itself is one checkpoint (by its name or its manifest) and not a folder of them."""
+    """Return whether ``path`` itself is a step folder, by its name or its manifest, and not a folder of them."""
     return path.is_dir() and (step_number(path.name) is not None or (path / MANIFEST_NAME).exists())
 
 
 def has_steps(path: Path) -> bool:
-    """Whether a run, a checkpoints folder or a step folder holds a step folder, sound or not."""
+    """Return whether ``path`` (a run, its checkpoints folder or a step folder) is or holds a step folder, sound or not."""
     return is_step_folder(path) or bool(list_steps(checkpoints_folder(path)))
 
 
@@ -44,7 +44,7 @@ _OF_CHECKPOINTS = re.compile(
 
 
 def is_vacant(path: Path) -> bool:
-    """Whether nothing in a folder looks like a checkpoint, of ours or of another program; a folder that is not there is vacant."""
+    """Return whether nothing in a folder looks like a checkpoint of this or another program; a missing folder is vacant."""
     if path.is_symlink() or path.exists():
         if not path.is_dir():
             return False
@@ -57,13 +57,14 @@ def is_vacant(path: Path) -> bool:
 
 
 def candidates(path: Path, ckpt_step: int | None) -> Candidates:
-    """Which step folders ``path`` stands for.
+    """Return the step folders that ``path`` stands for.
 
     Args:
         path: a run folder, a checkpoints folder, or one step folder.
-        ckpt_step: only this step and, for a fallback, those before it.
+        ckpt_step: return only this step and, for a fallback, those before it.
     Raises:
-        CheckpointError: there are none; says what was looked for, what is there, and the nearest names.
+        CheckpointError: there are none (the message names what was looked for, what exists and the nearest names), ``path`` is the
+            folder of another step, or a step folder is a link.
     """
     if not path.is_dir():
         raise CheckpointError(_absent(path))
@@ -97,19 +98,19 @@ def candidates(path: Path, ckpt_step: int | None) -> Candidates:
 
 
 def _runs_in(path: Path) -> list[str]:
-    """Runs with checkpoints in a folder that is none itself, the first few."""
+    """Return the first few runs with checkpoints in a folder that is not a run itself."""
     runs = (folder.parent for folder in sorted(path.glob("*/checkpoints")))
     return [str(run) for run in runs if list_steps(checkpoints_folder(run))][:3]
 
 
 def step_list(steps: dict[int, Path]) -> str:
-    """The steps that exist, shortened in the middle."""
+    """Return the steps as text, abbreviated in the middle."""
     numbers = [str(step) for step in sorted(steps)]
     return ", ".join(numbers if len(numbers) <= 12 else [*numbers[:4], "...", *numbers[-7:]]) or "none"
 
 
 def way_out(step_dir: Path) -> str:
-    """What can be done about a damaged step folder."""
+    """Return advice on what to do about a damaged step folder."""
     beside = {step: path for step, path in list_steps(step_dir.parent).items() if path != step_dir}
     others = _complete(beside)
     if not others:
@@ -123,12 +124,12 @@ def way_out(step_dir: Path) -> str:
 
 
 def _complete(steps: dict[int, Path]) -> dict[int, Path]:
-    """Those that a load may take, as far as manifests and sizes tell."""
+    """Return the steps that are complete, judged by manifests and file sizes."""
     return {step: path for step, path in steps.items() if is_complete(path)}
 
 
 def listing(folder: Path) -> str:
-    """A few names out of a folder, for messages."""
+    """Return the first few names in a folder, for messages."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

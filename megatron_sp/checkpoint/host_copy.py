@@ -1,11 +1,11 @@
-"""A copy in host memory of what this rank writes, so that training may go on while it is written.
+"""Copy in host memory of the tensors this rank writes, so that training can go on while they are written.
 
     training    step | copy | step | step | ...        the copy is all that training waits for
-    thread           |      | hash, write, commit      works on the copy alone
+    thread           |      | hash, write, commit      uses the copy alone
 
-The memory is taken and touched once, when the run starts, and used again by every save: the first touch of a page costs the kernel more
-than the copy (2 to 3 s against 0.07 s for 1.5 GB). On a GPU it is pinned and filled on a stream of its own; the host does not wait, but
-whatever changes the tensors must come behind ``join``.
+The memory is allocated and touched once, when the run starts, and reused by every save: the first touch of a page costs more than the
+copy itself (2 to 3 s against 0.07 s for 1.5 GB). With a GPU it is pinned and filled on a stream of its own; the host does not wait, but
+whatever changes the tensors must come after ``join``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _ALIGN = 64
 
 
 def copy_bytes(items: Sequence[NamedPiece]) -> int:
-    """Memory that a copy of these takes."""
+    """Return the bytes of memory that a copy of these items needs."""
     return sum(round_up(item.num_bytes, _ALIGN) for item in items)
 
 
 class HostCopy:
-    """Kept host memory for one save at a time.
+    """Reusable host memory for the copy of one save at a time.
 
     Args:
-        items: as every save will bring them: names, shapes and types count, not contents.
+        items: like those of every save; only their sizes and device matter, not their contents.
     Raises:
-        RuntimeError, MemoryError: there is no such memory.
+        RuntimeError, MemoryError: the memory cannot be allocated.
     """
 
     def __init__(self, items: Sequence[NamedPiece]) -> None:
@@ -49,13 +49,13 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, items: Sequence[NamedPiece], reached: Callable[[], None] = lambda: None) -> list[NamedPiece]:
-        """Copy the contents; the same items with the copies in place of the tensors.
+        """Copy the contents, and return the same items with the copies in place of the tensors.
 
-        On a GPU the copies are complete behind ``wait``, and the tensors may change behind ``join``.
+        On a GPU the copies are complete after ``wait``, and the tensors may change after ``join``.
 
         Args:
-            items: no larger than those of the constructor.
-            reached: called when some of it is copied.
+            items: of no more bytes than those of the constructor.
+            reached: called after the first copy.
         """
         if copy_bytes(items) > self.num_bytes:
             raise ValueError(f"{copy_bytes(items):,} bytes are to be copied into {self.num_bytes:,}")
@@ -89,18 +89,18 @@ class HostCopy:
         return self._memory[at : at + num_bytes].view(like.dtype).view(like.shape)
 
     def join(self) -> None:
-        """What the current stream is given from now on may change the tensors; the host does not wait."""
+        """Make the current stream wait for the copy, so that later work on it may change the tensors; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Until the copies are complete; from any thread."""
+        """Wait until the copies are complete; may be called from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def _halves(moves: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Cut in front of the tensor with which a half of the bytes is reached."""
+    """Split a list of copies in two at half of the bytes, before the tensor that crosses it (the first part is never empty)."""
     total, taken = sum(to.nbytes for to, _ in moves), 0
     for index, (to, _) in enumerate(moves):
         if 2 * (taken := taken + to.nbytes) > total:

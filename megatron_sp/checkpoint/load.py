@@ -1,4 +1,4 @@
-"""Filling a rank's pieces from the rectangles in the files, whatever layout wrote them."""
+"""Loading of a rank's pieces from the rectangles in the files, whatever layout wrote them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
 
 
 def read_headers(step_dir: Path, names: Iterable[str]) -> list[list[Any]]:
-    """The rectangles in these files, as JSON for the other ranks. Raises CheckpointError."""
+    """Return the rectangles in these files, as JSON values for the other ranks. Raises CheckpointError."""
     rows: list[list[Any]] = []
     for name in names:
         rows += [[p.name, p.dtype, list(p.rect.offsets), list(p.rect.sizes), p.file, p.begin] for p in read_header(step_dir / name)]
@@ -39,10 +39,10 @@ def read_headers(step_dir: Path, names: Iterable[str]) -> list[list[Any]]:
 
 
 def make_index(step_dir: Path, manifest: Manifest, rows: Iterable[list[Any]]) -> Index:
-    """Sort the rectangles of all files by tensor.
+    """Group the rectangles of all files by tensor.
 
     Raises:
-        CheckpointError: a tensor that the manifest does not have, or has with another dtype.
+        CheckpointError: a tensor that the manifest does not list, or lists with another dtype.
     """
     index: Index = defaultdict(list)
     for name, dtype, offsets, sizes, file, begin in rows:
@@ -63,7 +63,7 @@ def check_tiling(step_dir: Path, manifest: Manifest, index: Index, names: Iterab
 
 
 def data_files(manifest: Manifest) -> list[str]:
-    """The files with tensors, the largest first."""
+    """Return the names of the files with tensors, largest first."""
     return sorted((n for n in manifest.files if n != STATE_NAME), key=lambda n: (-manifest.files[n].num_bytes, n))
 
 

@@ -1,13 +1,13 @@
 """One writer per run: the file LOCK in the run folder.
 
-It is created with O_EXCL and says who holds it (host, pid, start of the process); its modification time is a heartbeat. Whoever finds
-it decides: on the same machine the process table tells whether the holder lives (pid and start time, so a reused pid does not
-count), and who held it before this machine was booted is dead; from another machine only the heartbeat does, and its age is measured
-against the file system's own clock, since the clocks of two hosts may differ. A dead holder's lock is taken over and that is said; who
-may do that is settled by a lock of the kernel's on LOCK.takeover, which dies with its holder, so that this file means nothing when it is
-left behind. A job of several hosts that goes on after one of them was booted anew finds its own lock under another boot id: it waits
-for a heartbeat, or until there can be none.
-What is no file, or lies in the future, says nothing about anybody: it is refused at once, by name.
+It is created with O_EXCL and records its holder (host, pid, start time of the process); its modification time is a heartbeat. Whoever
+finds it decides whether the holder is alive: on the same machine by the process table (pid and start time, so a reused pid does not
+count), where a holder from before the last boot is dead; from another machine only by the heartbeat, whose age is measured against the
+file system's own clock, since the clocks of two hosts may differ. A dead holder's lock is taken over with a warning. A kernel lock on
+LOCK.takeover decides who may take over; it dies with its holder, so that file means nothing when it is left behind. A job of several
+hosts that continues after one of them was rebooted finds its own lock with an old boot id: it waits for a heartbeat until the lock is
+stale.
+A LOCK that is not a regular file, or whose time lies in the future, gives no information: it is refused at once, with an error naming it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _TRIES, _PAUSE_S = 200, 0.01  # for the right to take over, which others have fo
 
 
 class RunLock:
-    """Holds the lock of a run from construction to ``close()``; for rank 0 alone.
+    """Lock of a run, held from construction until ``close()``; for rank 0 alone.
 
     Args:
-        job: the launcher's name of the job, the same in all its attempts; empty where it has none.
+        job: the launcher's name of the job, the same in all its attempts; empty if it has none.
 
     Raises:
-        LockError: another process holds it; names its host and pid.
+        LockError: another process holds it (the message names its host and pid), or it cannot be taken over.
         OSError: the folder cannot be written.
     """
 
@@ -67,7 +67,7 @@ class RunLock:
         self._thread.start()
 
     def close(self) -> None:
-        """Give the lock back, if it is still ours. May be called twice."""
+        """Release the lock, if it is still ours. May be called twice."""
         self._closed.set()
         self._thread.join()
         if self.is_ours():
@@ -75,7 +75,7 @@ class RunLock:
                 self.path.unlink()
 
     def is_ours(self) -> bool:
-        """Whether the file still says that we hold it."""
+        """Return whether the file still names this object as the holder."""
         return _read(self.path).get("token") == self._me["token"]
 
     def __enter__(self) -> RunLock:
@@ -97,7 +97,7 @@ class RunLock:
         return True
 
     def _clear_if_dead(self) -> None:
-        """Remove the lock of a dead holder, or raise LockError for a living one."""
+        """Remove the lock of a dead holder; raise LockError for a live one."""
         self._wait_for_own_job()
         self._judge()
         with self._right_to_remove() as granted:
@@ -108,7 +108,7 @@ class RunLock:
                 logger.warning("took over the lock of %s: %s was held by %s", self.path.parent, self.path.name, f"{who}, which is gone")
 
     def _wait_for_own_job(self) -> None:
-        """Let an earlier attempt of this job, on a machine that we cannot look into, show whether it lives: at once if another holds it."""
+        """Wait for a sign of life if the holder is an earlier attempt of this job on a machine whose processes we cannot see."""
         first = sign = self._sign_of_own_job()
         if first is not None:
             logger.warning(
@@ -120,7 +120,7 @@ class RunLock:
             sign = self._sign_of_own_job()
 
     def _sign_of_own_job(self) -> int | None:
-        """When the holder touched the lock, in ns; None unless it is of this job, out of sight, and not silent for long."""
+        """Return when the lock was last touched, in ns; None unless the holder is of this job, cannot be checked, and is not yet stale."""
         holder = _read(self.path)
         if not self._me["job"] or holder.get("job") != self._me["job"] or _is_alive(holder, self.path) is not None:
             return None
@@ -131,7 +131,7 @@ class RunLock:
             return None
 
     def _judge(self) -> str | None:
-        """Who the dead holder is; None when the lock was given back meanwhile; LockError for a living one."""
+        """Return the name of the dead holder, or None if the lock has been released meanwhile; raise LockError for a live one."""
         _require_file(self.path)
         holder, age = _read(self.path), self._age()
         if age is None:
@@ -153,9 +153,9 @@ class RunLock:
 
     @contextlib.contextmanager
     def _right_to_remove(self) -> Iterator[bool]:
-        """Whether this process alone may remove the lock now.
+        """Context manager that yields whether this process alone may remove the lock now.
 
-        The file that is locked may be unlinked by who had it before: it counts only as long as it is the one of that name.
+        A previous holder may have unlinked the locked file: the kernel's lock counts only if the file still has its name.
         """
         guard = self.path.with_name(f"{LOCK_NAME}.takeover")
         _require_file(guard)
@@ -168,7 +168,7 @@ class RunLock:
                     guard.unlink(missing_ok=True)
 
     def _age(self) -> float | None:
-        """Seconds since the lock was touched, by the file system's clock, negative if that is to come; None when there is none any more."""
+        """Return the seconds since the lock was touched, by the file system's clock; negative if in the future, None if it is gone."""
         probe = self.path.with_name(f"{LOCK_NAME}.probe-{uuid.uuid4().hex[:8]}")
         try:
             probe.touch()
@@ -190,12 +190,12 @@ class RunLock:
 
 
 class Holder(NamedTuple):
-    """Who a lock says holds it.
+    """The holder of a lock, as recorded in it.
 
     Attributes:
-        who: pid, host and since when, in words.
+        who: pid, host and start of the lock, as text.
         age_s: seconds since its last sign of life, by this host's clock.
-        is_alive: None where this machine cannot tell.
+        is_alive: None if this machine cannot tell.
     """
 
     who: str
@@ -204,12 +204,12 @@ class Holder(NamedTuple):
 
     @property
     def may_write(self) -> bool:
-        """Whether a save may be going on."""
+        """True if the holder may be saving: it is alive or, where that is unknown, its lock is not stale."""
         return self.is_alive if self.is_alive is not None else self.age_s < STALE_SECONDS
 
 
 def holder_of(run_dir: str | Path) -> Holder | None:
-    """Who holds a run's lock, None if nobody does; touches nothing, so that anyone may look."""
+    """Return the holder of a run's lock, None if nobody holds it; changes nothing, so anyone may call it."""
     path = Path(run_dir) / LOCK_NAME
     try:
         require_own(path)
@@ -221,7 +221,7 @@ def holder_of(run_dir: str | Path) -> Holder | None:
 
 
 def _require_file(path: Path) -> None:
-    """Raises LockError: it is there, and no file."""
+    """Raise LockError if the path exists and is not a regular file."""
     try:
         require_own(path)
     except OSError as error:
@@ -231,10 +231,10 @@ def _require_file(path: Path) -> None:
 
 
 def _locked(fd: int, path: Path) -> bool:
-    """Whether this process now has the kernel's lock on a file that still has its name.
+    """Try to take the kernel's lock on an open file; return whether this process has it and the file still has its name.
 
     Raises:
-        LockError: this file system has no such locks.
+        LockError: this file system does not support such locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,7 +260,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Boot and pid namespace: equal only where pids mean the same processes. Empty where /proc does not tell."""
+    """Return boot id and pid namespace, equal only where a pid means the same process; empty if /proc does not have them."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -268,7 +268,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When the process started, in clock ticks since boot (proc(5), stat, field 22); empty where unknown."""
+    """Return the start time of a process, in clock ticks since boot (proc(5), stat, field 22); empty if unknown or ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -278,10 +278,10 @@ def _start_time(pid: int) -> str:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
-    """Whether the holder lives, as far as this machine can tell; None: it is on another one.
+    """Return whether the holder is alive; None if this machine cannot tell, because the holder is elsewhere or not identified.
 
     Args:
-        path: of the lock; may be gone meanwhile.
+        path: the lock; may be gone meanwhile.
     """
     here = _this_process()
     pid = holder.get("pid")
@@ -302,10 +302,10 @@ def _is_alive(holder: dict[str, Any], path: Path) -> bool | None:
 
 
 def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path) -> bool:
-    """Whether the holder ran on this machine before it was booted.
+    """Return whether the holder ran on this machine before its last boot.
 
-    Another boot id is not enough, nor with it the host's name, which clones share: only on a file system of this machine's own can
-    nobody else have written the lock. Nor is that alone, as this machine may serve its file system to others, whose names differ.
+    Another boot id and the same host name are not enough, as clones share the name: only on a local file system can no other machine
+    have written the lock. A local file system alone is not enough either, as this machine may export it to others, whose names differ.
     """
     before, now = (str(process.get("machine") or "").partition(" ")[0] for process in (holder, here))
     if not before or not now or before == now or holder.get("host") != here["host"]:
@@ -317,7 +317,7 @@ def _is_of_earlier_boot(holder: dict[str, Any], here: dict[str, Any], path: Path
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The lock's contents; empty when it is absent or not (yet) readable."""
+    """Return the lock's contents; empty if it is missing or not (yet) readable."""
     try:
         with open_own(path, os.O_RDONLY) as file:
             value = json.loads(file.read(10_000))

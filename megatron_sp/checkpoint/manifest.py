@@ -1,8 +1,8 @@
-"""MANIFEST.json: what a step folder must contain, byte for byte. A folder without a sound manifest is no checkpoint.
+"""MANIFEST.json: the list of what a step folder must contain, byte for byte. A folder without a sound manifest is no checkpoint.
 
-It lists every file with size and SHA-256 and every tensor with dtype and global shape, so that a missing piece cannot pass for a
-smaller tensor. It also carries its own hash: SHA-256 of the manifest itself with the digits of that hash replaced by zeros.
-It catches accidents, not attackers: whoever can write the files can write the manifest.
+It lists every file with its size and SHA-256 and every tensor with its dtype and global shape, so that a tensor with a missing piece is
+not taken for a smaller one. It also contains its own hash: the SHA-256 of the manifest with the digits of that hash replaced by zeros.
+It protects against accidents, not attackers: whoever can write the files can write the manifest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Manifest:
         return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
 
     def encode(self) -> bytes:
-        """The file's contents."""
+        """Return the contents of MANIFEST.json."""
         document = {
             "format": "megatron_sp checkpoint",
             "format_version": FORMAT_VERSION,
@@ -69,7 +69,7 @@ def read_manifest(step_dir: Path) -> Manifest:
     """Read and check a step folder's manifest (not the files it names).
 
     Raises:
-        CheckpointError: absent, damaged, malformed, or written by a newer format.
+        CheckpointError: it is missing, damaged, malformed, or of a newer format.
     """
     path = step_dir / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
@@ -78,7 +78,7 @@ def read_manifest(step_dir: Path) -> Manifest:
 
 
 def decode_manifest(data: bytes, path: Path) -> Manifest:
-    """Check the bytes of a manifest; ``path`` is for messages. Raises CheckpointError."""
+    """Parse and check the bytes of a manifest; ``path`` is for messages. Raises CheckpointError."""
     document = parse_object(data, str(path))
     check_format_version(document, path)
     digest = document.get("manifest_sha256")
@@ -96,10 +96,10 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def encode_state(step: int, state: dict[str, Any]) -> bytes:
-    """The bytes of state.json: the state with ``format_version`` and ``step``.
+    """Return the bytes of state.json: the state with ``format_version`` and ``step`` added.
 
     Raises:
-        TypeError, ValueError: not JSON, or more than the reader accepts.
+        TypeError, ValueError: the state is not JSON, or larger than the reader accepts.
     """
     data = json.dumps({**state, "format_version": FORMAT_VERSION, "step": step}, indent=1).encode("utf-8") + b"\n"
     if len(data) > MAX_STATE_BYTES:
@@ -112,10 +112,10 @@ def encode_state(step: int, state: dict[str, Any]) -> bytes:
 
 
 def read_state(step_dir: Path) -> dict[str, Any]:
-    """The contents of state.json, checked against the manifest.
+    """Return the contents of state.json, checked against the manifest.
 
     Raises:
-        CheckpointError: absent, damaged, or of a newer format.
+        CheckpointError: it is missing, damaged, or of a newer format.
     """
     path = step_dir / STATE_NAME
     expected = read_manifest(step_dir).files[STATE_NAME].sha256
@@ -128,7 +128,7 @@ def read_state(step_dir: Path) -> dict[str, Any]:
 
 
 def check_format_version(document: dict[str, Any], path: Path) -> None:
-    """Refuse a file of a newer format, or without a version. Raises CheckpointError."""
+    """Reject a file of a newer format or without a format version. Raises CheckpointError."""
     version = document.get("format_version")
     if not is_count(version) or version < 1:
         raise CheckpointError(f"{path} is malformed: format_version is {str(version)[:40]}, a positive integer is needed")

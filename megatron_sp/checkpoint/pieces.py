@@ -1,9 +1,9 @@
-"""What a rank holds of a tensor: rectangles of the global one.
+"""A rank's part of a tensor, as rectangles of the global tensor.
 
-A ZeRO range of a parameter that tensor parallelism cuts along dim 1 is up to three rectangles; gate|up and replicated
+A ZeRO range of a parameter that tensor parallelism splits along dim 1 is up to three rectangles; gate|up and replicated
 key/value rows are several. Whatever the layout, a checkpoint sees only ``(offsets, sizes)`` in the global tensor, so any layout
-can read what any other wrote. A rectangle that several ranks hold in full is a replica and is written once; anything else must
-tile the tensor exactly: every element in one rectangle, none in two.
+can read what any other wrote. A rectangle that several ranks hold in full is a replica and is written once; the distinct rectangles
+must tile the tensor exactly: every element in one rectangle, none in two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class GlobalTensor:
-    """This rank's share of one tensor; the pieces of all ranks together tile it (replicas may repeat)."""
+    """A rank's part of one tensor; the pieces of all ranks together tile it (ranks may hold the same piece)."""
 
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype  # stored when saving; wanted when loading
@@ -54,22 +54,22 @@ class GlobalTensor:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> GlobalTensor:
-        """A tensor that this rank holds in full."""
+        """Describe a tensor that this rank holds in full."""
         return cls(tuple(tensor.shape), tensor.dtype, [Piece((0,) * tensor.dim(), tensor)])
 
     @classmethod
     def of_shard(cls, spec: ShardSpec, local: Tensor) -> GlobalTensor:
-        """This rank's part of a parameter, or of something that lies like it."""
+        """Describe this rank's part of a parameter, or of a tensor placed like it."""
         return cls(spec.shape, local.dtype, [Piece(offsets, view) for offsets, view in spec.pieces(local)])
 
     @classmethod
     def of_range(cls, spec: ShardSpec, shape: tuple[int, ...], flat: Tensor, start: int) -> GlobalTensor:
-        """A contiguous range of this rank's part of a parameter (ZeRO), or of something that lies like it.
+        """Describe a contiguous range of this rank's part of a parameter (ZeRO), or of a tensor placed like it.
 
         Args:
-            spec: of the part.
-            shape: of the part, with padding.
-            flat: the elements from ``start`` on, counted row by row.
+            spec: placement of the part.
+            shape: shape of the part, with padding.
+            flat: its elements from ``start`` on, in row-major order.
         """
         pieces, at = [], 0
         for local in rectangles(shape, start, start + flat.numel()):
@@ -78,14 +78,14 @@ class GlobalTensor:
         return cls(spec.shape, flat.dtype, pieces)
 
     def rects(self) -> list[Rect]:
-        """This rank's rectangles, in the order of ``pieces``, without empty ones."""
+        """Return this rank's rectangles, in the order of ``pieces``, without empty ones."""
         return [piece.rect for piece in self.pieces if piece.rect.numel]
 
     def check(self, name: str) -> None:
-        """Refuse pieces of another dtype or number of dims, or outside the tensor.
+        """Reject pieces of another dtype or number of dims, or outside the tensor.
 
         Raises:
-            ValueError: naming the tensor and the piece.
+            ValueError: a piece does not fit; the message names it and the tensor.
         """
         for piece in self.pieces:
             problem = outside(self.shape, piece.rect)
@@ -96,7 +96,7 @@ class GlobalTensor:
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
-    """The rectangles that make up elements [start, stop) of a tensor, counted row by row; in order."""
+    """Return the rectangles that make up elements [start, stop) of a tensor in row-major order, in that order."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -116,7 +116,7 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
 
 
 def outside(shape: tuple[int, ...], rect: Rect) -> str | None:
-    """Why the rectangle is no rectangle of a tensor of that shape, or None."""
+    """Return why the rectangle does not fit in a tensor of that shape; None if it does."""
     if len(rect.offsets) != len(shape) or len(rect.sizes) != len(shape):
         return f"it has {len(rect.sizes)} sizes and {len(rect.offsets)} offsets, the tensor {len(shape)} dims"
     if any(o < 0 or s < 0 or o + s > n for o, s, n in zip(rect.offsets, rect.sizes, shape, strict=True)):
@@ -125,10 +125,10 @@ def outside(shape: tuple[int, ...], rect: Rect) -> str | None:
 
 
 def tiling_problem(shape: tuple[int, ...], rects: Collection[Rect]) -> str | None:
-    """Why the rectangles do not cover every element of the tensor exactly once, or None if they do.
+    """Return why the rectangles do not cover every element of the tensor exactly once; None if they do.
 
-    The edges of all rectangles cut the tensor into a grid of cells; each rectangle is painted onto that (small) grid and every cell
-    must have been painted once. Empty rectangles are ignored.
+    The edges of all rectangles divide the tensor into a (small) grid of cells; each rectangle is painted onto that grid, and every cell
+    must be painted exactly once. Empty rectangles are ignored.
     """
     rects = [rect for rect in rects if rect.numel]
     for rect in rects:

@@ -1,7 +1,7 @@
-"""Who writes what: every rank describes its rectangles, and all compute the same division of the work.
+"""Division of a save among the ranks: every rank describes its rectangles, and all compute the same plan.
 
-A rectangle that several ranks hold is written by the one of them with the fewest bytes so far, the largest first, so replicas
-spread evenly. That the rectangles tile every tensor is checked here, before anything is written.
+A rectangle that several ranks hold is written by the one of them with the fewest bytes so far, the largest first, so that the work
+is balanced. This module also checks that the rectangles tile every tensor, before anything is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Description = dict[str, list[Any]]  # name -> [dtype, shape, [[offsets, sizes], 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The same on every rank."""
+    """Assignment of rectangles to the ranks that write them; the same on every rank."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype name, global shape)
     writer: dict[tuple[str, Rect], int]  # the rank that writes each rectangle
     rank_bytes: list[int]  # bytes of tensors each rank writes
 
     def items_of(self, rank: int, tensors: dict[str, GlobalTensor]) -> list[NamedPiece]:
-        """What ``rank`` writes, out of what it holds."""
+        """Return the pieces that ``rank`` writes, out of those it holds."""
         items, seen = [], set()
         for name, tensor in tensors.items():
             for piece in tensor.pieces:
@@ -36,10 +36,10 @@ class SavePlan:
 
 
 def describe(tensors: dict[str, GlobalTensor]) -> Description:
-    """This rank's rectangles.
+    """Return the description of this rank's rectangles.
 
     Raises:
-        ValueError: a piece that does not fit its tensor, a dtype that safetensors does not have, or a reserved name.
+        ValueError: a piece that does not fit its tensor, a dtype that safetensors does not support, or a reserved name.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
@@ -54,12 +54,12 @@ def describe(tensors: dict[str, GlobalTensor]) -> Description:
 
 
 def make_plan(descriptions: list[Description]) -> SavePlan:
-    """Divide the work.
+    """Assign every rectangle to a rank.
 
     Args:
-        descriptions: of all ranks, in their order.
+        descriptions: those of all ranks, in rank order.
     Raises:
-        ValueError: ranks that disagree on a dtype or shape, or rectangles that do not tile a tensor.
+        ValueError: ranks disagree on a dtype or shape, or the rectangles do not tile a tensor.
     """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     holders: dict[str, dict[Rect, list[int]]] = {}

@@ -1,13 +1,13 @@
-"""One safetensors file of a checkpoint: streamed out and hashed on the way, and read back by byte ranges.
+"""Streaming writer and byte-range reader of safetensors files; files of a checkpoint are hashed while they are written.
 
-The layout is that of torch.distributed.checkpoint's sharded Hugging Face storage, which any safetensors reader opens: 8 bytes of
-header length, a JSON header, then the tensors one after the other. Where a rectangle lies in its global tensor is in the
-header's ``__metadata__`` under DCP_SHARDING_INFO (``saved_offsets``; ``global_shape`` is our addition). The format has one entry
-per name and file, so two rectangles of one tensor must go to two files: ``cut_into_files``.
+The layout is that of torch.distributed.checkpoint's sharded Hugging Face storage, which any safetensors reader can open: 8 bytes of
+header length, a JSON header, then the tensors one after the other. The header's ``__metadata__`` gives the position of each rectangle
+in its global tensor under DCP_SHARDING_INFO (``saved_offsets``; ``global_shape`` is our addition). The format allows one entry
+per name and file, so two rectangles of one tensor must go to two files (``cut_into_files``).
 
-Written here and not through that package because it builds each file in memory twice over before the first byte is
-written; here a tensor goes from its own memory to the file, and its hash is computed in a second thread meanwhile.
-The header is checked before anything is believed: a hostile file costs a message, not memory.
+That package is not used because it builds each file in memory twice before it writes the first byte; here a tensor goes
+from its own memory to the file while a second thread computes the hash.
+The header is validated before it is used: a malicious file leads to an error message, not to a huge allocation.
 Source: huggingface/safetensors README (format); torch/distributed/checkpoint/hf_storage.py and filesystem.py (metadata).
 """
 
@@ -47,7 +47,7 @@ _BLOCK_BYTES = 8 << 20  # written and hashed at a time
 
 
 class NamedPiece(NamedTuple):
-    """A piece on its way into a file."""
+    """A piece to be written to a file, with the name and shape of its tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the global tensor
@@ -69,9 +69,9 @@ class StoredPiece(NamedTuple):
 
 
 def cut_into_files(items: Iterable[NamedPiece], max_bytes: int) -> list[list[NamedPiece]]:
-    """Deal the pieces of a rank out to files: no name twice in a file, about ``max_bytes`` each, the first that fits.
+    """Distribute the pieces of a rank over files (first fit): no name twice in a file, at most ``max_bytes`` each.
 
-    A single piece larger than ``max_bytes`` gets a file of its own.
+    A piece larger than ``max_bytes`` gets a file to itself.
     """
     files: list[list[NamedPiece]] = []
     names: list[set[str]] = []
@@ -98,19 +98,19 @@ def write_file(
     contents: Callable[[NamedPiece], Tensor] | None = None,
     in_turn: bool = False,
 ) -> FileRecord:
-    """Write one new file and put it on the disk.
+    """Write and fsync one new file.
 
     Args:
         path: must not exist.
-        items: pieces with different names, on any device, contiguous or not.
-        reached: told ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are and nothing is on the disk
-            for certain.
-        contents: gives a piece's contents when its turn comes (by default those it carries); they are let go before the next ones.
-        in_turn: hash and write one after the other, not at the same time: slower, and takes one core only.
+        items: pieces with distinct names, on any device, contiguous or not.
+        reached: called with ``hash`` before a block is hashed, ``write`` when one is written, ``shard`` when all are written but not yet
+            fsynced.
+        contents: returns a piece's contents when they are needed (default: those of the piece); they are released before the next ones.
+        in_turn: hash and write one after the other instead of concurrently: slower, but uses one core only.
     Returns:
-        Its size and SHA-256, taken from the bytes as they were written.
+        Its size and SHA-256, computed from the bytes as they were written.
     Raises:
-        OSError: no space, for example; what was written so far stays.
+        OSError: no space, for example; what was written so far is left behind.
     """
     digest = hashlib.sha256()
 
@@ -123,14 +123,14 @@ def write_file(
 
 
 def write_plain_file(path: Path, items: Sequence[NamedPiece], contents: Callable[[NamedPiece], Tensor]) -> int:
-    """Write whole tensors as every other program does, without our own entries in the header and without a hash.
+    """Write whole tensors as a plain safetensors file, without our own header entries and without a hash.
 
     Args:
-        path, items, contents: as ``write_file`` has them.
+        path, items, contents: as in ``write_file``.
     Returns:
-        Its size.
+        Its size in bytes.
     Raises:
-        OSError: what was written so far stays.
+        OSError: what was written so far is left behind.
     """
     return _write(path, items, _plain_header, contents, lambda point: None, None)
 
@@ -174,7 +174,7 @@ def _blocks(header: bytes, items: Sequence[NamedPiece], contents: Callable[[Name
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any stride, and view() refuses that
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -201,12 +201,12 @@ def _encode(items: Sequence[NamedPiece], metadata: dict[str, str]) -> bytes:
 
 
 def read_header(path: Path, *, whole: bool = False) -> list[StoredPiece]:
-    """Every rectangle in a file, after checking the header against the file's size and itself.
+    """Return every rectangle in a file, after checking that the header is consistent with itself and the file's size.
 
     Args:
-        whole: the file is another program's: each of its tensors is a whole one.
+        whole: the file is from another program, and each of its tensors is a whole one.
     Raises:
-        CheckpointError: a header that is too long, no JSON, or whose tensors overlap, leave holes or reach past the end.
+        CheckpointError: the header is too long or not JSON, lacks an entry, or its tensors overlap, leave gaps or reach past the end.
     """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -250,10 +250,10 @@ def _check_no_holes(path: Path, pieces: list[StoredPiece], data_start: int, size
 
 
 def read_rows(file: Any, piece: StoredPiece, first: int, count: int) -> Tensor:
-    """Rows ``first`` to ``first + count`` (along dim 0) of a stored rectangle as a new CPU tensor, in one contiguous read.
+    """Read rows ``first`` to ``first + count`` (along dim 0) of a stored rectangle into a new CPU tensor, in one contiguous read.
 
     Raises:
-        CheckpointError: the file ends before them.
+        CheckpointError: the file ends too early.
     """
     row = math.prod(piece.rect.sizes[1:])
     shape = torch.Size((count, *piece.rect.sizes[1:]) if piece.rect.sizes else ())
@@ -263,7 +263,7 @@ def read_rows(file: Any, piece: StoredPiece, first: int, count: int) -> Tensor:
 
 
 def read_into(file: Any, tensor: Tensor, position: int) -> None:
-    """Fill a contiguous CPU tensor from these bytes of an open file (opened without buffering)."""
+    """Fill a contiguous CPU tensor from an unbuffered open file, starting at byte ``position``. Raises CheckpointError."""
     data = _bytes_of(tensor)
     file.seek(position)
     done = 0

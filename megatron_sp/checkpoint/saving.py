@@ -1,6 +1,6 @@
-"""The three steps of a save: open a staging folder, write this rank's files, commit. What the disk refuses becomes a reason.
+"""The three steps of a save: open a staging folder, write this rank's files, commit. Disk errors are returned as reasons.
 
-Rank 0 alone opens and commits; every rank writes. None of these raises OSError: a full disk must not end the training.
+Only rank 0 opens and commits; every rank writes. None of these raises OSError: a full disk must not end the training.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MIN_FILE_BYTES = 64 << 20  # smaller files are not worth a thread
 
 
 def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[], Any]) -> dict[str, str]:
-    """Check the free space and make a staging folder.
+    """Check the free space and create a staging folder.
 
     Args:
-        num_bytes: of tensors to write, all ranks together.
-        make_room: called once if the space does not suffice, before giving up.
+        num_bytes: bytes of tensors that all ranks together will write.
+        make_room: called once if there is not enough space, before giving up.
     Returns:
         {"staging": its path} or {"failed": why not}.
     """
@@ -52,13 +52,13 @@ def open_staging(folder: Path, step: int, num_bytes: int, make_room: Callable[[]
 def write_own_files(
     staging: Path, rank: int, items: Sequence[NamedPiece], max_file_bytes: int, reached: Callable[[str], None], beside: bool = False
 ) -> dict[str, Any]:
-    """Write and fsync a rank's pieces, several files at once: on a processor without SHA instructions hashing is what takes time.
+    """Write and fsync a rank's pieces, several files at once, since hashing is the bottleneck on a CPU without SHA instructions.
 
     Args:
-        reached: told the points of each file (``write_file``).
-        beside: the same files, by no more threads than training leaves cores, which goes on meanwhile.
+        reached: called at the points of each file that ``write_file`` names.
+        beside: training goes on meanwhile: write the same files with fewer threads (``threads_beside_training``).
     Returns:
-        {"files": {name: (bytes, sha256)}} or {"failed": why}; what was written stays for rank 0 to remove.
+        {"files": {name: (bytes, sha256)}} or {"failed": why}; what was written is left for rank 0 to remove.
     """
     threads = io_threads()
     share = sum(item.num_bytes for item in items) // threads + 1
@@ -79,7 +79,7 @@ def write_own_files(
 
 
 def make_manifest(step: int, state: bytes, plan: SavePlan, results: Sequence[dict[str, Any]]) -> Manifest:
-    """The manifest of what all ranks wrote, as ``write_own_files`` returned it on each."""
+    """Return the manifest of the files of all ranks; ``results`` are those of ``write_own_files`` on each rank."""
     files = {name: FileRecord(*record) for result in results for name, record in result["files"].items()}
     files[STATE_NAME] = FileRecord(len(state), hashlib.sha256(state).hexdigest())
     return Manifest(step, len(results), files, plan.tensors)
@@ -88,13 +88,13 @@ def make_manifest(step: int, state: bytes, plan: SavePlan, results: Sequence[dic
 def commit_staging(
     staging: Path, step: int, state: bytes, plan: SavePlan, results: Sequence[dict[str, Any]], fault: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Seal and publish a staging folder, or remove it when some rank failed.
+    """Seal and publish a staging folder, or remove it if any rank failed.
 
     Args:
-        results: of all ranks.
-        fault: called with the name of each kill point.
+        results: those of ``write_own_files`` on all ranks.
+        fault: called with the name of each point at which tests inject faults.
     Returns:
-        {"num_bytes": written by all} or {"failed": why}.
+        {"num_bytes": bytes written by all ranks} or {"failed": why}.
     """
     failures = [f"rank {rank}: {result['failed']}" for rank, result in enumerate(results) if "failed" in result]
     try:
@@ -112,7 +112,7 @@ def commit_staging(
 
 
 def prune_quietly(folder: Path, keep_last: int, keep_every: int | None, before_each: Callable[[], None] = lambda: None) -> list[str]:
-    """``commit.prune``; a folder that cannot be deleted is a warning."""
+    """Call ``commit.prune``, but only warn if a folder cannot be deleted."""
     try:
         return commit.prune(folder, keep_last, keep_every, before_each)
     except OSError as error:
@@ -121,10 +121,10 @@ def prune_quietly(folder: Path, keep_last: int, keep_every: int | None, before_e
 
 
 def explain(error: OSError, path: Path) -> str:
-    """What the operating system says, and about which path."""
+    """Return the operating system's error message with the path concerned."""
     return f"{error.strerror or error} ({error.filename or path})"
 
 
 def size_words(num_bytes: int) -> str:
-    """Gibibytes from half of one on, else mebibytes."""
+    """Format a number of bytes in GiB from half a GiB on, else in MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 29 else f"{num_bytes / 2**20:.1f} MiB"

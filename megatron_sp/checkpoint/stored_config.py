@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint keeps in its state.json."""
+"""The training configuration stored in a checkpoint's state.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_sp.utils.errors import CheckpointError, ConfigError
 
 
 def stored_configuration(state: dict[str, Any], *, normalize: bool = False) -> tuple[Config, list[str]]:
-    """What was trained, from the parsed state.json, whose values nobody has checked yet.
+    """Return the configuration stored in a parsed state.json, whose values have not been checked yet.
 
     Args:
-        normalize: with what its shorthands stand for.
+        normalize: expand its shorthands.
     Returns:
-        (configuration, a sentence for each entry that this version does not know).
+        (configuration, a warning for each entry unknown to this version).
     Raises:
-        CheckpointError: an entry cannot be used: the file is wrong, and no flag of the user's.
+        CheckpointError: an entry is invalid (the fault of the file, not of a flag).
     """
     try:
         config, warnings = Config.from_dict(state.get("config"))

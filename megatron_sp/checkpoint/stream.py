@@ -1,7 +1,7 @@
-"""A checkpoint written or read by one process with one tensor in memory at a time, whatever its size: for converters and tools.
+"""Checkpoints written and read by one process with one tensor in memory at a time, whatever their size: for converters and tools.
 
-What is written is an ordinary step folder of a world of one, loaded in any layout; it appears as a training's does, whole or not at all.
-A ``NativeReader`` puts tensors together from the rectangles that any number of ranks have written, in full or by rows.
+The result is an ordinary step folder with world size 1, which any layout can load; it is created atomically, like that of a training run.
+A ``NativeReader`` assembles tensors, in full or by rows, from the rectangles that any number of ranks have written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_BYTES = 64 << 20
 
 
 class TensorInfo(NamedTuple):
-    """Of a whole tensor."""
+    """Shape and dtype of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Source:
     """A tensor to be written.
 
     Attributes:
-        read: gives it when its turn comes; asked once, or once more if the tensor is larger than a file.
+        read: returns the tensor when it is needed; called once, or a second time if the tensor is larger than a file.
     """
 
     shape: tuple[int, ...]
@@ -63,19 +63,19 @@ def write_checkpoint(
     """Write ``run_dir/checkpoints/step-NNNNNN`` and name it in ``latest``.
 
     Args:
-        run_dir: a run folder without checkpoints, or one that is to be made. Its lock is held meanwhile.
-        step: of the folder's name and its state.
-        tensors: by their names; at most one of them is in memory (two where it is not contiguous).
-        state: state.json, with ``format_version`` and ``step`` added.
-        max_file_bytes: of tensors in a file; a larger tensor is cut along its rows over several.
-        progress: told how many bytes each tensor, or part of one, has as its turn comes.
+        run_dir: a run folder without checkpoints; created if it does not exist. Its lock is held meanwhile.
+        step: for the folder's name and its state.
+        tensors: by name; at most one of them is in memory (two copies if it is not contiguous).
+        state: contents of state.json; ``format_version`` and ``step`` are added.
+        max_file_bytes: limit of the tensor bytes in a file; a larger tensor is split by rows over several.
+        progress: called with the bytes of each tensor, or part of one, when it is about to be written.
     Returns:
         The step folder.
     Raises:
-        CheckpointError: the folder has checkpoints already, or a tensor is not what was announced.
-        LockError: a job writes there.
+        CheckpointError: the folder already has checkpoints, or a tensor has not the announced shape and dtype.
+        LockError: another job is writing there.
         DiskError: no space, no permission, or a failing disk; nothing is left behind.
-        ValueError, TypeError: a dtype that safetensors does not have, or a state that is not JSON.
+        ValueError, TypeError: a dtype that safetensors does not support, or a state that is not JSON.
     """
     run_dir = Path(run_dir)
     data = encode_state(step, state)
@@ -112,7 +112,7 @@ def write_checkpoint(
 
 
 def require_no_checkpoint(run_dir: Path) -> None:
-    """Refuse to write beside the checkpoints of a run that is there. Raises CheckpointError."""
+    """Check that a run folder has no checkpoints yet. Raises CheckpointError."""
     if run_dir.exists() and not run_dir.is_dir():
         raise CheckpointError(f"{run_dir} is a file; a folder is made there: name another one")
     if steps := commit.list_steps(run_dir / "checkpoints"):
@@ -121,7 +121,7 @@ def require_no_checkpoint(run_dir: Path) -> None:
 
 
 def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
-    """Stand-ins without memory for the parts in which a tensor is written: blocks of rows."""
+    """Yield meta-tensor stand-ins for the parts in which a tensor is written: blocks of rows."""
     rest, rows = tuple(tensor.shape[1:]), tensor.shape[0] if tensor.shape else 1
     at_once = max(1, max_bytes // max(1, torch.Size(rest).numel() * tensor.dtype.itemsize))
     for first in range(0, rows, at_once):
@@ -130,7 +130,7 @@ def _rows(tensor: Source, max_bytes: int) -> Iterator[Piece]:
 
 
 class _Contents:
-    """Reads a tensor when a part of it is asked for, and lets it go before the next one."""
+    """Reader that loads a tensor when a part of it is requested, and releases it before the next one."""
 
     def __init__(self, tensors: Mapping[str, Source], progress: Callable[[int], None]) -> None:
         self._tensors, self._progress = tensors, progress
@@ -163,23 +163,23 @@ def _write_files(staging: Path, files: list[list[NamedPiece]], contents: _Conten
 
 
 class TensorReader:
-    """Tensors out of a step folder, one at a time or by rows; see ``NativeReader``, which checks it first.
+    """Reader of a step folder's tensors, one at a time or by rows; ``NativeReader`` is the one that checks the folder first.
 
     Args:
         step_dir: the folder.
-        tensors: what is in it.
-        index: the rectangles of each.
+        tensors: shape and dtype of each tensor in it.
+        index: the rectangles of each tensor.
     """
 
     def __init__(self, step_dir: Path, tensors: Mapping[str, TensorInfo], index: load.Index) -> None:
         self.step_dir, self._tensors, self._index = step_dir, tensors, index
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Shape and dtype of every tensor, by name, in the order of names."""
+        """Return shape and dtype of every tensor, by name, in the order of names."""
         return dict(self._tensors)
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor, on the CPU, contiguous; converted to ``dtype`` as it is read.
+        """Read a whole tensor into a contiguous CPU tensor, converting to ``dtype`` if given.
 
         Raises:
             CheckpointError: a file ends early.
@@ -191,7 +191,7 @@ class TensorReader:
         return tensor
 
     def read_rows(self, name: str, first: int, count: int) -> Tensor:
-        """Rows ``first`` to ``first + count`` along dim 0. Raises as ``read``; ValueError: rows that the tensor does not have."""
+        """Read rows ``first`` to ``first + count`` along dim 0. Raises ValueError if the tensor lacks these rows; else as ``read``."""
         shape, dtype = self._tensors[name]
         if not shape or not 0 <= first <= first + count <= shape[0]:
             raise ValueError(f"{name} {list(shape)} has no rows {first} to {first + count}")
@@ -201,7 +201,7 @@ class TensorReader:
         return tensor
 
     def blocks(self, name: str, max_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
-        """The tensor from front to back, in blocks of whole rows of about ``max_bytes`` (at least one row)."""
+        """Iterate over a tensor from front to back, in blocks of whole rows of at most ``max_bytes`` (but at least one row)."""
         shape, dtype = self._tensors[name]
         if not shape:
             yield self.read(name)
@@ -212,13 +212,13 @@ class TensorReader:
 
 
 class NativeReader(TensorReader):
-    """The tensors of a step folder, whoever wrote it.
+    """Reader of the tensors of a step folder, whatever layout wrote it.
 
     Args:
         step_dir: a step folder.
-        verified: its contents have been checked already, or need not be; otherwise every byte is, against the manifest.
+        verified: its contents have been verified already, or need not be; otherwise every byte is verified against the manifest.
     Raises:
-        CheckpointError: files missing, cut or changed, headers that contradict the manifest, or tensors that are not there in full.
+        CheckpointError: files are missing, truncated or changed, headers contradict the manifest, or tensors are incomplete.
     """
 
     def __init__(self, step_dir: str | Path, *, verified: bool = False) -> None:
@@ -234,10 +234,10 @@ class NativeReader(TensorReader):
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """state.json."""
+        """The contents of state.json."""
         return read_state(self.step_dir)
 
 
 def tensor_infos(manifest: Manifest) -> dict[str, TensorInfo]:
-    """Of all tensors, in the order of their names."""
+    """Return shape and dtype of all tensors, in the order of their names."""
     return {name: TensorInfo(shape, dtype) for name, (shape, dtype) in sorted(manifest.shapes().items())}

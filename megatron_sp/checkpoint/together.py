@@ -1,6 +1,6 @@
-"""Steps that all ranks take together: either every rank goes on, or every rank raises the same message.
+"""Work that all ranks do together: either every rank goes on, or every rank raises the same error.
 
-A file that only one host cannot read must not leave the others waiting in the next collective.
+A file that only one host cannot read must not leave the other ranks waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KINDS = {kind.__name__: kind for kind in ReportedError.__subclasses__()}
 
 
 class Together:
-    """The ranks that share a checkpoint. ``group`` moves CPU tensors; None means this process alone."""
+    """The ranks that share a checkpoint. ``group`` must support CPU tensors; None means this process alone."""
 
     def __init__(self, rank: int, world_size: int, group: Any) -> None:
         if group is None and world_size != 1:
@@ -25,11 +25,11 @@ class Together:
         self.group = group
 
     def each(self, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on every rank; all results in the order of ranks (as JSON: tuples come back as lists).
+        """Run ``work`` on every rank and return all results in rank order (through JSON: tuples come back as lists). Collective.
 
         Raises:
-            ReportedError: on every rank, of the kind that some rank raised; CheckpointError when it could not reach a file.
-            Exception: whatever else ``work`` raised on this rank, as it was raised: a bug keeps its traceback.
+            ReportedError: on every rank if any raised one, of the kind of the lowest such rank; CheckpointError for an OSError or a bug.
+            Exception: any other exception that ``work`` raised on this rank, unchanged: a bug keeps its traceback.
         """
         outcome, bug = self._try(work)
         outcomes = gather_json(outcome, self.group)
@@ -39,7 +39,7 @@ class Together:
         return [o["value"] for o in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on rank 0 alone; its result (as JSON) on every rank. Raises as ``each``."""
+        """Run ``work`` on rank 0 alone and return its result (through JSON) on every rank. Collective; raises as ``each``."""
         outcome, bug = self._try(work) if self.rank == 0 else (None, None)
         outcome = broadcast_json(outcome, self.group)
         if bug is not None:

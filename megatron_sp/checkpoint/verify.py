@@ -1,4 +1,4 @@
-"""Whether a step folder is what its manifest says."""
+"""Verification of a step folder against its manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SHOWN = 5
 
 
 def is_complete(step_dir: Path) -> bool:
-    """Whether the manifest is sound and every file is there with its size: the cheap half of verification."""
+    """Return whether the manifest is sound and every file exists with its size: the cheap half of verification."""
     try:
         return not missing_or_cut(step_dir, read_manifest(step_dir))
     except CheckpointError:
@@ -24,7 +24,7 @@ def is_complete(step_dir: Path) -> bool:
 
 
 def missing_or_cut(step_dir: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a step folder, as far as their presence and sizes tell."""
+    """Return the problems of a step folder's files, judged by their presence and sizes only."""
     problems = []
     for name, record in manifest.files.items():
         path = step_dir / name
@@ -43,7 +43,7 @@ def missing_or_cut(step_dir: Path, manifest: Manifest) -> list[str]:
 def changed(
     step_dir: Path, manifest: Manifest, names: Iterable[str], progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Which of these files have other contents than the manifest says; reads them whole, telling ``progress`` the bytes."""
+    """Return a problem for each of these files whose SHA-256 differs; reads them in full, reporting the bytes to ``progress``."""
 
     def problem(name: str) -> str | None:
         path, expected = step_dir / name, manifest.files[name].sha256
@@ -67,5 +67,5 @@ def require_none(step_dir: Path, problems: list[str]) -> None:
 
 
 def extra_files(step_dir: Path, manifest: Manifest) -> list[str]:
-    """Names in a step folder that its manifest does not list; they are never read."""
+    """Return the names in a step folder that its manifest does not list; such files are never read."""
     return sorted(entry.name for entry in os.scandir(step_dir) if entry.name not in manifest.files and entry.name != MANIFEST_NAME)

@@ -1,1 +1,1 @@
-"""Who talks to whom; the only folder that names torch.distributed."""
+"""Process groups and collectives; the only folder that uses torch.distributed."""

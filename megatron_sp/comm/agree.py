@@ -1,8 +1,8 @@
-"""One rank's trouble becomes everybody's, at once and in one message, instead of a hang.
+"""Failure of one rank raised on all ranks at once, with one message, instead of a hang.
 
-Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. After it every
-rank knows whether all succeeded; if not, all raise the same error, that of the lowest rank that failed. A bug of ours (any other
-exception) travels the same way: it keeps its type and traceback where it happened, and the others need not wait for a timeout.
+Whatever may fail on some ranks only (a file missing on one host, a full disk) runs inside ``all_ranks_agree``. At its end every
+rank learns whether all succeeded; if not, all raise the error of the lowest rank that failed. A bug of ours (any other
+exception) is handled the same way: it keeps its type and traceback where it happened, and the others need not wait for a timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_sp.utils.errors import ReportedError
 
 
 class RemoteError(ReportedError):
-    """Another rank's failure, with its message and exit code."""
+    """Failure of another rank, with its message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class RemoteError(ReportedError):
 
 @contextmanager
 def all_ranks_agree(group: Group) -> Iterator[None]:
-    """Run a block on all ranks of ``group`` (a CPU-capable one); if it fails on any, it fails on all. Collective.
+    """Context manager that makes a block fail on all ranks of ``group`` (which must support CPU tensors) if it fails on any. Collective.
 
     Raises:
-        ReportedError: this rank's own where it is the lowest that failed, else a ``RemoteError`` with that rank's message.
-        Exception: one that is not a ReportedError keeps its type and traceback on its own rank.
+        ReportedError: this rank's own error if it is the lowest rank that failed, else a ``RemoteError`` with that rank's message.
+        Exception: an exception that is not a ReportedError keeps its type and traceback on the rank that raised it.
     """
     failure: Exception | None = None
     try:

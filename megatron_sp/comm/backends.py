@@ -1,4 +1,4 @@
-"""Which collective backends this build of torch has."""
+"""Collective backends available in this build of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def available_backends() -> dict[str, bool]:
-    """``{"gloo": ..., "nccl": ...}``; all False where torch was built without distributed support."""
+    """Return ``{"gloo": bool, "nccl": bool}``; all False if torch was built without distributed support."""
     if not dist.is_available():
         return {"gloo": False, "nccl": False}
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

@@ -1,22 +1,22 @@
-"""--check-collectives: the ranks of a group compare what they are about to call, so that a bug is named instead of hanging.
+"""--check-collectives: the ranks of a group compare each collective before they call it, so that a mismatch is an error, not a hang.
 
-A collective that one rank skips, or calls with another shape, makes the others wait until a timeout that says nothing, or mixes up
-bytes. Here each rank first writes its call (operation, shape, type, counts, place in the code) under its number into the job's store,
-reads the calls of the others, and goes on only if they fit. The store is used because a collective could not do it: the rank in question
-may not come.
+A collective that one rank skips, or calls with another shape, makes the others wait until a timeout without explanation, or corrupts
+data. Here each rank first writes its call (operation, shape, dtype, counts, place in the code) under its number into the job's store,
+reads the calls of the others, and goes on only if they match. This goes through the store because a collective would hang if the
+faulty rank never calls it.
 
     rank r, collective k:   set G/k/r  ->  wait for G/k/*  ->  compare  ->  delete G/k-1/r  ->  the collective itself
 
-A rank's call k-1 may go when call k of all others is there, for whoever has made call k has read all of k-1; so the store holds at most
-two calls of each rank and group. Every collective becomes a rendezvous of its group and costs a few round trips to the store: nothing
-overlaps, the mode is for finding bugs. It works for every backend. Off, groups are torch's own and no store is touched.
+A rank's call k-1 may be deleted once call k of all others is there, since whoever has written call k has read all of k-1; so the store
+holds at most two calls per rank and group. Every collective synchronizes its group and costs a few round trips to the store: nothing
+overlaps, the mode is for finding bugs. It works with every backend. When off, groups are torch's own and no store is used.
 
-Nothing is global: a checked group is an object with its number of calls in it, made by ``ParallelGroups.create``, with the two methods
-that layers use (``size``, ``rank``); the functions of this folder take the process group out of it by ``announced``.
+There is no global state: a checked group is an object that counts its own calls, made by ``ParallelGroups.create``, with the two methods
+that layers use (``size``, ``rank``); the functions of this folder get the process group from it through ``announced``.
 
-What is raised: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not come in time is a
-lost peer, exit code 7, on those that wait for it: from outside, one that stands still and one that forgot the call look the same, so the
-message says what it did last, and where it waits if it waits elsewhere.
+Errors: calls that differ are a bug, exit code 1, on every rank of the group. A rank that has died or does not call in time is a
+lost peer, exit code 7, on the ranks that wait for it: a hanging rank and one that skipped the call look the same from outside, so the
+message gives its last call, and where it waits if it waits elsewhere.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _FAREWELL_S = 3.0  # how long one waits, before it ends, for the others to have 
 
 
 class DivergenceError(ReportedError):
-    """The ranks of a group have called different collectives: a bug, hence the exit code of one."""
+    """Error raised when the ranks of a group call different collectives: a bug, hence exit code 1."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as a rank is about to make it.
+    """A collective that a rank is about to call.
 
     Attributes:
-        what: operation, shape and type, in words; the same on all ranks.
-        send, receive: elements to and from each rank, for exchanges.
-        place: where it is called.
+        what: operation, shape and dtype, as text; must be the same on all ranks.
+        send, receive: elements to and from each rank, for all-to-alls.
+        place: where in the code it is called.
     """
 
     what: str
@@ -75,16 +75,16 @@ class Call:
 def announced(
     group: dist.ProcessGroup, op: str, x: Tensor | None = None, *, send: Sequence[int] = (), receive: Sequence[int] = ()
 ) -> dist.ProcessGroup:
-    """Torch's process group behind ``group``; if that is a checked one, after all its ranks have announced the same call.
+    """Return torch's process group behind ``group``; for a checked group, only after all its ranks have announced the same call.
 
     Args:
-        group: of more than one rank.
+        group: a group of more than one rank.
         op: the operation, with its variant.
-        x: operand, whose shape and type must be the same on all ranks (its type alone where counts are given).
+        x: operand, whose shape and dtype must be the same on all ranks (only the dtype if counts are given).
         send, receive: elements to and from each rank.
     Raises:
-        DivergenceError: some rank is about to make another call.
-        PeerError: some rank has died or has not come.
+        DivergenceError: the ranks are about to call different collectives.
+        PeerError: a rank has died or has not called in time.
     """
     maybe: object = group
     if not isinstance(maybe, CheckedGroup):
@@ -98,10 +98,10 @@ def announced(
 
 
 def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """The same groups, checked, of an initialised default process group. One that has several names is one object, called by the first.
+    """Wrap groups in ``CheckedGroup`` (torch.distributed must be initialised); a group with several names becomes one object.
 
     Args:
-        groups: by name; groups of one rank stay as they are.
+        groups: by name; groups of one rank are returned as they are.
         timeout: how long to wait for a rank; that of the collectives.
     """
     rank = dist.get_rank()
@@ -117,12 +117,12 @@ def check_groups(groups: Mapping[str, dist.ProcessGroup], timeout: timedelta) ->
 
 
 class CheckedGroup:
-    """A process group whose collectives are compared before they run.
+    """A process group whose collectives are compared between ranks before they run.
 
     Args:
-        process_group: torch's.
-        name: for messages; with the first rank it tells groups apart.
-        store: reached by all ranks of the job.
+        process_group: torch's process group.
+        name: for messages; together with the first rank it identifies the group.
+        store: a store that all ranks of the job can reach.
         timeout_s: how long to wait for a rank.
     """
 
@@ -158,7 +158,7 @@ class CheckedGroup:
         return f"{self._space}/{self._number if number is None else number}/{member}"
 
     def _calls(self, mine: Call) -> list[Call]:
-        """What all ranks call, in their order."""
+        """Return the calls of all ranks, in rank order; wait until all are there."""
         keys = [self._key(member) for member in range(self.size())]
         began, pause_s, looks = time.monotonic(), 1e-4, 0
         waiting = f"waiting/{self._ranks[self.rank()]}"
@@ -176,7 +176,7 @@ class CheckedGroup:
         return [Call(**json.loads(value)) for value in self._store.multi_get(keys)]
 
     def _look(self, keys: list[str], waited_s: float) -> None:
-        """Somebody is late: raise if one of the others has told why, if a rank has died, or if the time is over."""
+        """Check on late ranks: raise if another rank has found the reason, if a rank has died, or if the time is up."""
         verdict = self._key(-1)
         absent = [member for member, key in enumerate(keys) if not self._store.check([key])]
         if not absent:
@@ -201,7 +201,7 @@ class CheckedGroup:
         return where == machine() and not is_running(pid)
 
     def _process(self, member: int) -> tuple[str, int, str]:
-        """Name of the host, process id, and what tells hosts apart."""
+        """Return host name, process id, and an identifier of the host."""
         key = f"process/{self._ranks[member]}"
         host, pid, where = json.loads(self._store.get(key)) if self._store.check([key]) else ("?", os.getpid(), "?")
         return str(host), int(pid), str(where)
@@ -223,7 +223,7 @@ class CheckedGroup:
         return text
 
     def _fail(self, error: ReportedError, present: list[int]) -> NoReturn:
-        """Raise, when the others that are here know as well: this process may be the one that keeps the store."""
+        """Raise ``error`` once the other ``present`` ranks know it too, since this process may be the one that hosts the store."""
         error.on_all_ranks = any(self._ranks[member] == 0 for member in present)  # then rank 0 says it for all
         self._store.set(f"failed/{self._ranks[self.rank()]}", str(error))
         self._store.set(f"{self._key(self.rank())}/seen", "1")
@@ -238,7 +238,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def _differences(calls: list[Call], ranks: list[int]) -> str:
-    """What is wrong with the calls of a group's ranks, as the rest of a sentence; "" if they fit."""
+    """Describe the mismatches between the calls of a group's ranks, as the end of a sentence; "" if they match."""
     kinds = _alike([call.what for call in calls])
     if len(kinds) > 1:
         most = max(kinds, key=len)
@@ -259,7 +259,7 @@ def _differences(calls: list[Call], ranks: list[int]) -> str:
 
 
 def _alike(texts: list[str]) -> list[list[int]]:
-    """Indices of equal texts together, in the order in which they come first."""
+    """Group the indices of equal texts, in order of first occurrence."""
     found: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         found.setdefault(text, []).append(index)
@@ -267,14 +267,14 @@ def _alike(texts: list[str]) -> list[list[int]]:
 
 
 def _name(members: list[int], ranks: list[int]) -> str:
-    """Their numbers in the job: rank 1; ranks 0, 2."""
+    """Name group members by their global ranks: "rank 1" or "ranks 0, 2"."""
     numbers = [str(ranks[member]) for member in members]
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers[:8])}{more}"
 
 
 def _place() -> str:
-    """The first two frames outside this folder: the second tells the callers of a layer's helper apart."""
+    """Return the innermost two frames outside this folder; the second distinguishes the callers of a layer's helper."""
     places: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(places) < 2:

@@ -1,8 +1,8 @@
 """Collectives as plain functions of (tensor, group); asynchronous ones return a handle.
 
-At group size 1 they do nothing and cost nothing, so callers have one path for every world. Tensors are contiguous, cut and joined along
-dim 0. Their adjoints, for whoever writes a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its own with the
-counts swapped; a sum over ranks whose result everybody uses once has the identity.
+At group size 1 they are no-ops, so callers need no special case. Tensors are contiguous, and are split and concatenated along dim 0.
+Adjoints, for writing a backward pass: all_gather and reduce_scatter are each other's; all_to_all is its own with the counts
+swapped; that of an all_reduce (sum) whose result every rank uses in the same computation is the identity.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class Handle:
-    """A collective under way. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
+    """Handle of a collective in flight. ``wait()`` makes the result visible to the current stream (CPU: to this thread).
 
-    Neither the operand nor the result may be touched before; the handle keeps both alive. One that is dropped without ``wait()`` warns.
+    Neither the operand nor the result may be touched before; the handle keeps both alive. A handle dropped without ``wait()`` warns.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Handle:
         self._flight: CollectiveRecord | None = None
 
     def recorded(self, flight: CollectiveRecord | None) -> Handle:
-        """This handle, which tells a recorder when it is waited for; None: nobody asks."""
+        """Attach a record that measures the wait for this collective (None: no recording), and return this handle."""
         if flight is not None and self._work is not None:
             self._flight = flight
             flight.watch(self._work)
         return self
 
     def wait(self) -> Tensor:
-        """The result; may be called once.
+        """Wait for the collective and return its result; may be called only once.
 
         Raises:
-            RuntimeError: it was waited for already, so somebody may have used the buffer since.
+            RuntimeError: called a second time, when the buffer may already have been reused.
         """
         if self._waited:
             raise RuntimeError(f"wait() was called twice on {self._name} of {tuple(self._result.shape)}: keep its result instead")
@@ -70,12 +70,12 @@ class Handle:
 
     @property
     def waited(self) -> bool:
-        """Whether the result has been taken."""
+        """True if ``wait()`` has been called."""
         return self._waited
 
 
 def done(x: Tensor) -> Handle:
-    """A handle whose result is there already."""
+    """Return a handle whose result is already available."""
     return Handle(None, x, "nothing")
 
 
@@ -85,7 +85,7 @@ def all_reduce(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum"
 
 
 def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] = "sum") -> Handle:
-    """Start reducing ``x`` in place; it must not be touched before ``wait()``."""
+    """Start reducing ``x`` over the group, in place; it must not be touched before ``wait()``."""
     if group.size() == 1:
         return Handle(None, x, "all_reduce")
     group = announced(group, f"all_reduce {op}", x)
@@ -94,13 +94,13 @@ def all_reduce_async(x: Tensor, group: Group, op: Literal["sum", "max", "min"] =
 
 
 def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
-    """Start joining everybody's ``x`` along dim 0, in the order of ranks.
+    """Start concatenating the ``x`` of all ranks along dim 0, in rank order.
 
     Args:
         x: [n, ...], contiguous; the same shape on every rank.
-        out: [size * n, ...], where to; a new tensor without it.
+        out: [size * n, ...], the output; allocated if None. Unused at group size 1.
     Returns:
-        a handle on [size * n, ...]; at group size 1 on ``x`` itself.
+        A handle on [size * n, ...]; at group size 1 on ``x`` itself.
     """
     size = group.size()
     if size == 1:
@@ -115,14 +115,14 @@ def all_gather_async(x: Tensor, group: Group, out: Tensor | None = None) -> Hand
 def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> Handle:
     """Start summing ``x`` over the ranks; rank r gets the r-th of ``size`` equal parts along dim 0.
 
-    gloo's own reduce_scatter is an all_reduce inside. Here the parts are exchanged and summed in the order of ranks, in fp32 or wider:
-    half the bytes, and at two ranks the bits of an all_reduce.
+    gloo implements reduce_scatter by an all_reduce. Here, without NCCL, the parts are exchanged and summed in rank order, in fp32 or
+    wider: half the traffic, and at two ranks bitwise the result of an all_reduce.
 
     Args:
         x: [size * n, ...], contiguous.
-        out: [n, ...], where to; a new tensor without it.
+        out: [n, ...], the output; allocated if None. Unused at group size 1.
     Returns:
-        a handle on [n, ...]; at group size 1 on ``x`` itself.
+        A handle on [n, ...]; at group size 1 on ``x`` itself.
     """
     size = group.size()
     if size == 1:
@@ -152,7 +152,7 @@ def reduce_scatter_async(x: Tensor, group: Group, out: Tensor | None = None) -> 
 
 
 def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, receive_counts: Sequence[int], group: Group) -> Handle:
-    """Start sending the r-th run of ``send`` to rank r, and putting what rank r sends into the r-th run of ``receive``.
+    """Start an all-to-all: the r-th segment of ``send`` goes to rank r, and the r-th segment of ``receive`` comes from rank r.
 
     Args:
         send: [sum(send_counts)], contiguous.
@@ -160,7 +160,7 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
         receive: [sum(receive_counts)], contiguous.
         receive_counts: elements from each rank.
     Returns:
-        a handle on ``receive``; at group size 1 on ``send`` itself, and ``receive`` stays untouched.
+        A handle on ``receive``; at group size 1 on ``send`` itself, and ``receive`` stays untouched.
     """
     if group.size() == 1:
         return done(send)
@@ -170,7 +170,7 @@ def all_to_all_async(send: Tensor, send_counts: Sequence[int], receive: Tensor, 
 
 
 def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
-    """Overwrite ``x`` with that of the group's rank ``group_src``."""
+    """Overwrite ``x`` with the ``x`` of the group's rank ``group_src``, and return it."""
     if group.size() > 1:
         group = announced(group, f"broadcast from {group_src}", x)
         dist.broadcast(x, group=group, group_src=group_src)
@@ -178,6 +178,6 @@ def broadcast(x: Tensor, group: Group, group_src: int = 0) -> Tensor:
 
 
 def barrier(group: Group) -> None:
-    """Wait for everybody in the group."""
+    """Wait for all ranks of the group."""
     if group.size() > 1:
         dist.barrier(group=announced(group, "barrier"))

@@ -1,7 +1,7 @@
-"""Who talks to whom: the process groups of one layout, built once and passed around as an object.
+"""Process groups of one parallel layout, built once and passed around as an object.
 
-Axes from slowest to fastest: dp, sp, tp (pp and cp will go in front of sp). Neighbouring ranks, which share a host, get the
-axis that talks most.
+Axes from slowest to fastest varying: dp, sp, tp (pp and cp will go before sp). Neighbouring ranks, which share a host, get the
+axis that communicates most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class _Alone:
-    """A group of one that needs no process group: generation, tools and unit tests run without any."""
+    """Group of one rank that needs no torch process group, for generation, tools and unit tests."""
 
     def size(self) -> int:
         return 1
@@ -37,13 +37,13 @@ SINGLE_RANK = cast(Group, _Alone())
 
 
 def world_group() -> Group:
-    """Everybody in this job; a group of one where there is none."""
+    """Return the group of all ranks of this job; a group of one rank if no job was joined."""
     return dist.group.WORLD if dist.is_initialized() and dist.group.WORLD is not None else SINGLE_RANK
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process (torchrun's variables; a plain ``python`` is a world of one)."""
+    """This process's place in the job, from torchrun's environment variables; a plain ``python`` is a world of one."""
 
     rank: int
     local_rank: int
@@ -65,15 +65,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """All groups of a layout, with this rank's place in each.
+    """The process groups of a layout, with this rank's place in each.
 
     Attributes:
-        mesh: axes (dp, sp, tp).
+        mesh: device mesh with axes (dp, sp, tp).
         dp, sp, tp: groups along one axis.
-        dp_sp: dp and sp together, over which parameters are replicated.
-        world: everybody.
-        control: a gloo group over everybody, for small messages from the CPU (agreement, checkpoints).
-        device: of this rank's tensors.
+        dp_sp: group over dp and sp together, over which parameters are replicated.
+        world: group of all ranks.
+        control: a gloo group of all ranks, for small messages from the CPU (agreement, checkpoints); without a GPU the default group.
+        device: device of this rank's tensors.
     """
 
     mesh: DeviceMesh
@@ -89,15 +89,15 @@ class ParallelGroups:
     def create(
         cls, device: torch.device, *, tp_size: int = 1, sp_size: int = 1, timeout: timedelta | None = None, check: bool = False
     ) -> ParallelGroups:
-        """Build the groups of an initialised default process group.
+        """Build the groups; the default process group must be initialised.
 
         Args:
-            device: of this rank's tensors.
-            tp_size, sp_size: the rest of the ranks is dp.
-            timeout: after which a collective counts as dead.
+            device: device of this rank's tensors.
+            tp_size, sp_size: sizes of these axes; dp_size = world_size / (tp_size * sp_size).
+            timeout: of the collectives of the control group, and of the comparison of calls.
             check: compare the ranks' calls before each collective (``comm/check.py``).
         Raises:
-            ValueError: tp_size * sp_size does not divide the world.
+            ValueError: tp_size * sp_size does not divide the world size.
         """
         world_size = dist.get_world_size()
         if world_size % (tp_size * sp_size):
@@ -142,7 +142,7 @@ class ParallelGroups:
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this rank speaks for its data-parallel replica, where all of that would say the same."""
+        """True on one rank of each data-parallel replica: the one that reports what all its ranks would report alike."""
         return self.tp.rank() == 0 and self.sp.rank() == 0
 
     @property
@@ -151,10 +151,10 @@ class ParallelGroups:
 
 
 def _options(size: int, device: torch.device, *, urgent: bool) -> Any:
-    """Of a group along one axis; None where torch's own choice is right.
+    """Return the backend options of a group along one axis; None if torch's defaults are right.
 
-    Groups that torch makes by itself forget the timeout of the job. ``urgent`` ones, which layers wait for, get a stream of high priority
-    on NCCL: their kernels start while a GEMM that was launched before still fills the GPU, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
+    Groups that torch makes with its defaults lose the job's timeout. ``urgent`` groups, which layers wait for, get a high-priority stream
+    on NCCL: their kernels start while a GEMM launched earlier still occupies the GPU, whatever CUDA_DEVICE_MAX_CONNECTIONS is.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -170,13 +170,13 @@ def _options(size: int, device: torch.device, *, urgent: bool) -> Any:
 
 
 def init_process_group(launch: Launch, device: torch.device, backend: str, timeout: timedelta) -> None:
-    """Join the job. A world of one needs no launcher and no port.
+    """Initialize torch.distributed. A world of one needs no launcher and no port.
 
     Args:
-        launch: this process's place.
-        device: where tensors live; decides the backend when it is "auto".
+        launch: this process's place in the job.
+        device: device of the tensors; decides the backend if that is "auto".
         backend: auto, nccl or gloo.
-        timeout: after which a collective counts as dead.
+        timeout: after which a collective fails.
     """
     chosen = backend if backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
@@ -189,9 +189,9 @@ def init_process_group(launch: Launch, device: torch.device, backend: str, timeo
 
 
 def background_group(world_size: int, timeout: timedelta) -> Group | None:
-    """A gloo group of everybody for one thread beside the training's: on the training's groups its calls would meet the wrong ones.
+    """Return a gloo group of all ranks for a background thread: its collectives must not mix with training's. None for one process.
 
-    Collective. None where there is one process.
+    Collective.
     """
     if world_size == 1:
         return None
@@ -201,6 +201,6 @@ def background_group(world_size: int, timeout: timedelta) -> Group | None:
 
 
 def destroy_process_group() -> None:
-    """Leave the job, if it was joined."""
+    """Destroy the default process group, if it was initialised."""
     if dist.is_initialized():
         dist.destroy_process_group()

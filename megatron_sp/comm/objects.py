@@ -1,8 +1,8 @@
-"""Small Python values between ranks, as JSON in byte tensors.
+"""Exchange of small Python values between ranks, as JSON in byte tensors.
 
-torch's object collectives use pickle, which runs whatever the sender put into it; JSON carries data only. These calls are for
-plans, verdicts and manifests, a few times per checkpoint, on a group that moves CPU tensors (gloo). ``group=None`` means a
-single process: the value still goes through JSON, so one process sees exactly what many would (tuples become lists).
+torch's object collectives use pickle, which executes whatever the sender put into it; JSON carries data only. These calls are for
+plans, outcomes and manifests, a few times per checkpoint, on a group that supports CPU tensors (gloo). ``group=None`` means a
+single process: the value still goes through JSON, so that one process sees exactly what many would (tuples become lists).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_sp.comm.check import announced
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, in the order of ranks, on every rank. Collective.
+    """Return the values of all ranks, in rank order, on every rank. Collective.
 
     Raises:
-        TypeError, ValueError: ``value`` is not JSON. Raised before anything is sent, so the other ranks would wait: pass JSON.
+        TypeError, ValueError: ``value`` is not JSON. Raised on this rank before anything is sent, so the other ranks would hang.
     """
     mine = _encode(value)
     if group is None:
@@ -39,7 +39,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None, src: int = 0) -> Any:
-    """The value of the group's rank ``src`` on every rank; what the others pass is ignored. Collective."""
+    """Return the value of the group's rank ``src`` on every rank; the values of the others are ignored. Collective."""
     if group is None:
         return _decode(_encode(value))
     if group.size() > 1:

@@ -1,8 +1,8 @@
-"""Which rank died, was stopped or stands still, when a collective breaks: gloo and NCCL only say that somebody did.
+"""Finding the rank that died, was stopped or hangs when a collective fails: gloo and NCCL do not name it.
 
-The processes of this host can be looked at. For the others there is a roll call: whoever finds a collective broken leaves a mark in the
-job's store, and who has left none after a few seconds is the one that all wait for. The first verdict counts for all ranks, or else a
-rank that ends because of it would be named by the next one as dead.
+The processes of this host are inspected directly. For the others there is a roll call: a rank whose collective fails leaves a mark in
+the job's store, and the rank without a mark after a few seconds is the one that the others wait for. The first verdict counts for all
+ranks; otherwise a rank that exits because of it would be reported dead by the next one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Peers:
-    """Where every rank is, exchanged once at the start.
+    """Host and process of every rank, exchanged once at the start.
 
     Attributes:
-        hosts: names, for people.
+        hosts: host names, for messages.
         pids: process ids.
-        machines: what tells hosts apart.
-        stacks: file descriptors that ``take_stack`` asks for.
-        rank: of this process.
-        attempt: how often the job was started again; a host that came back has not counted, so the highest number counts.
-        store: reached by all ranks; None: there is no roll call.
+        machines: identifiers of the hosts.
+        stacks: file descriptors to pass to ``take_stack``.
+        rank: rank of this process.
+        attempt: number of restarts of the job; the maximum over the ranks, since a host that came back starts counting anew.
+        store: a store that all ranks can reach; None: no roll call.
     """
 
     hosts: list[str]
@@ -52,7 +52,7 @@ class Peers:
 
     @classmethod
     def create(cls, group: Group, launch: Launch) -> Peers:
-        """Collective."""
+        """Exchange the data of all ranks. Collective."""
         entries = gather_json([socket.gethostname(), os.getpid(), machine(), offer_stack(), launch.attempt], group)
         store = None
         if len(entries) > 1:
@@ -61,22 +61,22 @@ class Peers:
         return cls(_told_apart(hosts, machines), pids, machines, stacks, launch.rank, max(attempts), store)
 
     def dead_here(self, patience_s: float = 1.0) -> list[int]:
-        """Ranks of this host whose process is gone; waits a little for one to appear."""
+        """Return the ranks of this host whose process is gone; waits up to ``patience_s`` for one to end."""
         deadline = time.monotonic() + patience_s
         while not (dead := [r for r in self._here() if not is_running(self.pids[r])]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return dead
 
     def stopped_here(self) -> list[int]:
-        """Ranks of this host that a signal has stopped."""
+        """Return the ranks of this host that are stopped by a signal."""
         return [r for r in self._here() if is_stopped(self.pids[r])]
 
     def explain(self, error: BaseException, folder: Path | None = None) -> str:
-        """One message: who died, was stopped or did not answer.
+        """Return a message that names the rank that died, was stopped or did not answer.
 
         Args:
-            error: of the collective that broke.
-            folder: receives the stacks of a rank of this host that is stopped or stands still.
+            error: the exception of the failed collective.
+            folder: where to write the stacks of a rank of this host that is stopped or hangs.
         """
         stopped = self.stopped_here()
         dead = [] if stopped else self.dead_here()
@@ -98,11 +98,11 @@ class Peers:
         return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]})"
 
     def _agree(self, known: str, missing: list[int]) -> str:
-        """The verdict of all ranks: the first one that somebody knows, or else who did not answer.
+        """Return the verdict of all ranks: the first that any rank has found, or else which ranks did not answer.
 
         Args:
-            known: this rank's verdict; "": it knows nothing.
-            missing: ranks that will not answer, as far as it knows.
+            known: this rank's verdict; "" if it has none.
+            missing: ranks known not to answer.
         """
         if self.store is None:
             return known
@@ -129,7 +129,7 @@ class Peers:
         return known
 
     def _keep_stack(self, rank: int, folder: Path | None) -> str:
-        """Write a rank's stacks into ``folder``; returns where they are, as a part of the message."""
+        """Write a rank's stacks into ``folder``; return their path as a part of the message."""
         text = take_stack(self.pids[rank], self.stacks[rank]) if folder is not None and rank < len(self.stacks) else ""
         if folder is None or not text:
             return ""
@@ -143,13 +143,13 @@ class Peers:
 
 
 def _told_apart(hosts: list[str], machines: list[str]) -> list[str]:
-    """Names of hosts; several of one name get a number: "node (2)"."""
+    """Return the host names, numbered where several hosts have the same name: "node (2)"."""
     boots = {host: list(dict.fromkeys(m for h, m in zip(hosts, machines, strict=True) if h == host)) for host in hosts}
     return [h if len(boots[h]) == 1 else f"{h} ({boots[h].index(m) + 1})" for h, m in zip(hosts, machines, strict=True)]
 
 
 def _marks(store: dist.Store, kind: str, ranks: list[int]) -> Callable[[], list[int]]:
-    """A function that tells which of these ranks have not left a mark yet."""
+    """Return a function that returns those of these ranks that have not left a mark yet."""
     return lambda: [r for r in ranks if not store.check([f"{kind}/{r}"])]
 
 
@@ -160,12 +160,12 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception comes from a collective whose partner is gone."""
+    """Return whether an exception looks like that of a collective whose peer is gone."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BROKEN)
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of an error's text, or its type when it has none."""
+    """Return the first line of an error's text (at most 200 characters), or its type if it has no text."""
     return next((line[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,14 +1,14 @@
-"""When collectives ran, when somebody waited for them, and what was computed meanwhile: one rank's time line of a step.
+"""Timeline of a step on one rank: when collectives ran, when the rank waited for them, and what it computed meanwhile.
 
-Nothing global: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) carry a ``CallSite``, which is a recorder and
-where in the model they stand. Without one nothing is recorded, at the price of one ``is None``.
+There is no global state: the objects that start collectives (``SequenceParallel``, ``TensorParallel``) hold a ``CallSite``: a recorder and
+their place in the model. Without one nothing is recorded, at the cost of one ``is None``.
 
     compute     | projection | attention ......... | wait | attention | output projection | ...     marks cut it, waits interrupt it
     exchanges     |--- qkv ---|   |------- qkv -------|                                             one record each, from start to end
 
-A flight's *exposed* time is what its ``wait()`` blocked. On CPU times are those of the wall clock, and a flight ends when gloo's thread
-says so. On CUDA they are events: those of marks and waits on the compute stream, so "blocked" means that the stream stood still, and the
-end of a flight on a stream that waits for nothing but its group's collectives.
+The *exposed* time of a collective is the time that its ``wait()`` blocked. On CPU, times are those of the wall clock, and a collective
+ends when gloo's thread reports it. On CUDA they are events: marks and waits are recorded on the compute stream, so "blocked" means that
+the stream was idle, and the end of a collective on a stream that waits only for the collectives of its axis.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ WAIT = "wait"
 
 
 class Clock(Protocol):
-    """What time it is on the stream that computes."""
+    """Clock of the stream that computes."""
 
     def now(self) -> Moment:
-        """This moment; no synchronization."""
+        """Return the current moment, without synchronizing."""
 
     def settle(self) -> None:
-        """Wait until all moments so far have come."""
+        """Wait until all moments recorded so far have passed."""
 
     def seconds(self, begin: Moment, end: Moment) -> float:
-        """From one moment to another; only behind ``settle``."""
+        """Return the seconds between two moments; only after ``settle``."""
 
     def when_done(self, work: dist.Work, axis: Axis, tell: Callable[[Moment], None]) -> None:
-        """Tell the moment at which a collective ends, without making anybody wait; not at all if that cannot be known."""
+        """Call ``tell`` with the moment at which a collective ends, without blocking; never called if that cannot be known."""
 
 
 class WallClock:
-    """Of the host, for collectives on CPU tensors."""
+    """Clock of the host, for collectives on CPU tensors."""
 
     def now(self) -> Moment:
         return time.perf_counter()
@@ -64,7 +64,7 @@ class WallClock:
 
 
 class CudaClock:
-    """Events on the current stream of a GPU."""
+    """Clock made of CUDA events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,14 +90,14 @@ class CudaClock:
 
 
 class Collective(NamedTuple):
-    """What is needed to run a collective of the same size again.
+    """Description of a collective, sufficient to run one of the same size again.
 
     Attributes:
-        axis: the group.
+        axis: axis of its group.
         op: all_to_all, all_reduce, all_gather or reduce_scatter.
-        sends: elements this rank puts in; of an all_to_all for each rank.
-        receives: elements it gets out; of an all_to_all from each rank.
-        dtype: as torch names it, such as float32.
+        sends: number of elements of the input; for an all_to_all, to each rank.
+        receives: number of elements of the output; for an all_to_all, from each rank.
+        dtype: torch's name, such as float32.
     """
 
     axis: Axis
@@ -109,14 +109,14 @@ class Collective(NamedTuple):
 
 @dataclass
 class CollectiveRecord:
-    """One collective.
+    """Record of one collective.
 
     Attributes:
-        name: what it carries.
-        layer: of which block; None: embedding or head.
+        name: what it transfers.
+        layer: index of its block; None for embedding or head.
         began: when it was started.
-        ended: when its result was there; None: not known.
-        waits: begin and end of the wait for it.
+        ended: when its result was available; None if unknown.
+        waits: begin and end of the wait for it; None if nobody has waited.
     """
 
     recorder: Recorder
@@ -129,7 +129,7 @@ class CollectiveRecord:
     waits: tuple[Moment, Moment] | None = None
 
     def watch(self, work: dist.Work) -> None:
-        """The collective is on its way."""
+        """Add this record to the recorder once the collective has been started, and have its end recorded."""
         self.recorder.flights.append(self)
         self.recorder.clock.when_done(work, self.what.axis, self._end)
 
@@ -137,14 +137,14 @@ class CollectiveRecord:
         self.ended = moment
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for the collective, and write down how long."""
+        """Wait for the collective, and record begin and end of the wait."""
         begin = self.recorder.stop_computing()
         work.wait()
         self.waits = begin, self.recorder.go_on_computing(self)
 
 
 class Mark(NamedTuple):
-    """From here on this rank computes something else (or waits)."""
+    """A moment from which this rank computes something else (or waits)."""
 
     at: Moment
     label: str
@@ -154,14 +154,14 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSite:
-    """A recorder, and where in the model its user stands: the axis of its collectives, and the block (None: embedding or head)."""
+    """A recorder with its user's place in the model: the axis of its collectives, and the block (None for embedding or head)."""
 
     recorder: Recorder
     axis: Axis
     layer: int | None = None
 
     def start(self, op: str, sends: tuple[int, ...], receives: tuple[int, ...], dtype: torch.dtype, name: str) -> CollectiveRecord | None:
-        """To be called right before a collective is started; None while nothing is recorded."""
+        """Return a new record, or None while nothing is recorded; call it right before a collective is started."""
         recorder = self.recorder
         if not recorder.recording:
             return None
@@ -169,13 +169,13 @@ class CallSite:
         return CollectiveRecord(recorder, what, name, self.layer, recorder.direction, recorder.clock.now())
 
     def mark(self, label: str) -> None:
-        """What is computed from here on."""
+        """Record that the computation named ``label`` begins."""
         if self.recorder.recording:
             self.recorder.mark(label, self.layer)
 
 
 class Span(NamedTuple):
-    """Something that took a while: a computation, or a wait. Seconds after the step began."""
+    """A computation or a wait, with begin and end in seconds after the start of the step."""
 
     label: str
     layer: int | None
@@ -185,7 +185,7 @@ class Span(NamedTuple):
 
 
 class CollectiveTimes(NamedTuple):
-    """A flight in seconds after the step began, and how long somebody stood still for it."""
+    """Times of a collective, in seconds after the start of the step, and its exposed seconds."""
 
     what: Collective
     name: str
@@ -198,7 +198,7 @@ class CollectiveTimes(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """One step: how long it took, what was computed (and waited for) without gaps, and the collectives."""
+    """Times of one step: its duration, its computations and waits without gaps, and its collectives."""
 
     seconds: float
     spans: list[Span] = field(default_factory=list)
@@ -206,11 +206,11 @@ class StepTimes:
 
 
 class Recorder:
-    """Writes down the collectives of some steps.
+    """Recorder of the computations and collectives of some steps.
 
     Args:
-        clock: of the device that computes.
-        num_steps: it stops recording after so many.
+        clock: clock of the device that computes.
+        num_steps: number of steps to record.
     """
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
@@ -223,16 +223,16 @@ class Recorder:
         self._began: Moment = None
 
     def at(self, axis: Axis, layer: int | None = None) -> CallSite:
-        """For those who start collectives there."""
+        """Return the ``CallSite`` for objects that start collectives on this axis and in this block."""
         return CallSite(self, axis, layer)
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to record."""
+        """True if all ``num_steps`` steps have been recorded."""
         return len(self.steps) >= self.num_steps
 
     def start_step(self) -> None:
-        """A step begins. What an error left of an earlier one is dropped."""
+        """Start recording a step. Records that an error has left of an earlier step are dropped."""
         self.flights, self._marks = [], []
         self.recording = not self.is_complete
         if self.recording:
@@ -240,13 +240,13 @@ class Recorder:
             self.enter("forward")
 
     def enter(self, direction: Direction) -> None:
-        """Which pass of the step begins; recomputation counts to the backward pass, in which it happens."""
+        """Set the pass of the step that begins; recomputation counts as part of the backward pass."""
         self.direction = direction
         if self.recording:
             self.mark("other", None)
 
     def end_step(self) -> None:
-        """The step is over. Waits for the device."""
+        """Finish the step's record. Synchronizes with the device."""
         if not self.recording:
             return
         self.recording = False
@@ -268,18 +268,18 @@ class Recorder:
         self.flights, self._marks = [], []
 
     def mark(self, label: str, layer: int | None) -> None:
-        """What is computed from here on."""
+        """Record that the computation named ``label`` begins in this block."""
         self._marks.append(Mark(self.clock.now(), label, layer, self.direction))
 
     def stop_computing(self) -> Moment:
-        """A wait begins."""
+        """Record the begin of a wait."""
         now = self.clock.now()
         last = self._marks[-1]
         self._marks.append(Mark(now, WAIT, last.layer, self.direction))
         return now
 
     def go_on_computing(self, flight: CollectiveRecord) -> Moment:
-        """The wait is over, and what was computed before it goes on."""
+        """Record the end of a wait: the computation before it goes on."""
         now = self.clock.now()
         before = self._marks[-2]
         self._marks.append(Mark(now, before.label, before.layer, self.direction))

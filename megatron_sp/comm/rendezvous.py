@@ -1,12 +1,12 @@
-"""A clean key space for every attempt of a job.
+"""Rendezvous with a fresh key space in the store for every attempt of a job.
 
 torchrun keeps one store for all attempts of a job (torch 2.5 and later share it with the workers, pytorch #135712). gloo then finds
-the addresses that the dead processes of the attempt before have left there, connects to them, and hangs until its timeout.
-``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: every agent counts its own restarts only.
+the addresses that the dead processes of the previous attempt have left there, connects to them, and hangs until its timeout.
+``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt: every agent counts only its own restarts.
 
-So the ranks of an attempt agree on a fresh prefix. Each rank puts a new random token under its name; rank 0 answers every token
-it sees with the prefix, under a key that contains the token, so an answer cannot be left over from before; rank 0 repeats this, for a
-token it saw may have been an old one, until all ranks have confirmed.
+So the ranks of an attempt agree on a fresh prefix. Each rank stores a new random token under its name. Rank 0 answers every token it sees
+with the prefix, under a key that contains the token, so an answer cannot come from an earlier attempt. As a token it saw may have been
+an old one, it repeats this until all ranks have confirmed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _POLL_S = 0.02
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The launcher's store (MASTER_ADDR, MASTER_PORT) under a prefix that no earlier attempt has used.
+    """Return the launcher's store (MASTER_ADDR, MASTER_PORT) under a prefix that no earlier attempt has used.
 
     Raises:
-        RuntimeError: not all ranks came within ``timeout``.
+        RuntimeError: not all ranks joined within ``timeout``.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(

@@ -1,8 +1,8 @@
-"""Where a rank's part of a parameter lies in the whole one, and what tensor parallelism leaves to be summed.
+"""Placement of a rank's part of a parameter in the whole parameter, and which of its gradients must be summed over tp ranks.
 
-A part is a list of runs along one dim, in local order: one for a plain split, two for gate|up, or for a rank's own queries beside a
-key/value head that several ranks hold. Checkpoints, initial weights, gradient sums and the gradient norm all read the same object, so none
-of them knows a parameter's name.
+A part is a list of contiguous runs along one dim, in local order: one for a plain split, two for gate|up, or for a rank's own queries
+next to a key/value head that several ranks hold. Checkpoints, weight initialization, gradient sums and the gradient norm all use this
+object, so none of them depends on a parameter's name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class Sum(NamedTuple):
-    """Local rows whose gradient is summed over the tp ranks that hold the same rows.
+    """Local rows whose gradient must be summed over the tp ranks that hold the same rows.
 
     Attributes:
-        start, length: the rows.
-        slot: which rows of the whole these are, among ``num_slots`` different ones over the group.
+        start, length: the local rows.
+        slot: index of this set of rows among the ``num_slots`` different ones in the tp group.
     """
 
     start: int
@@ -31,14 +31,14 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One parameter on one tp rank.
+    """Placement of one parameter on one tp rank.
 
     Attributes:
-        shape: of the whole parameter, as a checkpoint knows it (without padding rows).
-        dim: that is split.
-        runs: (start in the whole, length), in local order; local rows behind them are padding.
-        sums: see ``Sum``.
-        counted: (local start, length) of what this rank adds to the gradient norm: every element of the whole on exactly one rank.
+        shape: shape of the whole parameter, as in a checkpoint (without padding rows).
+        dim: the dim that is split.
+        runs: (start in the whole, length), in local order; local rows after them are padding.
+        sums: rows whose gradients must be summed.
+        counted: (local start, length) of the rows this rank adds to the gradient norm: every element of the whole on exactly one rank.
     """
 
     shape: tuple[int, ...]
@@ -49,10 +49,10 @@ class ShardSpec:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], tp_rank: int, tp_size: int, *, summed: bool = False) -> ShardSpec:
-        """A parameter that every rank holds.
+        """Describe a parameter that every rank holds in full.
 
         Args:
-            summed: each rank sees a share of the positions or heads, so that gradients differ and are summed; else they are equal.
+            summed: each rank processes a share of the positions or heads, so gradients are partial and must be summed; else they are equal.
         """
         rows = shape[0] if shape else 1
         all_rows = ((0, rows),)
@@ -61,12 +61,12 @@ class ShardSpec:
 
     @classmethod
     def split(cls, shape: tuple[int, ...], dim: int, runs: tuple[tuple[int, int], ...]) -> ShardSpec:
-        """A parameter of which every rank holds rows of its own."""
+        """Describe a parameter of which every rank holds different rows."""
         kept = tuple((start, length) for start, length in runs if length > 0)
         return cls(tuple(shape), dim, kept, (), ((0, sum(length for _, length in kept)),))
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part (without padding) of the whole tensor; a view where it is one run."""
+        """Return this rank's part (without padding) of the whole tensor; a view if it is one run."""
         assert tuple(whole.shape) == self.shape, f"{tuple(whole.shape)} is not {self.shape}"
         if not self.shape:
             return whole
@@ -74,7 +74,7 @@ class ShardSpec:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim) if parts else whole.narrow(self.dim, 0, 0)
 
     def pieces(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """(offsets in the whole, view of ``local``) of each run."""
+        """Yield (offsets in the whole, view of ``local``) for each run."""
         if not self.shape:
             yield (), local
             return
@@ -86,7 +86,7 @@ class ShardSpec:
             at += length
 
     def pieces_of(self, offsets: tuple[int, ...], block: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """(offsets in the whole, view) of what a rectangle of the local part, at ``offsets`` there, holds of each run."""
+        """Yield (offsets in the whole, view) for the overlap of each run with ``block``, a rectangle at ``offsets`` in the local part."""
         if not self.shape:
             yield (), block
             return
@@ -99,7 +99,7 @@ class ShardSpec:
             at += length
 
     def counted_views(self, local: Tensor) -> list[Tensor]:
-        """The parts of ``local`` that this rank counts."""
+        """Return the parts of ``local`` that this rank counts in the gradient norm."""
         if not self.shape:
             return [local] if self.counted else []
         return [local.narrow(self.dim, start, length) for start, length in self.counted]

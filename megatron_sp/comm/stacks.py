@@ -1,8 +1,8 @@
-"""The stack of a rank that cannot write it itself: it is stopped, or stands still where no Python code runs.
+"""Stack of a rank that cannot write it itself, because it is stopped or hangs in code outside Python.
 
-Every rank opens a file in memory when it joins, and lets a signal of its own dump the main thread's stack into it; the handler is C code,
-which needs no interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux only; elsewhere there
-is no such stack.
+Every rank opens an in-memory file when it joins, and registers a signal that dumps the main thread's stack into it; the handler is C
+code, which does not need the interpreter. Another rank of the same host sends that signal and reads the file through /proc. Linux
+only; elsewhere no stack is available.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONE = -1
 
 
 def offer_stack() -> int:
-    """Let other ranks of this host have this process's stacks; returns the file descriptor they ask for, -1 where that cannot be."""
+    """Let other ranks of this host read this process's stack; return the file descriptor to read it from, -1 if unsupported."""
     number = _signal()
     if not number or not hasattr(os, "memfd_create"):
         return _NONE
@@ -33,10 +33,10 @@ def offer_stack() -> int:
 
 
 def take_stack(pid: int, descriptor: int) -> str:
-    """The stacks of another process of this host, "" if they cannot be had.
+    """Return the stack of another process of this host; "" if it is unavailable.
 
-    A stopped process is woken (SIGCONT) for it, for a stopped one does not handle signals: it belongs to a job that has failed, and
-    can end by itself then.
+    A stopped process is resumed (SIGCONT), since it handles no signals while stopped: it belongs to a job that has failed, and
+    can then end by itself.
     """
     number = _signal()
     if not number or descriptor == _NONE:
@@ -53,14 +53,14 @@ def take_stack(pid: int, descriptor: int) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """A stopped process gives a signal that is for all of it to any thread when it goes on, also to one without a Python stack."""
+    """Send a signal to the main thread: one sent to a stopped process may go to any thread, even one without a Python stack."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or tgkill(pid, pid, number) != 0:
         os.kill(pid, number)
 
 
 def _settled(file: BinaryIO) -> str:
-    """All of a file, when no more comes."""
+    """Return the contents of a file once it has stopped growing."""
     deadline, size = time.monotonic() + _PATIENCE_S, 0
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -71,6 +71,6 @@ def _settled(file: BinaryIO) -> str:
 
 
 def _signal() -> int:
-    """A real-time signal, which nothing else uses; 0 where there are none."""
+    """Return the number of a real-time signal that nothing else uses; 0 if there are none."""
     first = getattr(signal, "SIGRTMIN", None)
     return int(first) + 9 if first is not None else 0

@@ -1,1 +1,1 @@
-"""The `megatron-sp` command: one file or folder for each subcommand."""
+"""The ``megatron-sp`` command: one file or folder for each subcommand."""

@@ -1,7 +1,7 @@
-"""The command ``megatron-sp``: training and all the tools around it. Each one is loaded only when it is asked for.
+"""The command ``megatron-sp``: training and all the tools around it. Each one is imported only when it is used.
 
 Commands with a command line of their own are programs (``PROGRAMS``): modules of this folder with ``main(argv, prog)``, which the scripts
-in tools/ call too. The other commands are parsed here.
+in tools/ also call. The other commands are parsed here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code of the process: of the command, or of the ReportedError whose message was printed.
+        The exit code of the command, or of the ReportedError whose message was printed.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     program = _find_program(given)
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """The console entry: ``main`` and the way out of the process."""
+    """Console entry point: run ``main`` and exit the process."""
     run_program(main)
 
 
 def _find_program(words: list[str]) -> Callable[[], int | None] | None:
-    """The program that the first words name, with the rest as its command line; None: they name none."""
+    """Return the program that the first words name, with the rest as its command line; None if they name none."""
     table, depth = (DATA_PROGRAMS, 2) if words[:1] == ["data"] else (PROGRAMS, 1)
     name = words[depth - 1] if len(words) >= depth else ""
     if name not in table:

@@ -1,4 +1,4 @@
-"""Write a JSONL corpus of the text that comes with Python: ``megatron-sp data corpus --output runs/quickstart/corpus.jsonl``."""
+"""Write a JSONL corpus from the text that comes with Python: ``megatron-sp data corpus --output runs/quickstart/corpus.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=prog, description="Gather Python's language reference and standard library as JSONL, one document each."
     )

@@ -18,7 +18,7 @@ _SHOWN_TOKENS = 64
 
 
 def add_actions(parser: argparse.ArgumentParser, programs: Mapping[str, str]) -> None:
-    """Declare the actions; ``programs``: those with a command line of their own, and what they do."""
+    """Add the subcommands; ``programs``: name and description of those with a command line of their own."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
@@ -114,7 +114,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _facts(dataset: IndexedDataset) -> dict[str, Any]:
-    """What the files are, without reading the tokens."""
+    """Return the statistics of a data set, without reading its tokens."""
     import numpy as np
 
     sizes = np.diff(np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])[dataset.document_index])

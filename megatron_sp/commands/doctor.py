@@ -1,7 +1,7 @@
-"""``megatron-sp doctor``: what this machine offers to a run, and a remedy for everything that lacks.
+"""``megatron-sp doctor``: check this machine for training, with a remedy for everything that is missing.
 
-A row is *ok*, *warn* (training works, with less than there could be) or *lack* (training cannot work). Looking takes about
-as long as importing torch: optional packages are only looked up, except the kernels that a GPU would use.
+A row is *ok*, *warn* (training works, with limitations) or *lack* (training cannot work). The checks take about as long as importing
+torch: optional packages are only looked up, not imported, except the kernels that a GPU would use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(as_json: bool = False) -> int:
     """Print the report.
 
     Returns:
-        0, or 1 if something required lacks.
+        0, or 1 if something required is missing.
     """
     rows = examine()
     if as_json:
@@ -55,7 +55,7 @@ def run(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """All rows; a look that fails itself becomes a row instead of ending the report."""
+    """Return all rows; a check that raises becomes a row instead of ending the report."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python, _torch, _devices, _backends, _required, _kernels, _extras, _disk, _shared_memory, _processors, _open_files,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: ``2.13.0a0+cu1`` gives (2, 13, 0)."""
+    """Return the leading numbers of a version: ``2.13.0a0+cu1`` gives (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 

@@ -1,12 +1,12 @@
-"""Say how good a trained model is: on a data set, on texts, on last words, on questions with several answers.
+"""Evaluate a trained model: on a data set, on texts, on last-word prediction, on multiple-choice questions.
 
     megatron-sp evaluate --load runs/quickstart --text book.txt
     megatron-sp evaluate --load runs/quickstart --data-path data/corpus_text_document --split 97,3,0 --part valid
     megatron-sp evaluate --load runs/quickstart --last-word lambada.jsonl --json lambada.json
     bash scripts/launch.sh 2 tools/evaluate.py --load runs/quickstart --choices questions.jsonl
 
-A GPT does all four. A BERT takes --data-path (its masked tokens) and --text (pseudo-perplexity). Processes beyond tp * sp are further
-copies of the model and share the work. Numbers go to stdout, everything else to stderr; docs/evaluate.md says what they mean.
+A GPT supports all four. A BERT supports --data-path (its masked tokens) and --text (pseudo-perplexity). Processes beyond tp * sp are
+further copies of the model and share the work. Results go to stdout, everything else to stderr; docs/evaluate.md explains them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def reading_of(options: argparse.Namespace, config: Config) -> Reading:
-    """Window, stride and sizes.
+    """Return window length, stride, batch size and limit.
 
     Raises:
         ConfigError: they do not fit the model or each other.
@@ -84,7 +84,7 @@ def reading_of(options: argparse.Namespace, config: Config) -> Reading:
 
 
 def measure(options: argparse.Namespace, launch: Launch) -> None:
-    """Everything behind the command line. Collective."""
+    """Run the tool with parsed options. Collective."""
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.evaluation.bert import BertEvaluation
     from megatron_sp.inference.evaluation.gpt import GPTEvaluation
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def report(numbers: dict[str, float | int | None], about: dict[str, Any], output: str | None) -> None:
-    """Print the numbers, one a line, and write the file.
+    """Print the results, one on each line, and write the file.
 
     Raises:
         DiskError: the file cannot be written.
@@ -140,7 +140,7 @@ def report(numbers: dict[str, float | int | None], about: dict[str, Any], output
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     options = parse(argv, prog)
     from megatron_sp.inference.team import run_tool
 

@@ -1,10 +1,10 @@
-"""Have a trained BERT guess the words that are hidden, in one process on a CPU or a GPU.
+"""Predict masked words with a trained BERT, in one process on a CPU or a GPU.
 
     megatron-sp fill-mask --load runs/quickstart/bert --text "for line in [MASK]:"
     megatron-sp fill-mask --load runs/quickstart/bert --baseline
 
-Each [MASK] is one token; without --text, texts are read from stdin, one a line. Model and tokenizer are those of the checkpoint.
---baseline says instead how often one would be right, on the run's own validation data, by always guessing the most frequent token.
+Each [MASK] is one token; without --text, texts are read from stdin, one on each line. Model and tokenizer are those of the checkpoint.
+--baseline reports instead the accuracy of always predicting the most frequent token, on the run's own validation data.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def encode(stored: Stored, text: str) -> list[int]:
-    """[CLS], the text with its masks, [SEP].
+    """Return the token ids of [CLS], the text with its masks, [SEP].
 
     Raises:
-        ConfigError: nothing is masked, or it is too long.
+        ConfigError: the text has no mask, or is too long.
     """
     from megatron_sp.data.tokenizers.tokenizer import special_tokens
 
@@ -62,7 +62,7 @@ def encode(stored: Stored, text: str) -> list[int]:
 
 
 def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
-    """Print the text and, for each of its masks, the likeliest tokens."""
+    """Print the text and, for each of its masks, the most probable tokens."""
     import torch
 
     from megatron_sp.ops.attention import AttentionMask
@@ -81,7 +81,7 @@ def show(stored: Stored, model: BertModel, text: str, top: int) -> None:
 
 
 def baseline(stored: Stored) -> str:
-    """How often the most frequent token is what is masked, in the data that the run was validated on."""
+    """Return a line with the most frequent masked token in the run's validation data, and its share of all masked tokens."""
     import numpy as np
 
     from megatron_sp.data.build import build_bert_datasets
@@ -110,7 +110,7 @@ def read_texts(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
-    """Everything behind the command line."""
+    """Run the tool with parsed options."""
     if options.top < 1:
         raise ConfigError(f"--top ({options.top}) must be at least 1")
     import torch
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     options = parse(argv, prog)
     from megatron_sp.inference.team import run_tool
 

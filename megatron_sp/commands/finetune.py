@@ -1,4 +1,4 @@
-"""Train a pretrained BERT to tell classes of texts apart, one process or many, and say how well it does.
+"""Fine-tune a pretrained BERT to classify texts, on one process or many, and report its accuracy.
 
     megatron-sp finetune --task sst-2 --train-data SST-2/train.tsv --valid-data SST-2/dev.tsv \
         --pretrained-checkpoint runs/bert --epochs 3 --micro-batch-size 8 --global-batch-size 32 --lr 5e-5 --save runs/sst2
@@ -28,7 +28,7 @@ _COLUMNS = {"text": "first", "second-text": "second", "label": "label", "group":
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's own flags, and those of pretraining."""
+    """Parse this tool's own flags; also return the rest, which are flags of pretraining."""
     from megatron_sp.data.classification import GLUE
 
     parser = argparse.ArgumentParser(
@@ -52,10 +52,10 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argpa
 
 
 def table_of(options: argparse.Namespace) -> TextTable:
-    """Where the examples' parts stand.
+    """Return the columns of the examples' parts in the data files.
 
     Raises:
-        ConfigError: --epochs is no number of passes.
+        ConfigError: --epochs is not a valid number of passes.
     """
     from megatron_sp.data.classification import GLUE, TextTable
 
@@ -67,7 +67,7 @@ def table_of(options: argparse.Namespace) -> TextTable:
 
 
 def pretraining_flags(options: argparse.Namespace, rest: list[str], num_examples: int) -> list[str]:
-    """The command line of the run: what the user has not said comes from the checkpoint or from the data."""
+    """Return the command line of the run; flags that the user has not given follow from the checkpoint or the data."""
     flags = ["--train-data-path", options.train_data, "--valid-data-path", options.valid_data, "--dataloader-type", "cyclic"]
     if not _names(rest, "--train-iters", "--train-samples"):
         flags += ["--train-samples", str(max(1, round(options.epochs * num_examples)))]
@@ -81,7 +81,7 @@ def _names(words: list[str], *flags: str) -> bool:
 
 
 def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The checkpoint's tokenizer, if the command line names none."""
+    """Return the flags of the checkpoint's tokenizer; empty if the command line names one."""
     from megatron_sp.checkpoint.checkpointer import Checkpointer
     from megatron_sp.config.schema import DataConfig
     from megatron_sp.data.tokenizers import kept
@@ -100,7 +100,7 @@ def stored_tokenizer(options: argparse.Namespace, rest: list[str]) -> list[str]:
 
 
 def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], None]) -> tuple[list[Example], list[Example]]:
-    """The training and the validation examples."""
+    """Read the training and the validation examples."""
     from megatron_sp.data.classification import read_examples
 
     found = []

@@ -4,7 +4,7 @@
     megatron-sp generate --load runs/quickstart --interactive
     bash scripts/launch.sh 2 tools/generate.py --load runs/quickstart --prompt "The for statement" --tensor-model-parallel-size 2
 
-Model and tokenizer are those of the checkpoint; its weights are read, its optimizer state is not. Text goes to stdout as it is
+Model and tokenizer are those of the checkpoint; only its weights are read, not its optimizer state. Text goes to stdout as it is
 generated, everything else to stderr. The same command gives the same text, and so does another layout, up to rounding.
 """
 
@@ -55,10 +55,10 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def read_lines(path: str | None) -> list[str]:
-    """Prompts, one a line, from a file or from stdin; empty lines are no prompts.
+    """Read prompts from a file or from stdin, one on each line; blank lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, or holds none.
+        DataError: the file cannot be read, or has no prompt.
     """
     name = path or "stdin"
     try:
@@ -74,7 +74,7 @@ def read_lines(path: str | None) -> list[str]:
 
 
 def ask_for_prompts() -> Iterator[str]:
-    """Prompts typed at the terminal."""
+    """Yield prompts typed at the terminal."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -86,10 +86,10 @@ def ask_for_prompts() -> Iterator[str]:
 
 
 def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, str]:
-    """The model and tokenizer of a checkpoint, and a line about it.
+    """Load model and tokenizer of a checkpoint; also return a line that describes it.
 
     Raises:
-        CheckpointError, ConfigError, DataError: what is wrong with either.
+        CheckpointError, ConfigError, DataError: model or tokenizer cannot be loaded.
     """
     from megatron_sp.inference import team as inference
     from megatron_sp.models.gpt import GPTModel
@@ -99,14 +99,14 @@ def load(options: argparse.Namespace, team: Team) -> tuple[GPTModel, Tokenizer, 
 
 
 class Printer:
-    """Prints continuations as they come: each behind its prompt, with a heading when there are several."""
+    """Printer of continuations as they are generated: each after its prompt, with a heading if there are several."""
 
     def __init__(self, tokenizer: Tokenizer, eod: int | None, *, headings: bool) -> None:
         self.tokenizer, self.eod, self.headings = tokenizer, eod, headings
         self.num_sequences = 0
 
     def begin(self, text: str, ids: list[int]) -> None:
-        """A continuation of the prompt ``text`` with tokens ``ids`` begins."""
+        """Begin a continuation of the prompt ``text`` with tokens ``ids``."""
         from megatron_sp.inference.generation import TextStream
 
         self.num_sequences += 1
@@ -116,7 +116,7 @@ class Printer:
         self.stream = TextStream(self.tokenizer.decode, ids)
 
     def add(self, new: NewToken) -> None:
-        """Show what this token completes."""
+        """Print the text that this token completes."""
         text = "" if new.token == self.eod else self.stream.add(new.token)
         if new.finish:
             text += self.stream.flush() + "\n"
@@ -126,7 +126,7 @@ class Printer:
 def continue_prompts(
     model: GPTModel, tokenizer: Tokenizer, texts: list[str], options: argparse.Namespace, sampling: Sampling, team: Team
 ) -> None:  # fmt: skip
-    """Generate everything for these prompts, on every rank; rank 0 prints it, then the speed."""
+    """Generate all continuations of these prompts, on every rank; rank 0 prints them, then the speed."""
     from megatron_sp.inference.generation import generate
 
     ids = [tokenizer.encode(text) for text in texts]
@@ -151,7 +151,7 @@ def continue_prompts(
 
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
-    """Everything behind the command line."""
+    """Run the tool with parsed options."""
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.generation import Sampling
 
@@ -177,7 +177,7 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     options = parse(argv, prog)
     from megatron_sp.inference.team import run_tool
 

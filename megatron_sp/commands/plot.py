@@ -3,8 +3,8 @@
     megatron-sp plot runs/quickstart
     megatron-sp plot runs/a runs/b -o compare.svg --x tokens
 
-Reads metrics.jsonl. Where a run was resumed, what the old process had done beyond the checkpoint is left out (the new one
-did it again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
+Reads metrics.jsonl. Where a run was resumed, the steps of the old process beyond the checkpoint are omitted (the new one took them
+again), and a dotted line marks the place. Without matplotlib the curves are drawn as text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GREY = "#8A8A8A"
 
 
 def summary(run: History) -> str:
-    """A line on where the run is."""
+    """Return a line with the run's last step and losses."""
     parts = [f"{run.name}: step {max([*run.train, *run.valid])}"]
     if run.train:
         last = list(run.train.values())[-1]
@@ -45,7 +45,7 @@ def summary(run: History) -> str:
 
 
 def draw_text(runs: list[History]) -> None:
-    """The curves as lines of text."""
+    """Print the curves as text."""
     for run in runs:
         for kind, key, label in (("train", "loss", "train loss"), ("valid", "loss", "valid loss"), *(("train", k, t) for k, t in PANELS)):
             values = [v for v in run.series(kind, key, "step")[1] if math.isfinite(v)]
@@ -54,10 +54,10 @@ def draw_text(runs: list[History]) -> None:
 
 
 def draw(runs: list[History], axis: str, output: Path, title: str | None) -> None:
-    """The picture.
+    """Draw the curves with matplotlib.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is missing.
         DiskError: the file cannot be written.
     """
     import matplotlib
@@ -138,7 +138,7 @@ def _decorate(main: Any, panels: list[Any], axis: str, title: str) -> None:
 
 
 def _short(value: float) -> str:
-    """3200000 -> 3.2M."""
+    """Return a number in short form: 3200000 -> 3.2M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
@@ -158,7 +158,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def run_tool(options: argparse.Namespace) -> None:
-    """Everything behind the command line."""
+    """Run the tool with parsed options."""
     first: Path = options.runs[0]
     folder = first if first.is_dir() else first.absolute().parent
     output: Path = options.output or (folder / "loss.png" if len(options.runs) == 1 else Path("loss.png"))

@@ -1,4 +1,4 @@
-"""The command line of ``megatron-sp preprocess``."""
+"""Command line of ``megatron-sp preprocess``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokeniz
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """All flags, with Megatron's names."""
+    """Return the parser; flags have Megatron's names."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Tokenize JSONL, plain text (.gz and .zst too), Parquet or Arrow into PREFIX_KEY_document.bin and .idx"
@@ -76,7 +76,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     from megatron_sp.data.preprocess import PreprocessOptions, preprocess  # imports numpy, which wants memory
     from megatron_sp.data.text_input import Part
 
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def summary(report: PreprocessReport, sentences: bool = False) -> str:
-    """What was done, one line per output."""
+    """Return a summary with one line for each output."""
     rate = report.num_input_bytes / 1e6 / max(report.seconds, 1e-9)
     lines = [
         f"{output}.bin: {report.num_documents} documents,"
@@ -119,7 +119,7 @@ def summary(report: PreprocessReport, sentences: bool = False) -> str:
 
 
 class _Lines:
-    """A plain line now and then, for logs."""
+    """Progress as a plain line at intervals, for logs."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _LINE_SECONDS
@@ -132,7 +132,7 @@ class _Lines:
 
 @contextmanager
 def _shown() -> Iterator[Progress]:
-    """A progress bar on a terminal, plain lines elsewhere."""
+    """Yield a progress bar on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield _Lines()
         return

@@ -1,4 +1,4 @@
-"""The presets as a table: for people at a terminal, for docs/zoo.md, and as JSON for programs. Nothing here loads torch."""
+"""Presets as a table: as text for a terminal, as Markdown for docs/zoo.md, and as JSON. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RIGHT = range(1, 8)  # columns of numbers
 
 
 def table() -> str:
-    """A line for each preset; columns are aligned."""
+    """Return the presets as text, one line each, with aligned columns."""
     rows = [_HEADINGS, *_rows()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     lines = [[cell.rjust(w) if i in _RIGHT else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
@@ -21,14 +21,14 @@ def table() -> str:
 
 
 def markdown() -> str:
-    """The same as a table of Markdown."""
+    """Return the presets as a Markdown table."""
     ruler = "|".join("---:" if i in _RIGHT else "---" for i in range(len(_HEADINGS)))
     lines = [f"| {' | '.join(_HEADINGS)} |", f"|{ruler}|"]
     return "\n".join([*lines, *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in _rows())])
 
 
 def as_json() -> str:
-    """Everything that a preset says, by name."""
+    """Return all fields of the presets, by name, as JSON."""
     return json.dumps({name: dataclasses.asdict(preset) for name, preset in PRESETS.items()}, indent=1)
 
 

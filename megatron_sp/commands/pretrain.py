@@ -1,6 +1,6 @@
-"""``megatron-sp pretrain gpt|bert``: from the command line to a training, or to the answer of --help, --print-config or --dry-run.
+"""``megatron-sp pretrain gpt|bert``: run a training, or print the answer to --help, --print-config or --dry-run.
 
-Up to the configuration nothing imports torch or numpy: a wrong flag is answered in a tenth of a second, before any rank talks to another.
+Nothing imports torch or numpy until the configuration is valid: a wrong flag is reported in a tenth of a second, before any communication.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_sp.utils.errors import EXIT_CONFIG, EXIT_OK, ReportedError
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "megatron-sp pretrain") -> NoReturn:
-    """Pretrain the model that the first word names, gpt or bert; the others are flags. Ends the process.
+    """Pretrain the model that the first argument names, gpt or bert; the others are flags. Ends the process.
 
     Args:
-        argv: the words after the program's name (default: this process's).
+        argv: the arguments after the program's name (default: this process's).
         prog: the program's name in messages.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -58,19 +58,19 @@ def parse_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, description: str = "", world_size: int | None = None,
     family: str | None = None,
 ) -> Config:  # fmt: skip
-    """The configuration of this run, for an entry point: prints and exits by itself, like argparse.
+    """Parse the configuration of a run, for an entry point; prints and exits by itself, like argparse.
 
     Args:
-        argv: the words after the program's name (default: this process's).
+        argv: the arguments after the program's name (default: this process's).
         prog: the program's name in messages (default: this process's).
-        description: what --help says first.
+        description: first line of --help.
         world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
-        family: of the models that the program trains, "gpt" or "bert"; None: whatever --model-family says.
+        family: family of the models that the program trains, "gpt" or "bert"; None: as given by --model-family.
     Returns:
-        A normalised and validated configuration; ``ignored_flags`` lists what was accepted without a meaning.
+        A normalised and validated configuration; ``ignored_flags`` lists the flags that were accepted without effect.
     Raises:
-        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a --dry-run have
-            their own codes; so has an answer that could not be written). Only rank 0 prints.
+        SystemExit: 0 after --help, --print-config or --dry-run, 2 after a message about a wrong flag (other errors of a --dry-run, and an
+            answer that could not be written, have their own codes). Only rank 0 prints.
     """
     words = sys.argv[1:] if argv is None else argv
     name = prog or os.path.basename(sys.argv[0])
@@ -96,7 +96,7 @@ def parse_config(
 
 
 def _answer(request: Request) -> str:
-    """The text that answers a question; empty for a run. Raises ReportedError."""
+    """Return the text to print for --print-config or --dry-run; empty for a run. Raises ReportedError."""
     assert request.config is not None
     if request.action == "print-config":
         return config_as_yaml(request.config)

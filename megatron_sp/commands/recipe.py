@@ -1,10 +1,10 @@
-"""What the scripts of scripts/pretrain_*.sh share: from a script's variables and flags to a command that has been checked.
+"""Common part of the scripts scripts/pretrain_*.sh: builds and checks a command from a script's variables and flags.
 
-    variables  the layout, the length, data, run folder (``recipe_variables.py``, docs/zoo.md)
-    SMOKE=1    the same layout with tiny sizes on CPU processes: tp and sp become 2 where they are more, and dp what ZeRO needs
+    variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/zoo.md)
+    SMOKE=1    the same layout with tiny sizes on CPU processes: tp and sp are reduced to at most 2, dp to what ZeRO needs
 
-A script is a page of variables and flags; what the user writes behind it comes last and wins. Flags are read by ``arguments.py`` before
-anything starts, so a layout that cannot be has the message that the training program would give. ``recipe_run.py`` tells and runs it.
+A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by ``arguments.py`` before
+anything starts, so an impossible layout gives the message of the training program. ``recipe_run.py`` describes and runs the command.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _TINY = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script's command.
+    """Command of a script.
 
     Attributes:
-        name: of the script, without path and suffix.
+        name: name of the script, without path and suffix.
         program: pretrain_gpt.py or pretrain_bert.py.
-        flags: all of them.
-        config: what the flags come to.
+        flags: all flags of the program.
+        config: configuration that follows from the flags.
         save: run folder.
     """
 
@@ -57,26 +57,26 @@ class Recipe:
 
     @property
     def nproc(self) -> int:
-        """Processes that this host starts."""
+        """Number of processes that this host starts."""
         return self.world_size if self.variables.smoke else self.variables.nproc
 
     @property
     def command(self) -> list[str]:
-        """What starts the processes of this host."""
+        """Command line that starts the processes of this host."""
         return ["bash", str(ROOT / "scripts" / "launch.sh"), str(self.nproc), str(ROOT / self.program), *self.flags]
 
 
 def build(script: str, program: str, own: Sequence[str], users: Sequence[str], environ: Mapping[str, str], scratch: str = "") -> Recipe:
-    """The command of a script.
+    """Build the command of a script.
 
     Args:
-        script: its path.
-        program: what it trains with.
+        script: path of the script.
+        program: training program.
         own, users: flags of the script and of its user.
-        environ: the variables.
-        scratch: run folder of a smoke test if SAVE does not say another.
+        environ: environment with the variables.
+        scratch: run folder of a smoke test, unless SAVE names one.
     Raises:
-        ConfigError: variables or flags that cannot work.
+        ConfigError: invalid variables or flags.
     """
     variables, name = Variables.read(environ), Path(script).stem
     if not (ROOT / program).is_file():
@@ -111,10 +111,10 @@ def _length(variables: Variables) -> list[str]:
 
 
 def _data(variables: Variables, users: Sequence[str]) -> list[str]:
-    """Data and tokenizer; a smoke test makes its data up, and the user's own flags for data stand alone.
+    """Return the flags of data and tokenizer: mock data in a smoke test, none if the user's own flags name the data.
 
     Raises:
-        ConfigError: a file that is not there.
+        ConfigError: a file is missing, or the tokenizer's file is ambiguous.
     """
     path, spm, vocab = variables.data_path, variables.tokenizer_model, variables.vocab_file
     if path == "mock" and any(canonical(word.partition("=")[0]) in _DATA_FLAGS for word in users):
@@ -134,7 +134,7 @@ def _data(variables: Variables, users: Sequence[str]) -> list[str]:
 
 
 def _tiny(full: Config, variables: Variables) -> list[str]:
-    """Tiny sizes; as many micro-batches as it takes to accumulate where the full size accumulates."""
+    """Return flags for tiny sizes, with gradient accumulation if the full size has it."""
     tp, sp, world_size = variables.smoke_layout
     flags = [*_TINY, *(["--num-query-groups", "4"] if full.model.num_query_groups else [])]
     batch, dp = full.batch, full.parallel.dp_size(variables.full_layout[2])

@@ -1,8 +1,8 @@
-"""What a script of scripts/pretrain_*.sh does with its command: it tells what that comes to, and runs it.
+"""Execution of the scripts scripts/pretrain_*.sh: describe a script's command and run it.
 
-SMOKE=1    tiny sizes on CPU processes; its run folder is removed at the end, unless SAVE names one
-DRY_RUN=1  what the full size takes, from --dry-run; nothing is started
-else       this host's GPUs are counted and compared with the predicted peak; then scripts/launch.sh takes over
+SMOKE=1    tiny sizes on CPU processes; the run folder is removed at the end, unless SAVE names one
+DRY_RUN=1  print the needs of the full size, as with --dry-run; nothing is started
+else       check number and memory of this host's GPUs against the prediction; then scripts/launch.sh takes over
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _QUESTIONS = ("-h", "--help", "--print-config", "--dry-run")  # flags that are a
 
 
 def describe(recipe: Recipe, plan: RunPlan, memory: int | None = None) -> str:
-    """What will be done, in a few lines.
+    """Return a description of the run in a few lines.
 
     Args:
-        memory: bytes of the smallest GPU of this host, where it was looked at.
+        memory: bytes of the smallest GPU of this host; None if unknown.
     """
     variables = recipe.variables
     title = ", smoke test: the same layout with tiny sizes" if variables.smoke else ", dry run" if variables.dry_run else ""
@@ -84,17 +84,17 @@ def _many(count: int, one: str, more: str) -> str:
 
 
 def gpu_memory() -> list[int]:
-    """Bytes of every GPU of this host."""
+    """Return the memory of every GPU of this host in bytes."""
     import torch
 
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
 def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
-    """See that this host has a GPU for each process, and each of them the memory.
+    """Check that this host has a GPU with enough memory for each process.
 
     Raises:
-        ConfigError: it has not, with what would help.
+        ConfigError: it does not; the message has suggestions.
     """
     script = f"bash scripts/{recipe.name}.sh"
     if len(gpus) < recipe.nproc:
@@ -109,7 +109,7 @@ def check_gpus(recipe: Recipe, gpus: Sequence[int]) -> None:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
-    """To its end, so that what comes behind is done in any case: the launcher ends itself on Ctrl-C, and on SIGTERM that it is passed."""
+    """Run a command and wait for its end even after Ctrl-C or SIGTERM, which the launcher handles, so that the caller can clean up."""
     child: subprocess.Popen[bytes] | None = None
     stopped = False
 
@@ -134,21 +134,21 @@ def _run(command: list[str], environ: dict[str, str]) -> int:
 
 
 def _become(command: list[str], environ: dict[str, str]) -> int:
-    """Signals then reach the launcher itself."""
+    """Replace this process by a command, so that signals reach the launcher itself."""
     sys.stdout.flush()
     os.execvpe(command[0], command, environ)
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _become, gpus: Callable[[], list[int]] = gpu_memory) -> int:
-    """Tell and do what a script says: ``SCRIPT PROGRAM FLAGS... -- FLAGS OF THE USER``.
+    """Describe and run the command of a script, given as ``SCRIPT PROGRAM FLAGS... -- FLAGS OF THE USER``.
 
     Args:
-        start: what a real run becomes.
-        gpus: finds the GPUs of this host.
+        start: starts a real run.
+        gpus: returns the memory of this host's GPUs.
     Returns:
         The exit code.
     Raises:
-        ReportedError: variables, flags or this host cannot work.
+        ReportedError: invalid variables or flags, or an unsuitable host.
     """
     script, program, *flags = argv
     cut = flags.index("--")
@@ -174,12 +174,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, start: Start = _beco
 
 
 def _is_question(users: Sequence[str]) -> bool:
-    """Whether the user wants an answer and not a run."""
+    """Return whether the user's flags ask for output instead of a run, such as --help."""
     return any(word.split("=")[0] in _QUESTIONS for word in users)
 
 
 def main(argv: Sequence[str]) -> int:
-    """For scripts/recipe.py."""
+    """Entry point of scripts/recipe.py; returns the exit code."""
     try:
         return run(argv, os.environ)
     except ReportedError as error:

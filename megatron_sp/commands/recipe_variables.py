@@ -1,4 +1,4 @@
-"""The variables of the scripts in scripts/pretrain_*.sh, read and checked one by one; ``recipe.py`` makes flags of them."""
+"""Environment variables of the scripts scripts/pretrain_*.sh, read and validated; ``recipe.py`` turns them into flags."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Variables:
-    """The variables of a script, read and checked one by one.
+    """Validated environment variables of a script.
 
     Attributes:
-        sp: 0 stands for all processes of a host that tp leaves.
+        sp: sequence-parallel size; 0: the processes of a host divided by tp.
     """
 
     nproc: int
@@ -33,10 +33,10 @@ class Variables:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Variables:
-        """From the environment.
+        """Read the variables from the environment.
 
         Raises:
-            ConfigError: a value that cannot be, or two that contradict each other.
+            ConfigError: an invalid value, or two that contradict each other.
         """
         sp = environ.get("SP", "1")
         found = cls(
@@ -53,23 +53,23 @@ class Variables:
 
     @property
     def full_layout(self) -> tuple[int, int, int]:
-        """(tp, sp, processes in all)."""
+        """Full layout: (tp, sp, number of processes)."""
         return self.tp, self.sp or max(1, self.nproc // self.tp), self.nproc * self.nnodes
 
     @property
     def smoke_layout(self) -> tuple[int, int, int]:
-        """The same axes with 2 ranks each; ZeRO needs two ranks that share something."""
+        """Layout of a smoke test: each axis reduced to at most 2 ranks; with ZeRO at least two processes."""
         tp, sp, _ = self.full_layout
         tp, sp = min(tp, 2), min(sp, 2)
         return tp, sp, max(tp * sp, 2 if self.zero else 1)
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """Of what is asked for."""
+        """Layout of this run: that of the smoke test with SMOKE=1, else the full one."""
         return self.smoke_layout if self.smoke else self.full_layout
 
     def text(self) -> str:
-        """Those that make the layout, for messages."""
+        """Return the variables of the layout as text for messages."""
         names = {"NPROC_PER_NODE": self.nproc, "NNODES": self.nnodes, "TP": self.tp, "SP": self.sp or "host", "ZERO": self.zero}
         return " ".join(f"{name}={value}" for name, value in (names | {"OVERLAP": self.overlap, "RECOMPUTE": self.recompute}).items())
 

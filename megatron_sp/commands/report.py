@@ -1,9 +1,9 @@
-"""A run as one page of HTML: curves, time, interruptions, memory, exchanges, configuration.
+"""Write a run's report as one HTML page: curves, time, interruptions, memory, communication, configuration.
 
     megatron-sp report runs/mine
     megatron-sp report runs/mine --compare runs/other runs/third --output compare.html
 
-The page needs nothing else: it fetches nothing and can be opened from a disk, mailed, or kept as an artifact. Works while a run goes on.
+The page is self-contained: it can be opened from a disk, mailed, or kept as an artifact. Works while a run is in progress, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Make a task to fine-tune on: ``megatron-sp data section-task --corpus corpus.jsonl --output sections``.
+"""Write a task to fine-tune on: ``megatron-sp data section-task --corpus corpus.jsonl --output sections``.
 
-Which part of Python's own text does a passage come from? The answer is one of eight: the language reference, and packages of the standard
-library. train.jsonl and valid.jsonl are for megatron-sp finetune --task jsonl; all classes have the same number of passages.
+The task is to classify a passage by the part of Python's own text that it comes from: one of eight, the language reference and packages
+of the standard library. train.jsonl and valid.jsonl are for megatron-sp finetune --task jsonl; all classes have equally many passages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

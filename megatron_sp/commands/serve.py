@@ -4,9 +4,8 @@
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for statement", "max_tokens": 30}'
     bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart --tensor-model-parallel-size 2
 
-Requests that are there at the same time are worked on together. There is no encryption, and without --api-key no authentication:
-docs/serve.md.
-Ctrl-C or SIGTERM ends it when the requests that it has are answered.
+Concurrent requests are batched. There is no encryption, and without --api-key no authentication: docs/serve.md.
+Ctrl-C or SIGTERM ends the server once its pending requests are answered.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError: a limit that is none, or packages that are missing."""
+    """Check the options; raises ConfigError for a limit out of range, or missing packages."""
     from megatron_sp.inference.serving.server import require_packages
 
     least = {"max_batch_size": 1, "max_queue": 0, "max_body_bytes": 1, "max_tokens": 1, "port": 0}
@@ -77,7 +76,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, launch: Launch) -> None:
-    """Everything behind the command line: rank 0 serves, the others work with it."""
+    """Run the tool with parsed options: rank 0 serves, the others compute with it."""
     from megatron_sp.inference import team as inference
     from megatron_sp.inference.serving.app import Front
     from megatron_sp.inference.serving.engine import Engine
@@ -120,13 +119,13 @@ def run(options: argparse.Namespace, launch: Launch) -> None:
 
 
 def name_of(run: str) -> str:
-    """The run's folder, also where a step of it was given."""
+    """Return the name of the run's folder, also if the path is that of a step folder."""
     path = Path(run).resolve()
     return next((p.name for p in (path, *path.parents) if p.name != "checkpoints" and not p.name.startswith("step-")), "model")
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     options = parse(argv, prog)
     from megatron_sp.inference.team import run_tool
 

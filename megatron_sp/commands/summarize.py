@@ -1,6 +1,6 @@
-"""The result of a run in a few lines: ``megatron-sp summarize runs/x``.
+"""Summarize a run in a few lines: ``megatron-sp summarize runs/x``.
 
-Reads metrics.jsonl. Where a run was interrupted and resumed, the steps that were taken twice are compared bit for bit.
+Reads metrics.jsonl. If the run was interrupted and resumed, the steps that were taken twice are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_sp.utils.run_log import read_records
 
 
 def summary(run: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Rows of (what, value).
+    """Return rows of (name, value).
 
     Raises:
-        DataError: no step has been logged.
+        DataError: no training step has been logged.
     """
     train = [r for r in records if r.get("kind") == "train"]
     if not train:

@@ -13,7 +13,7 @@ from megatron_sp.utils.program import integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool; return the exit code."""
     # imports numpy, which wants memory
     from megatron_sp.data.tokenizers.train import SAMPLE_BYTES, texts_of_jsonl, train_sentencepiece, train_wordpiece
 

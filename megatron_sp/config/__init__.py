@@ -1,1 +1,1 @@
-"""Every setting: the schema (dataclasses), the rules between fields (one file per subject), presets."""
+"""Configuration of a run: the schema (dataclasses), the rules between fields, presets, and the command line."""

@@ -1,8 +1,8 @@
-"""What Megatron lets pass: flags that change nothing in this run are dropped, each with one line that says so.
+"""Leniency like Megatron's: flags that have no effect in this run are dropped, with one line for each.
 
-Launch scripts are written once and used for many runs, so they carry flags that this one cannot use: ``--sequence-parallel`` with one
-tensor-parallel rank, ``--save-interval`` without ``--save``. Only what changes no result is dropped; a flag that asks for something which
-is then not done, such as ``--finetune`` without ``--load``, stays an error.
+Launch scripts are written once and used for many runs, so they contain flags without effect in this one: ``--sequence-parallel`` with one
+tensor-parallel rank, ``--save-interval`` without ``--save``. Only flags that do not change the result are dropped; a flag whose request
+cannot be met, such as ``--finetune`` without ``--load``, is still an error.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ NCCL_ON_CPU = "--distributed-backend nccl (there is no GPU in this run: the rank
 
 
 def concede(config: Config) -> list[str]:
-    """Drop from ``config`` what has no effect; a second call finds nothing.
+    """Reset the flags in ``config`` that have no effect; idempotent.
 
     Returns:
-        One line for each flag that was dropped: the flag, and why in brackets.
+        One line for each flag that was dropped: the flag, with the reason in brackets.
     """
     _zeros_that_mean_off(config)
     return [*_layout(config), *_checkpoints(config), *_tokenizer(config), *_rest(config)]
 
 
 def _zeros_that_mean_off(config: Config) -> None:
-    """Megatron's numbers for "never": 0 for an interval, -1 for validation batches."""
+    """Normalize Megatron's values for "never": 0 for an interval, -1 for validation batches."""
     batch, checkpoint = config.batch, config.checkpoint
     batch.exit_interval, batch.eval_interval = batch.exit_interval or None, batch.eval_interval or None
     checkpoint.save_interval = checkpoint.save_interval or None
@@ -68,13 +68,13 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def has_shape(config: Config) -> bool:
-    """Whether the flags say what the model is, with no need of a checkpoint."""
+    """Return whether the flags define the model's shape without a checkpoint."""
     model = config.model
     return None not in (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length)
 
 
 def _tokenizer(config: Config) -> Iterator[str]:
-    """Files that another kind of tokenizer would read."""
+    """Drop tokenizer files that the chosen type of tokenizer does not read."""
     data = config.data
     readers = {
         "tokenizer_model": ("SentencePieceTokenizer", "HuggingFaceTokenizer"), "merge_file": ("GPT2BPETokenizer",),

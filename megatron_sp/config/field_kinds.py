@@ -1,9 +1,9 @@
-"""What a configuration field may hold, and how text or JSON becomes such a value.
+"""Types of configuration fields, and conversion of text or JSON to their values.
 
-The command line, YAML files and ``state.json`` all go through ``FieldKind``, so a value means the same wherever it is
-written. Only the types that occur in ``config/schema.py`` are known: int, float, str, bool, ``Literal`` of strings, each
-possibly ``| None``, an int that is possibly ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither
-torch nor numpy is imported.
+The command line, YAML files and ``state.json`` all use ``FieldKind``, so a value means the same in all of them. Only the
+types that occur in ``config/schema.py`` are supported: int, float, str, bool, ``Literal`` of strings, each possibly
+``| None``, an int or ``Literal["auto"]``, and ``tuple[int, ...]`` or ``tuple[str, ...]``. Neither torch nor numpy is
+imported.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FALSE = ("false", "no", "off")
 
 @dataclass(frozen=True)
 class FieldKind:
-    """The type of one field.
+    """Type of one field.
 
     Attributes:
         base: ``int``, ``float``, ``str``, ``bool`` or ``choice``.
         optional: None is allowed.
         many: a tuple of ``base``, written as several words.
-        choices: the words allowed when ``base`` is ``choice``.
-        word: one that stands for no value of ``base``; "" without such a one.
+        choices: the words allowed if ``base`` is ``choice``.
+        word: a word allowed instead of a value of ``base``, such as "auto"; "" if there is none.
     """
 
     base: str
@@ -43,13 +43,13 @@ class FieldKind:
 
     @property
     def metavar(self) -> str:
-        """How the value is shown in --help."""
+        """Placeholder of the value in --help."""
         one = "{" + ",".join(self.choices) + "}" if self.choices else self.base.upper() + (f"|{self.word}" if self.word else "")
         return f"{one} [{one} ...]" if self.many else one
 
     @property
     def expected(self) -> str:
-        """The rule in words, for error messages."""
+        """Description of the expected value, for error messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         return (
@@ -59,10 +59,10 @@ class FieldKind:
         )
 
     def parse(self, words: Sequence[str]) -> Any:
-        """The value that these words of a command line or YAML file stand for.
+        """Convert words of a command line or YAML file to a value.
 
         Raises:
-            ValueError: what is wrong and what was expected.
+            ValueError: the words are not a valid value; the message has what was expected.
         """
         if self.many:
             if self.base == "int":  # "16 16 1000" in one pair of quotes is meant as three numbers
@@ -75,10 +75,10 @@ class FieldKind:
         return self._parse_word(words[0])
 
     def coerce(self, value: Any) -> Any:
-        """Check a value that was read from JSON and give it its exact type (list to tuple, int to float).
+        """Check a value read from JSON and convert it to its exact type (list to tuple, int to float).
 
         Raises:
-            ValueError: the value is of another type.
+            ValueError: the value has another type.
         """
         if value is None and self.optional:
             return None
@@ -148,14 +148,14 @@ def _number(word: str) -> float:
 
 
 def _short(text: str) -> str:
-    """``text`` on one line and never long: it may come from a file nobody trusts."""
+    """Shorten untrusted text to one line of at most 60 printable characters."""
     line = "".join(c if c.isprintable() else "?" for c in text)
     return line if len(line) <= 60 else line[:57] + "..."
 
 
 @cache
 def field_kinds(cls: type) -> dict[str, FieldKind]:
-    """The kind of every field of a configuration dataclass, by name."""
+    """Return the kind of every field of a configuration dataclass, by name."""
     return {name: _kind(hint) for name, hint in typing.get_type_hints(cls).items()}
 
 

@@ -1,4 +1,4 @@
-"""Names that --peak-tflops knows; apart from ``estimate/flops.py`` so that a mistyped one is answered before torch is loaded."""
+"""Device names accepted by --peak-tflops; separate from ``estimate/flops.py`` so that a typo is reported before torch is loaded."""
 
 from __future__ import annotations
 

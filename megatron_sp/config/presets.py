@@ -1,11 +1,11 @@
-"""Published models by name: the shape flags behind ``--preset``, and how many parameters come out.
+"""Published models by name: the shape flags of each ``--preset``, and the resulting number of parameters.
 
-A preset says what the model is: its shape, positions, norm, activation, dropout, vocabulary and usual sequence length. It says nothing
-of batches, learning rates or layouts. It is a set of defaults: whatever a --config file or the command line gives wins. Two of its values
-give way by themselves: the vocabulary to a tokenizer that is given, and the length of a learned position table to a longer --seq-length.
+A preset defines the model: its shape, positions, norm, activation, dropout, vocabulary and usual sequence length, but no batch sizes,
+learning rates or layouts. It is a set of defaults: values from a --config file or the command line override it. Two of its values are
+replaced automatically: the vocabulary by that of a given tokenizer, and the length of a learned position table by a longer --seq-length.
 
-Where a paper is silent the comment in the table says what was taken instead. Llama's stretched rotary frequencies (3.1 and later) are not
-there: these presets have the plain ones of pretraining at 8,192 tokens (--use-rope-scaling has the others).
+Comments in the table explain deviations from the papers. Llama's scaled rotary frequencies (3.1 and later) are not included: these
+presets have the unscaled ones of pretraining at 8,192 tokens (for the others use --use-rope-scaling).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Preset:
     """A published model.
 
     Attributes:
-        family: whose program trains it.
+        family: model family, whose program trains it.
         flags: fields of ``ModelConfig`` and their values.
-        num_params: of the whole model, without rows that pad the vocabulary; for BERT with pooler, binary head and masked-word head.
-        source: where shape and number were published.
+        num_params: parameters of the whole model, without vocabulary padding; for BERT with pooler, binary head and masked-word head.
+        source: publication of the shape and the number of parameters.
     """
 
     family: Family
@@ -45,7 +45,7 @@ def _shape(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: in
 
 
 def _classic(layers: int, hidden: int, heads: int, seq_length: int, vocab_size: int, dropout: float) -> dict[str, Any]:
-    """GPT-2's block, which GPT-3 and Megatron's BERT share: LayerNorm in front, biases, GELU by tanh, learned positions, a tied head."""
+    """Flags of GPT-2's block, shared by GPT-3 and Megatron's BERT: pre-LayerNorm, biases, tanh GELU, learned positions, tied head."""
     return {
         **_shape(layers, hidden, heads, seq_length, vocab_size), "max_position_embeddings": seq_length,
         "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "norm_epsilon": 1e-5, "gelu_approximate": "tanh",
@@ -59,7 +59,7 @@ def _gpt2(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
 
 
 def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
-    """Dense attention in all layers (the paper alternates with a banded sparse one). The paper names no dropout: none."""
+    """GPT-3 preset, with dense attention in all layers (the paper alternates it with banded sparse) and without dropout (unstated)."""
     flags = _classic(layers, hidden, heads, 2048, 50257, dropout=0.0)
     return Preset("gpt", flags, num_params, "Brown et al. 2020, arXiv:2005.14165, table 2.1")
 
@@ -90,16 +90,16 @@ _LLAMA3 = "Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights"
 
 
 def _mistral(num_params: int) -> Preset:
-    """The first version, whose window later ones gave up; trained at twice its length."""
+    """Mistral 7B preset, first version: with the sliding window that later versions dropped; trained at twice the window's length."""
     source = "Jiang et al. 2023, arXiv:2310.06825, table 1, released weights"
     preset = _llama(32, 4096, 32, 8, 14336, num_params, source, seq_length=8192, vocab_size=32000, theta=10000.0)
     return replace(preset, flags=preset.flags | {"window_size": 4096})
 
 
 def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: int = 50304) -> Preset:
-    """GPT-NeoX's block: attention and MLP side by side, a quarter of each head rotated, exact GELU.
+    """Pythia preset with GPT-NeoX's block: parallel attention and MLP, a quarter of each head rotated, exact GELU.
 
-    The vocabulary is that of the released weights: the tokenizer's, padded to a multiple of 128 times the tensor-parallel ranks they had.
+    The vocabulary is that of the released weights: the tokenizer's, padded to a multiple of 128 times their tensor-parallel size.
     """
     flags = {
         **_shape(layers, hidden, heads, 2048, vocab_size), "position_embedding_type": "rope", "rotary_base": 10000.0,
@@ -110,12 +110,12 @@ def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: i
 
 
 def _bert(layers: int, hidden: int, heads: int, num_params: int, source: str) -> Preset:
-    """As Megatron trains it: the norm in front of each branch and one behind the last block, instead of one behind each branch."""
+    """BERT preset as Megatron trains it: pre-norm blocks and a final norm, instead of post-norm blocks."""
     return Preset("bert", _classic(layers, hidden, heads, 512, 30522, dropout=0.1), num_params, source)
 
 
 def _original_bert(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
-    """As published, and as Hugging Face's BertForPreTraining has it: norms behind the branches and the embedding, exact GELU."""
+    """Original BERT preset, as published and in Hugging Face's BertForPreTraining: post-norm, norm after the embedding, exact GELU."""
     flags = _classic(layers, hidden, heads, 512, 30522, dropout=0.1)
     flags |= {"norm_placement": "post", "norm_epsilon": 1e-12, "gelu_approximate": "none"}
     return Preset("bert", flags, num_params, "Devlin et al. 2018, arXiv:1810.04805, released weights")
@@ -159,12 +159,12 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_named(name: str, family: str | None = None) -> Preset:
-    """The preset of this name (upper and lower case are the same).
+    """Return the preset of this name (case-insensitive).
 
     Args:
-        family: what the program that asks can train; None: anything.
+        family: family that the calling program can train; None: any.
     Raises:
-        ConfigError: there is none, with the nearest names; or it is of the other family, with the program that trains it.
+        ConfigError: there is no such preset (the message has the nearest names), or it is of the other family.
     """
     preset = PRESETS.get(name.lower())
     if preset is None:

@@ -1,7 +1,7 @@
-"""The rules between the fields of a configuration, and what one field says about another.
+"""Rules between the fields of a configuration, and values that one field implies for another.
 
-Nothing here needs torch, a file or a device, so every rank answers an impossible command line at once, before the first
-collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and the way out.
+Nothing here needs torch, a file or a device, so every rank rejects an invalid command line at once, before the first
+collective. A rule is a line ``yield "..."`` under its condition; the text has the values, the rule and a remedy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MAX_NAME, _MAX_PATH = 200, 3000  # bytes; systems take 255 and 4,095, and files
 
 
 def normalize(config: Config) -> Config:
-    """Apply the flags that are shorthands, and what a flag implies; what contradicts is left for ``violations``.
+    """Expand shorthand flags and apply what flags imply; contradictions are left for ``violations``.
 
-    Changes the configuration that it is given, and returns it; applied twice, it does nothing more.
+    Modifies ``config`` in place and returns it; idempotent.
     """
     model, kernels, data = config.model, config.kernels, config.data
     if model.num_query_groups is not None:
@@ -52,16 +52,16 @@ def normalize(config: Config) -> Config:
 
 
 def validate(config: Config, world_size: int = 1) -> None:
-    """Check every rule that needs no file and no device; call ``normalize()`` before.
+    """Check every rule that needs no file and no device; call ``normalize()`` first.
 
     Raises:
-        ConfigError: everything that is wrong, each with the values, the rule and the way out.
+        ConfigError: lists all violations, each with the values, the rule and a remedy.
     """
     raise_all(violations(config, world_size))
 
 
 def violations(config: Config, world_size: int) -> list[str]:
-    """Every rule that is broken, as messages for the user; single values first, for the other rules build on them."""
+    """Return a message for each violated rule; if single values are out of range only those, as the other rules depend on them."""
     return list(_ranges(config)) or [
         *_model(config), *_layout(config, world_size), *_kernels(config), *_batch(config, world_size), *_length(config),
         *_learning_rate(config), *_optimizer(config), *_precision(config), *data_violations(config), *_checkpoint(config),
@@ -70,12 +70,12 @@ def violations(config: Config, world_size: int) -> list[str]:
 
 
 def model_violations(config: Config) -> list[str]:
-    """As ``violations``, of the model alone: for a shape that was not given by flags."""
+    """Return the violations of the model's rules only, for a shape that was not given by flags."""
     return list(_ranges(config)) or list(_model(config))
 
 
 def _ranges(config: Config) -> Iterator[str]:
-    """Smallest and largest values, from the fields themselves, and paths that no system takes."""
+    """Check the fields' smallest and largest values, and for unusable texts and paths."""
     for group, cls in GROUPS.items():
         for name, kind in field_kinds(cls).items():
             value, flag = getattr(getattr(config, group), name), f"--{name.replace('_', '-')}"
@@ -200,7 +200,7 @@ def _whole_replicas(config: Config, world_size: int) -> Iterator[str]:
 
 
 def inference_violations(config: Config, world_size: int) -> list[str]:
-    """What is wrong with using a model, which is there already, in a layout: the rules of training have no say in it."""
+    """Return the violations of using an existing model in a layout; the rules of training do not apply."""
     return [*_split_heads(config, world_size, ("tp", "sp")), *_whole_replicas(config, world_size)]
 
 
@@ -221,7 +221,7 @@ def _zero(config: Config) -> Iterator[str]:
 
 
 def _split_heads(config: Config, world_size: int, sizes: tuple[str, ...] = ("tp", "sp", "heads", "groups", "ffn")) -> Iterator[str]:
-    """Heads and widths over tp and sp; ``sizes``: which of them can still be changed."""
+    """Check that heads and widths can be split over tp and sp; ``sizes``: those that the remedies may change."""
     model, tp, sp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_size
     heads = model.num_attention_heads
     if not heads or (tp == 1 and sp == 1):
@@ -259,7 +259,7 @@ def _ffn_known(model: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes that have to fit together in a layout, so that another value can be tried before it is recommended."""
+    """Sizes that must fit together in a layout; used to try out a value before it is recommended."""
 
     processes: int
     tp: int
@@ -283,7 +283,7 @@ class _Sizes:
         )  # fmt: skip
 
     def broken(self) -> set[str]:
-        """Names of the rules that these sizes break."""
+        """Return the names of the rules that these sizes violate."""
         groups, width = self.groups or self.heads, (self.hidden or 0) // self.heads if self.heads else 0
         unit = self.micro_batch * max(1, self.processes // (self.tp * self.sp))
         rules = {
@@ -311,12 +311,12 @@ _MOST_TRIED = 1 << 12
 
 
 def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more_than: int = 0) -> str:
-    """Which single changes keep the rules ``mend`` and break no other, as "; use --tp-size 1 or 2, or ..." with each size's nearest values.
+    """Return single changes that repair the rules ``mend`` and violate no others, as text: "; use --tp-size 1 or 2, or ...".
 
     Args:
         mend: names of rules, as in ``_Sizes.broken``.
-        names: sizes to change, keys of ``_WAYS``.
-        more_than: the values have to be above this.
+        names: sizes to change, keys of ``_WAYS``; the nearest valid values of each are given.
+        more_than: values must be above this.
     """
     sizes = _Sizes.of(config, world_size)
     before, said = sizes.broken(), []
@@ -338,7 +338,7 @@ def _ways_out(config: Config, world_size: int, mend: set[str], *names: str, more
 
 
 def _exchanges(config: Config, world_size: int) -> Iterator[str]:
-    """The flags of the Ulysses exchanges: they mean something only with sp > 1, and one thing at a time."""
+    """Check the flags of the Ulysses exchanges, which apply only with sp > 1 and must not contradict each other."""
     parallel = config.parallel
     given = [
         flag for flag, on in (
@@ -475,7 +475,7 @@ def _learning_rate(config: Config) -> Iterator[str]:
 
 
 def _horizon(opt: Any, kind: str, horizon: int) -> Iterator[str]:
-    """Warm-up and the final decay of WSD against the ``horizon`` of the decay, all in steps or all in samples (``kind``)."""
+    """Check warm-up and WSD's final decay against the ``horizon`` of the decay, all in steps or all in samples (``kind``)."""
     warmup, fraction = getattr(opt, f"lr_warmup_{kind}"), opt.lr_warmup_fraction
     if fraction is not None:
         if warmup:
@@ -575,7 +575,7 @@ def _logging(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _division(value: int, divisor: int, bare: bool = False) -> str:
-    """``a = q * b + r``, the arithmetic behind "must be a multiple"."""
+    """Format the division as ``a = q * b + r``, to explain "must be a multiple"; with ``bare`` only the quotient."""
     return f"{value / divisor:g}" if bare else f"{value} = {value // divisor} * {divisor} + {value % divisor}"
 
 

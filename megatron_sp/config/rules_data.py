@@ -1,4 +1,4 @@
-"""Rules between the flags of data and tokenizers; part of ``config/rules.py``."""
+"""Rules between the flags of data and tokenizers; used by ``config/rules.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_sp.config.schema import WORDPIECE, Config
 
 
 def data_violations(config: Config) -> Iterator[str]:
-    """Every rule about data that is broken, as messages."""
+    """Yield a message for each violated rule about data."""
     data, vocab_size = config.data, config.model.vocab_size
     own_paths = [flag for flag in ("train", "valid", "test") if getattr(data, f"{flag}_data_path")]
     sources = [flag for flag, given in (

@@ -1,6 +1,6 @@
-"""The rules between the fields of the model that are not about its sizes: activation, rotary positions, what is GPT's and what is BERT's.
+"""Rules between the model's fields other than its sizes: activation, rotary positions, and what only GPT or only BERT supports.
 
-As in ``config/rules.py``, where the sizes are: a rule is a line ``yield "..."`` under its condition.
+As in ``config/rules.py``, which has the rules about sizes, a rule is a line ``yield "..."`` under its condition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_sp.config.schema import ModelConfig
 
 
 def variant_violations(model: ModelConfig) -> Iterator[str]:
-    """Every rule that is broken."""
+    """Yield a message for each violated rule."""
     chosen = [name for name in ("swiglu", "geglu", "relu", "squared_relu") if getattr(model, name)]
     if len(chosen) > 1:
         yield f"{' and '.join('--' + name.replace('_', '-') for name in chosen)} exclude each other: give one activation"

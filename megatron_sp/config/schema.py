@@ -1,8 +1,8 @@
-"""The whole configuration of a run: plain dataclasses, one per group of flags, and the rules between them.
+"""Configuration of a run: plain dataclasses, one per group of flags.
 
-Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and other
-spellings live in the field's metadata, so ``--help``, YAML files, ``docs/flags.md`` and the checkpoint's record of the
-configuration all come from here. This module imports neither torch nor numpy: a mistyped flag is answered before either
+Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and aliases
+are in the field's metadata, so ``--help``, YAML files, ``docs/flags.md`` and the configuration stored in checkpoints
+are all derived from here. This module imports neither torch nor numpy: a mistyped flag is reported before either
 is loaded. The rules between fields are in ``config/rules.py``; they are checked on every rank before the first collective.
 """
 
@@ -132,19 +132,19 @@ class ModelConfig:
 
     @property
     def has_order_head(self) -> bool:
-        """BERT's second task: are the two segments in the order of the text?"""
+        """True if the model has BERT's sentence-order head, which predicts whether the two segments are in the order of the text."""
         return self.is_bert and not self.bert_no_binary_head
 
     @property
     def token_types(self) -> int:
-        """Rows of the table of segments; 0: there is none."""
+        """Number of rows of the token-type (segment) embedding table; 0: there is none."""
         if not self.is_bert:
             return 0
         return (2 if self.has_order_head else 0) if self.num_tokentypes is None else self.num_tokentypes
 
     @property
     def num_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_query_groups or _required(self.num_attention_heads)
 
     @property
@@ -153,7 +153,7 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP (of one half where it is gated)."""
+        """Width of the MLP (of one half if it is gated)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         hidden = _required(self.hidden_size)
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def rope_scaling(self) -> tuple[float, ...]:
-        """(factor, low, high, original length) of --use-rope-scaling; nothing without it."""
+        """(factor, low, high, original length) of --use-rope-scaling; empty without it."""
         if not self.use_rope_scaling:
             return ()
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
@@ -169,12 +169,12 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """The first linear layer of the MLP is twice as wide as the second: one half is the gate of the other."""
+        """True if the MLP is gated: its first linear layer has double width, and one half of its output gates the other."""
         return self.swiglu or self.geglu
 
     @property
     def activation(self) -> ActivationName:
-        """Of the MLP."""
+        """Activation of the MLP."""
         tanh = self.gelu_approximate == "tanh"
         if self.swiglu:
             return "swiglu"
@@ -186,22 +186,22 @@ class ModelConfig:
 
     @property
     def head_activation(self) -> ActivationName:
-        """Of BERT's head for masked tokens."""
+        """Activation of BERT's masked-token head."""
         return self.bert_head_activation or ("gelu_tanh" if self.gelu_approximate == "tanh" else "gelu")
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the projection of queries, keys and values has a bias."""
+        """True if the QKV projection has a bias."""
         return not self.disable_bias_linear or self.add_qkv_bias
 
     @property
     def proj_bias(self) -> bool:
-        """Whether the output projection of attention has one."""
+        """True if attention's output projection has a bias."""
         return not self.disable_bias_linear or self.add_proj_bias
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether both layers of the MLP have one."""
+        """True if both linear layers of the MLP have a bias."""
         return not self.disable_bias_linear or self.add_mlp_bias
 
     @property
@@ -210,7 +210,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of each head that are rotated."""
+        """Number of rotated channels of each head."""
         return int(self.head_dim * self.rotary_percent)
 
 
@@ -309,12 +309,12 @@ class ParallelConfig:
     check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel ranks."""
+        """Return the data-parallel size, world_size / (tp * sp)."""
         return world_size // (self.tensor_model_parallel_size * self.sequence_parallel_size)
 
     @property
     def overlap_mode(self) -> str:
-        """What the four flags of the Ulysses exchanges come to."""
+        """Mode of the Ulysses exchanges that results from the four flags."""
         if self.sp_overlap_mode is not None:
             return self.sp_overlap_mode
         if self.sp_head_chunks is not None:
@@ -325,13 +325,13 @@ class ParallelConfig:
 
     @property
     def overlaps_exchanges(self) -> bool:
-        """Whether exchanges run under computation: always, but for "none" and for --split-qkv-linear alone."""
+        """True if exchanges overlap with computation: always except in mode "none" and with --split-qkv-linear alone."""
         return self.overlap_mode != "none" and not (self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm)
 
 
 @dataclass
 class KernelConfig:
-    """Kernels, memory for speed, and devices."""
+    """Kernels, recomputation and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
@@ -455,7 +455,7 @@ class PrecisionConfig:
 
     @property
     def params_dtype(self) -> str:
-        """Name of torch's dtype of parameters and activations."""
+        """Name of the torch dtype of parameters and activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
 
@@ -464,7 +464,7 @@ WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
 
 
 def default_type(data: DataConfig, vocab_size: int | None) -> Any:
-    """The --tokenizer-type that other flags stand for."""
+    """Return the --tokenizer-type that other flags imply."""
     if data.tokenizer_model:
         return "HuggingFaceTokenizer" if data.tokenizer_model.endswith(".json") else "SentencePieceTokenizer"
     if data.merge_file:
@@ -516,7 +516,7 @@ class DataConfig:
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """``split`` as numbers: train, validation, test; missing ones are 0, the sum is not 1."""
+        """Weights in ``split`` for train, validation and test; missing ones are 0, and they are not normalized."""
         parts = [float(part) for part in self.split.replace("/", ",").split(",")]
         train, valid, test = (parts + [0.0, 0.0])[:3]
         return train, valid, test
@@ -565,7 +565,7 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    """What is written while training."""
+    """Logs, metrics and profiling."""
 
     log_interval: int = flag(100, "one line and one metrics.jsonl record every so many steps", unit="steps", low=1, high=10**12)
     no_progress_bar: bool = flag(False, "plain lines even on a terminal")
@@ -591,7 +591,7 @@ class LoggingConfig:
 
 @dataclass
 class Config:
-    """A whole run; ``validate()`` has been called on every instance that reaches training."""
+    """Configuration of a whole run; every instance that reaches training has been checked by ``validate()``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -611,7 +611,7 @@ class Config:
     """Fields of ``model`` that have the preset's values, because nothing else was said of them."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
+        """Return a plain nested dict (tuples as lists), as stored in state.json and printed by --print-config."""
         return {
             group: {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(getattr(self, group)).items()}
             for group in GROUPS
@@ -619,13 +619,13 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Any) -> tuple[Config, list[str]]:
-        """The configuration that ``to_dict`` wrote, perhaps in another version of this package.
+        """Restore a configuration written by ``to_dict``, possibly in another version of this package.
 
         Args:
-            data: the parsed JSON; nothing about it is trusted.
+            data: the parsed JSON, untrusted.
         Returns:
-            The configuration, neither normalised nor validated, and one warning for every entry that this version does not know. What is
-            absent keeps its default.
+            The configuration, neither normalised nor validated, and one warning for every entry unknown to this version. Missing
+            entries keep their defaults.
         Raises:
             ConfigError: an entry has the wrong type.
         """
@@ -653,14 +653,14 @@ GROUPS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields
 
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """What differs, as ``{"group.field": (old value, new value)}`` in the order of the fields."""
+    """Return the differences, as ``{"group.field": (old value, new value)}`` in the order of the fields."""
     pairs = ((f"{group}.{name}", group, name) for group, cls in GROUPS.items() for name in field_kinds(cls))
     values = ((key, getattr(getattr(old, group), name), getattr(getattr(new, group), name)) for key, group, name in pairs)
     return {key: (a, b) for key, a, b in values if a != b}
 
 
 def raise_all(errors: list[str]) -> None:
-    """Raise one ConfigError that lists all of ``errors``; none is no error."""
+    """Raise one ConfigError that lists all of ``errors``, if there are any."""
     if len(errors) == 1:
         raise ConfigError(errors[0])
     if errors:

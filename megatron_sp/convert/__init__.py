@@ -1,1 +1,1 @@
-"""Other programs' checkpoints, read and written."""
+"""Conversion of checkpoints from and to the formats of other programs."""

@@ -1,4 +1,4 @@
-"""The flags of ``megatron-sp convert``; nothing heavy is loaded for them."""
+"""The flags of ``megatron-sp convert``; this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All of them."""
+    """Add the flags of ``megatron-sp convert`` to a parser."""
     where = parser.add_argument_group("from and to")
     where.add_argument("--from", dest="source", choices=("auto", *FORMAT_NAMES), default="auto", help="what --input is (default: look)")
     where.add_argument(

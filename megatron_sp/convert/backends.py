@@ -1,4 +1,4 @@
-"""What a comparison has on its two sides: our own model, the class of transformers, or the reference that reads the files anew."""
+"""The two sides of a comparison: our own model, the class of transformers, or the reference that reads the files independently."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ Computed = Iterator[tuple[str, Tensor]]
 
 
 class Backend(Protocol):
-    """One of the two. Both give their results in one order: hidden states behind the embedding and each layer, then the outputs."""
+    """One side of a comparison. Both sides yield results in the same order: hidden states after the embedding and each layer, outputs."""
 
     @property
     def label(self) -> str:
-        """What computes, for the report."""
+        """Name of the implementation, for the report."""
         ...
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights that it computes with, where these are not what the conversion reads; None: they are."""
+        """Dtype of the weights it computes with; None if these are the weights that the conversion reads."""
         ...
 
     def compute(self, rows: Rows, cast: Cast) -> Computed:
-        """Results by name, [b, s, ...] or [b, ...]; each tensor of weights goes through ``cast`` as it is read."""
+        """Yield results by name, [b, s, ...] or [b, ...]; each weight tensor is passed through ``cast`` when it is read."""
         ...
 
 
 class Ours:
-    """megatron_sp's own model on what a format has read; the weights of one block are in memory at a time."""
+    """megatron_sp's own model with the weights that a format has read, which are loaded one block at a time."""
 
     dtype: torch.dtype | None = None
 
@@ -71,7 +71,7 @@ class Ours:
         yield from _our_outputs(net, x)
 
     def _fill(self, net: LanguageModel, cast: Cast, seen: list[Tensor]) -> None:
-        """Weights of a block come when it is called and go when it returns; the others stay."""
+        """Load the weights: those of a block only while it runs, all others permanently."""
         blocks = [unit.module for unit in net.units() if unit.alike]
         prefixes = [unit.name for unit in net.units() if unit.alike]
         for name, _ in list(net.named_parameters()):
@@ -104,7 +104,7 @@ def _forget(net: nn.Module, names: Iterable[str]) -> None:
 
 
 def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
-    """x: [s, b, h], behind the last norm."""
+    """Yield the outputs of our model. x: [s, b, h], after the last norm."""
     if isinstance(net, GPTModel):
         yield NEXT, net.logits(x).transpose(0, 1)
     elif isinstance(net, BertClassifier):
@@ -116,7 +116,7 @@ def _our_outputs(net: LanguageModel, x: Tensor) -> Computed:
 
 
 class Reference:
-    """The files of another program, read and computed without the conversion's own code."""
+    """A model computed from another program's files without the conversion's own code."""
 
     def __init__(self, open_files: Callable[[Cast], model.Foreign], label: str, dtype: torch.dtype | None = None) -> None:
         self.open_files, self.label, self.dtype = open_files, label, dtype
@@ -127,9 +127,9 @@ class Reference:
 
 
 class Transformers:
-    """The class of transformers that a folder names, from that folder alone: no network, no code that comes with a model.
+    """The transformers model of a folder, loaded from that folder only: no network, no code that comes with a model.
 
-    The whole model is in memory.
+    The whole model is held in memory.
     """
 
     dtype: torch.dtype | None = None
@@ -187,7 +187,7 @@ _CAUSAL = {
 
 
 def class_of(document: dict[str, Any], tensors: set[str]) -> str:
-    """The class that computes all the heads there are."""
+    """Return the name of the transformers class that computes all heads in the files."""
     kind = document.get("model_type")
     if kind not in ("bert", "megatron-bert"):
         return _CAUSAL[str(kind)]
@@ -207,7 +207,7 @@ def _their_outputs(cls: str, found: Any) -> Computed:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """What the libraries under transformers look at before they would ask the network; and they tell nothing but errors."""
+    """Set the environment variables that keep transformers and its libraries offline, and limit its logging to errors."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -225,14 +225,14 @@ def _offline() -> Iterator[None]:
 
 
 def backend_of(format_name: str, path: Path, read: Model, options: Options, *, wide: bool, tell: Callable[[str], None]) -> Backend:
-    """The most independent one there is.
+    """Return the most independent backend available for a checkpoint.
 
     Args:
-        format_name: of the checkpoint at ``path``.
-        read: what the format made of it.
-        options: with which it did.
-        wide: computed in fp64, which the rotary positions of transformers are not.
-        tell: told what could not be used.
+        format_name: format of the checkpoint at ``path``.
+        read: the model that the format read from it.
+        options: the options it was read with.
+        wide: compute in fp64, which transformers does not support for rotary positions.
+        tell: called with a note if a more independent backend cannot be used.
     """
     if format_name == "megatron_sp":
         return Ours(read)
@@ -248,7 +248,7 @@ def backend_of(format_name: str, path: Path, read: Model, options: Options, *, w
 
 
 def _of_ranks(path: Path, read: Model, options: Options) -> Backend:
-    """Raises Unsupported: files that the reference does not compute."""
+    """Return the reference for ranks' files. Raises Unsupported: the reference does not compute such files."""
     from megatron_sp.convert.reference import megatron
 
     folder, vocab_size = megatron.iteration_folder(path, options.step), read.config.vocab_size or 0

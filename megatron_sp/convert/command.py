@@ -1,4 +1,4 @@
-"""``megatron-sp convert``: the flags, what is printed, and the order of things."""
+"""Command ``megatron-sp convert``: checks the flags, runs the steps in order and prints the messages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert as the flags say.
+    """Run the conversion that the flags describe.
 
     Returns:
         The exit code.
     Raises:
-        ReportedError: what is wrong.
+        ReportedError: the conversion failed; the message gives the reason.
     """
     try:
         return _run(args)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete(message: str, args: argparse.Namespace) -> str:
-    """A message that says what it is about, and that leaves the terminal alone: parts of it are from files."""
+    """Prepend the input to a message that names no path, and escape unprintable lines: parts of the message are from files."""
     lines = message.splitlines() if any(str(path) in message for path in (args.input, args.output)) else [f"{args.input}: {message}"]
     return "\n".join(line if line.isprintable() else _plain(line) for line in lines)
 
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def describe(model: Model) -> str:
-    """In half a line."""
+    """Describe a model in half a line."""
     weights = model.weights()
     count = sum(torch.Size(info.shape).numel() for info in weights.values())
     dtypes = ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in weights.values()}))
@@ -121,7 +121,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MB", "1GiB" or a plain number. Raises ConfigError."""
+    """Convert "5GB", "500MB", "1GiB" or a plain number to bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise ConfigError(f"--max-shard-size ({text[:40]}) must be a size: 5GB, 500MB, 1GiB")
@@ -136,7 +136,7 @@ def _report(args: argparse.Namespace, source: Format, model: Model) -> dict[str,
 
 
 def _require_use(args: argparse.Namespace, source: str) -> None:
-    """A flag that would do nothing is a misunderstanding, and the weights would tell too late. Raises ConfigError."""
+    """Refuse flags that have no effect for these formats: the user expects an effect and would notice too late. Raises ConfigError."""
     read = {
         "--set": (args.set, _RANKS), "--vocab-size": (args.vocab_size is not None, _RANKS),
         "--qkv-layout": (args.qkv_layout is not None, _RANKS), "--max-metadata-mb": (args.max_metadata_mb is not None, ("megatron-dist",)),
@@ -179,7 +179,7 @@ def _show_fates(model: Model, *, everything: bool) -> None:
 
 
 def _plain(name: str) -> str:
-    """A name as a terminal of any encoding can show it: files may hold any characters, those that steer a terminal too."""
+    """Escape a name for terminals of any encoding: names in files may contain any characters, including terminal control codes."""
     return name if name.isascii() and name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 

@@ -1,16 +1,16 @@
-"""Which part of one of our tensors is which part of one of theirs: a list that serves both directions.
+"""Correspondence between regions of our tensors and regions of theirs: one list that serves both directions.
 
-Every layout of weights that Megatron, DeepSpeed and Hugging Face write is a rearrangement of ours: nothing is ever computed. So a format
-says what it is by ``Copy`` records, each a region of a tensor of ours and a region of one of theirs that hold the same numbers. Reading
-gathers our tensors from theirs, writing gathers theirs from ours, with the same list; that the list covers every element of either side
-once is checked before a byte is read (``Correspondence.check``).
+Every weight layout of Megatron, DeepSpeed and Hugging Face is a rearrangement of ours, without any arithmetic. So a format is
+described by ``Copy`` records, each of which pairs a region of one of our tensors with the region of one of theirs that holds the same
+numbers. Reading gathers our tensors from theirs, writing gathers theirs from ours, with the same list; ``Correspondence.check``
+verifies before a byte is read that the list covers every element of either side exactly once.
 
     ours                                  theirs
     View("...linear_qkv.weight",          View("...q_proj.weight",
          (g, n/g + 2, d, h),                   (g, n/g, d, h))
          [:, :n/g])
 
-Tensors come one at a time: in memory are the tensor that is made, and one that it is made from.
+Tensors are processed one at a time: memory holds the tensor being made, and one of those it is made from.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Index = tuple[slice | int, ...]
 
 
 class TensorStore(Protocol):
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name, each read on request."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All of them."""
+        """Return shape and dtype of all tensors, by name."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """One of them, on the CPU; the caller does not change it.
+        """Read a tensor into CPU memory; the caller must not modify it.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -52,11 +52,11 @@ class View:
     """A region of a tensor.
 
     Attributes:
-        name: of the tensor.
-        shape: the tensor is seen as; None: its own.
-        index: then this part of it is taken,
-        order: and its dims are permuted.
-        stored: the tensor's own shape, where it cannot be told from the region.
+        name: name of the tensor.
+        shape: shape that the tensor is viewed as; None: its own shape.
+        index: index that is applied to this view.
+        order: permutation of the dims of the result.
+        stored: the tensor's own shape, where it cannot be derived from the region.
     """
 
     name: str
@@ -66,7 +66,7 @@ class View:
     stored: tuple[int, ...] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The region, sharing the tensor's memory."""
+        """Return the region of a tensor, sharing its memory."""
         if self.shape is not None:
             tensor = tensor.view(self.shape)
         if self.index:
@@ -74,7 +74,7 @@ class View:
         return tensor if self.order is None else tensor.permute(self.order)
 
     def own_shape(self, region: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's, from that of the region."""
+        """Return the tensor's own shape, given the shape of the region."""
         if self.stored is not None:
             return self.stored
         assert self.shape is None and not self.index, f"{self.name}: its own shape is not said"
@@ -84,16 +84,16 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """The tensor itself, as it is."""
+        """True if the region is the whole tensor, unchanged."""
         return self.shape is None and not self.index and self.order is None
 
 
 class Copy(NamedTuple):
-    """Two regions of one shape with the same contents.
+    """Two regions with equal shapes and contents.
 
     Attributes:
         ours, theirs: the regions.
-        replica: another copy of theirs holds the same region of ours: it is written, and when reading only compared.
+        replica: another ``Copy`` has the same region of ours already: this one is written, but only compared when reading.
     """
 
     ours: View
@@ -103,13 +103,13 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Correspondence:
-    """Between our tensors and those of another format.
+    """Correspondence between our tensors and those of another format.
 
     Attributes:
         ours: shapes of our tensors.
         theirs: shapes of theirs.
-        copies: what is equal to what.
-        filled: names of theirs, with the number of elements of each that hold nothing of ours: zeros when written, ignored when read.
+        copies: the pairs of equal regions.
+        filled: by name of a tensor of theirs, the number of its elements without counterpart: zero when written, ignored when read.
     """
 
     ours: dict[str, tuple[int, ...]]
@@ -119,10 +119,10 @@ class Correspondence:
 
     @classmethod
     def of(cls, ours: dict[str, tuple[int, ...]], copies: Iterable[Copy], filled: dict[str, int] | None = None) -> Correspondence:
-        """Work out the shapes of theirs; checked.
+        """Make a checked correspondence, with the shapes of theirs derived from the copies.
 
         Raises:
-            AssertionError: the copies do not cover a tensor once, named.
+            AssertionError: the copies do not cover a tensor exactly once; the message names it.
         """
         copies = list(copies)
         theirs: dict[str, tuple[int, ...]] = {}
@@ -134,10 +134,10 @@ class Correspondence:
         return made
 
     def check(self) -> None:
-        """Require that the copies cover each tensor of either side exactly once.
+        """Check that the copies cover each tensor of either side exactly once.
 
         Raises:
-            AssertionError: a mistake in the list, named.
+            AssertionError: they do not; the message names the tensor.
         """
         ours, theirs = (defaultdict[str, int](int) for _ in range(2))
         for copy in self.copies:
@@ -152,14 +152,14 @@ class Correspondence:
             assert covered == math.prod(shape), f"{name} {shape}: {covered} elements are covered"
 
     def of_ours(self) -> dict[str, list[Copy]]:
-        """What makes each tensor of ours."""
+        """Return the copies that make up each tensor of ours."""
         found: dict[str, list[Copy]] = {name: [] for name in self.ours}
         for copy in self.copies:
             found[copy.ours.name].append(copy)
         return found
 
     def of_theirs(self) -> dict[str, list[Copy]]:
-        """What makes each tensor of theirs."""
+        """Return the copies that make up each tensor of theirs."""
         found: dict[str, list[Copy]] = {name: [] for name in self.theirs}
         for copy in self.copies:
             found[copy.theirs.name].append(copy)
@@ -172,12 +172,12 @@ def _shape_of(view: View, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, .
 
 
 def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[View, View]], read: Callable[[str], Tensor]) -> Tensor:
-    """Make a tensor from regions of others.
+    """Make a tensor from regions of other tensors.
 
     Args:
-        shape, dtype: of the new tensor; what no part fills is zero.
-        parts: (region of the new tensor, region of another).
-        read: gives the others by name; parts of one come one after another, so each is read once and let go.
+        shape, dtype: those of the new tensor; elements that no part covers are zero.
+        parts: pairs (region of the new tensor, region of another).
+        read: returns another tensor by name; all parts of one are copied together, so each is read once and then released.
     """
     parts = list(parts)
     if len(parts) == 1 and parts[0][0].is_whole and parts[0][1].is_whole:
@@ -196,11 +196,11 @@ def assemble(shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[V
 
 
 class Gathered:
-    """Our tensors, gathered from a store of theirs when asked for (a ``TensorStore``).
+    """Our tensors, gathered from a store of theirs on request (a ``TensorStore``).
 
     Args:
-        correspondence: of the two; only our tensors in it are here.
-        store: has all of theirs.
+        correspondence: between the two; this store has only our tensors in it.
+        store: contains all of theirs.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore) -> None:
@@ -215,10 +215,10 @@ class Gathered:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        """As the protocol has it; replicas are compared.
+        """Read a tensor into CPU memory and compare its replicas.
 
         Raises:
-            CheckpointError: it cannot be read, or two replicas of it differ.
+            CheckpointError: it cannot be read, or its replicas differ.
         """
         info, copies = self._tensors[name], self._parts[name]
         made = assemble(info.shape, info.dtype, [(c.ours, c.theirs) for c in copies if not c.replica], self._store.read)
@@ -231,18 +231,18 @@ class Gathered:
         return made
 
     def _agrees(self, copy: Copy, made: Tensor) -> bool:
-        """A replica in fewer bits is compared with the rounding of the first."""
+        """Return whether a replica equals the tensor, which is rounded to the dtype of the replica first."""
         replica = copy.theirs.of(self._store.read(copy.theirs.name))
         return is_same(copy.ours.of(made).to(replica.dtype), replica)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, but for signs of zero; NaN equals itself."""
+    """Return whether all elements are equal; 0 equals -0, and NaN equals NaN."""
     return bool(torch.equal(a.contiguous(), b.contiguous())) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 class LastRead:
-    """A store that keeps the tensor that was read last, for the next part of it (a ``TensorStore``)."""
+    """A store that caches the tensor read last, for further reads of its parts (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -258,17 +258,17 @@ class LastRead:
         return self._last[1]
 
     def forget(self) -> None:
-        """Let go of it."""
+        """Release the cached tensor."""
         self._last = None
 
 
 class Scattered:
-    """Their tensors, made from a store of ours when asked for (a ``TensorStore``); q, k and v come one after another from one of ours.
+    """Their tensors, made from a store of ours on request (a ``TensorStore``); caches one of ours, as q, k, v come from the same one.
 
     Args:
-        correspondence: of the two; only their tensors in it are here.
-        store: has all of ours. Give several of these one ``LastRead``, else each keeps a tensor of its own.
-        dtype: of all of theirs that hold floating point numbers; None: as ours.
+        correspondence: between the two; this store has only their tensors in it.
+        store: contains all of ours. Let several ``Scattered`` share one ``LastRead``, otherwise each caches a tensor of its own.
+        dtype: dtype of all floating-point tensors of theirs; None: as ours.
     """
 
     def __init__(self, correspondence: Correspondence, store: TensorStore, dtype: torch.dtype | None = None) -> None:
@@ -288,12 +288,12 @@ class Scattered:
         return assemble(info.shape, info.dtype, [(c.theirs, c.ours) for c in self._parts[name]], self._store.read)
 
     def forget(self) -> None:
-        """Let go of the last tensor of ours, for who reads from several of these in turn."""
+        """Release the cached tensor; for callers that read from several ``Scattered`` in turn."""
         self._store.forget()
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The one that holds the numbers of all; fp32 for fp16 beside bf16."""
+    """Return the dtype that represents the numbers of all; fp32 for fp16 with bf16, and for none."""
     found: torch.dtype | None = None
     for dtype in dtypes:
         found = dtype if found is None else torch.promote_types(found, dtype)

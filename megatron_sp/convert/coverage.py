@@ -1,4 +1,4 @@
-"""Does a checkpoint hold what its model needs, and nothing else? Every tensor of the source gets a fate, or the conversion ends here."""
+"""Check that a checkpoint contains exactly what its model needs: every tensor of the source gets a fate, or the conversion fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NAME = 200  # characters of a name that are shown
 
 
 class Coverage(NamedTuple):
-    """A correspondence that the source fulfils, and what becomes of the source's tensors."""
+    """A correspondence that the source satisfies, and the fates of the source's tensors."""
 
     correspondence: Correspondence
     fates: list[Fate]
@@ -27,17 +27,17 @@ def match_tensors(
     where: str, correspondence: Correspondence, store: TensorStore, ignored: Mapping[str, str], *, tied: Mapping[str, str],
     shown: Mapping[str, str] | None = None,
 ) -> Coverage:  # fmt: skip
-    """Compare what is there with what is needed.
+    """Compare the tensors of a checkpoint with those that its model needs.
 
     Args:
-        where: the checkpoint, for messages.
-        correspondence: all that is needed.
-        store: what is there.
-        ignored: regular expressions of names that are dropped, with the reason.
-        tied: other names of tensors that the model has once: they must hold the same.
-        shown: names as the files have them, for messages and fates.
+        where: the checkpoint, for error messages.
+        correspondence: lists all needed tensors.
+        store: the tensors of the checkpoint.
+        ignored: regular expressions of names that are dropped, each with the reason.
+        tied: further names of tensors that the model has only once; both must have the same values.
+        shown: names used in the files, for messages and fates.
     Raises:
-        CheckpointError: tensors that are missing, of another shape, or not known, each with the nearest names.
+        CheckpointError: tensors are missing, of another shape, or unknown; the message lists each with the nearest names.
     """
     shown = shown or {}
     there, needed = store.tensors(), correspondence.theirs
@@ -64,7 +64,7 @@ def match_tensors(
 
 
 def _lines(problems: list[tuple[str, str, list[str]]], shown: Mapping[str, str]) -> Iterator[str]:
-    """Of (name, what is wrong with it, names that may be meant): the first ones. Near names are looked for in these only."""
+    """Yield a line for each of the first problems (name, problem, candidates for similar names); the rest are only counted."""
     for name, what, among in problems[:_SHOWN]:
         yield f"  {shown.get(name, name)[:_MAX_NAME]}{what}{nearest(name[:_MAX_NAME], among)}"
     if len(problems) > _SHOWN:
@@ -72,7 +72,7 @@ def _lines(problems: list[tuple[str, str, list[str]]], shown: Mapping[str, str])
 
 
 def _reason(name: str, store: TensorStore, ignored: Mapping[str, str], tied: Mapping[str, str]) -> str | None:
-    """Why a tensor that is not needed may be there, or None."""
+    """Return why a tensor that is not needed may be present, or None."""
     if name in tied and tied[name] in store.tensors():
         if torch.equal(store.read(name), store.read(tied[name])):
             return f"the same as {tied[name]}"

@@ -1,4 +1,4 @@
-"""Folders of a checkpoint: what a link in one leads to is not part of it."""
+"""Check of the folders of a checkpoint: symbolic links inside it are not followed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_sp.utils.errors import CheckpointError
 
 
 def require_inside(folder: Path, root: Path) -> None:
-    """Refuse a folder that is not in another one itself, but through a link; the outer one may be a link, for the user has named it.
+    """Refuse a folder that is in ``root`` only through a symbolic link; ``root`` itself may be a link, since the user named it.
 
     Raises:
-        CheckpointError: with the link.
+        CheckpointError: a part of the path is a link; the message names it.
     """
     for part in (folder, *folder.parents):
         if part == root:

@@ -1,4 +1,4 @@
-"""What is handed from a reader to a writer: a checkpoint in our own terms, whatever wrote it."""
+"""The checkpoint in our own terms that a reader passes to a writer, whatever its format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_NUMEL = 1 << 58  # torch counts bytes in 64 bits
 
 
 class Fate(NamedTuple):
-    """What became of a tensor of the source."""
+    """Fate of a tensor of the source."""
 
     name: str
     went: str  # the tensor of ours that it is part of; empty: nowhere
@@ -44,18 +44,18 @@ class Model:
 
     Attributes:
         config: shape of the model; ``vocab_size`` is set.
-        store: its tensors by our names: all weights, perhaps those of the optimizer.
-        step: optimizer steps that made it; 0: not known.
-        consumed_samples: likewise.
-        scheduled_samples: of them, by which the learning rate goes: without those of skipped steps; None: not known.
-        num_updates: of the optimizer, fewer than steps where some were skipped; None: not known.
-        loss_scale: of fp16; None: there is none, or it is not known.
-        num_classes: of a classifier; 0: it is none.
+        store: its tensors by our names: all weights, and possibly the optimizer's tensors.
+        step: number of training steps; 0: unknown.
+        consumed_samples: number of training samples; 0: unknown.
+        scheduled_samples: those that advance the learning rate schedule, without skipped steps; None: unknown.
+        num_updates: updates of the optimizer, fewer than steps where some were skipped; None: unknown.
+        loss_scale: state of fp16 loss scaling; None: no dynamic loss scaling, or unknown.
+        num_classes: number of classes of a classifier; 0: no classifier.
         fates: one for every tensor of the source.
-        tokenizer: files, by the names that they had.
-        tokenizer_type: what they are, as the flag says it; None: as the files say.
-        settings: what the source says that has no place of its own here, JSON values: for the way back.
-        notes: what the user should know.
+        tokenizer: its files, by their original names.
+        tokenizer_type: value of the flag; None: determined by the files.
+        settings: settings of the source without a field here, as JSON values, for converting back.
+        notes: messages for the user.
     """
 
     config: ModelConfig
@@ -74,16 +74,16 @@ class Model:
 
     @property
     def scheduled(self) -> int:
-        """Samples by which the learning rate goes."""
+        """Number of samples that determine the learning rate."""
         return self.consumed_samples if self.scheduled_samples is None else self.scheduled_samples
 
     @property
     def updates(self) -> int:
-        """What Adam's bias correction goes by."""
+        """Number of updates for Adam's bias correction."""
         return self.step if self.num_updates is None else self.num_updates
 
     def weights(self) -> dict[str, TensorInfo]:
-        """Without those of the optimizer."""
+        """Return the weights, without the optimizer's tensors."""
         return {name: info for name, info in self.store.tensors().items() if not name.startswith(OPTIMIZER)}
 
     @property
@@ -92,12 +92,12 @@ class Model:
 
 
 def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
-    """Refuse sizes that no model has, before anything of that size is made.
+    """Refuse impossible sizes, before anything of that size is allocated.
 
     Args:
-        num_tensors: that the files hold.
+        num_tensors: number of tensors in the files.
     Raises:
-        CheckpointError: with all that is wrong.
+        CheckpointError: the message lists all problems.
     """
     problems = model_violations(Config(model=config))
     if not problems and (config.num_layers or 0) > num_tensors:
@@ -111,13 +111,13 @@ def require_sound(config: ModelConfig, num_tensors: int, where: str) -> None:
 
 
 def _largest_width(config: ModelConfig) -> int:
-    """Of the dims that a weight has beside the hidden size; queries, keys and values together are at most three times the heads."""
+    """Return the largest dim of a weight besides the hidden size; q, k and v together have at most three times the query rows."""
     heads = 3 * (config.num_attention_heads or 0) * config.head_dim
     return max(heads, 2 * config.ffn_size, config.hidden_size or 0, config.max_positions, config.vocab_size or 0, config.token_types)
 
 
 def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """The model of this shape, on the meta device."""
+    """Build the model of this shape on the meta device."""
     with torch.device("meta"):
         if num_classes:
             return BertClassifier(config, KernelConfig(), num_classes=num_classes, seed=0, dtype=dtype)
@@ -125,9 +125,9 @@ def build(config: ModelConfig, num_classes: int, dtype: torch.dtype = torch.floa
 
 
 def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of every parameter of a model, in its own order; a vocabulary is not padded.
+    """Return name and global shape of every parameter of a model, in the model's order; the vocabulary is not padded.
 
-    One block is made and stands for all, which have the same shapes: a file may claim as many as it has room for names.
+    All blocks have the same shapes, so only one is built: a file may claim a very large number of them.
     """
     model = build(replace(config, num_layers=1), num_classes)
     specs = shard_specs(model)
@@ -146,7 +146,7 @@ def parameter_shapes(config: ModelConfig, num_classes: int = 0) -> dict[str, tup
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not there; of very many names the first are looked at."""
+    """Return a clause with the names most similar to an unknown one, or ""; of very many names only the first are compared."""
     import difflib
 
     candidates = [other for other in islice(among, _MAX_COMPARED) if len(other) < 300]

@@ -1,4 +1,4 @@
-"""What the command line says about a conversion, for readers and writers."""
+"""Command-line options of a conversion, for readers and writers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
 
 @dataclass
 class Options:
-    """Attributes are named like flags.
+    """Options of a conversion, named like the flags.
 
     Attributes:
-        step: of the checkpoint that is read; None: the newest.
-        qkv_layout: of the fused projection in files that do not say it.
-        vocab_size: entries of the vocabulary, where files only know the padded number of rows.
+        step: step of the checkpoint to read; None: the newest.
+        qkv_layout: row order of the fused projections in files that do not specify it.
+        vocab_size: entries of the vocabulary, for files that only have the padded number of rows.
         tokenizer: folder or file to take the tokenizer from, instead of the source's own.
-        optimizer: take the optimizer's state along, where the source has it and the target can hold it.
-        dtype: of the written weights; None: as they are.
-        given: settings of the model that files do not say.
-        megatron_names: of the parameters in Megatron's files.
-        deepspeed_layout: what megatron-deepspeed is written as; None: with the optimizer's state zero1, else module.
-        deepspeed_qkv_layout: order of the rows of fused projections that it is written with.
-        tp, pp: ranks to write for, where a format has files of ranks.
-        max_metadata_mb: MiB of megatron-dist's .metadata that are read.
-        max_shard_bytes: files are cut at about this size.
-        output: the folder that everything will be in at last.
+        optimizer: convert the optimizer's state too, if the source has it and the target supports it.
+        dtype: dtype of the written weights; None: unchanged.
+        given: settings of the model that the files do not specify.
+        megatron_names: naming scheme of the parameters in Megatron's files.
+        deepspeed_layout: layout to write for megatron-deepspeed; None: zero1 with the optimizer's state, else module.
+        deepspeed_qkv_layout: row order of the fused projections to write for megatron-deepspeed.
+        tp, pp: tensor and pipeline parallel sizes to write for, if the format has one file per rank.
+        max_metadata_mb: largest .metadata of megatron-dist to read, in MiB.
+        max_shard_bytes: approximate maximum size of a safetensors file.
+        output: the final output folder.
     """
 
     step: int | None = None

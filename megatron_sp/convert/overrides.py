@@ -1,4 +1,4 @@
-"""``--set NAME=VALUE``: settings of the model that files do not say, by the names of the training's flags."""
+"""``--set NAME=VALUE``: settings of the model that the files do not specify, named like the training's flags."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class Overrides(dict[str, Any]):
-    """Values by the names of fields of ``ModelConfig``."""
+    """Values of fields of ``ModelConfig``, by name."""
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Overrides:
-        """Of the command line.
+        """Parse the NAME=VALUE words of the command line.
 
         Raises:
-            ConfigError: no such setting, or a value of another kind.
+            ConfigError: an unknown setting, or a value of the wrong type.
         """
         found, kinds = cls(), field_kinds(ModelConfig)
         for word in words:
@@ -34,13 +34,13 @@ class Overrides(dict[str, Any]):
         return found
 
     def count(self, name: str, default: int | None) -> int | None:
-        """A whole number from 1 on. Raises ConfigError."""
+        """Return a setting that must be at least 1, or the default. Raises ConfigError."""
         value = self.get(name, default)
         if value is not None and value < 1:
             raise ConfigError(f"--set {name.replace('_', '-')}={value} must be at least 1")
         return value
 
     def apply(self, config: ModelConfig) -> None:
-        """Write all of them into a configuration."""
+        """Set all values in a configuration."""
         for name, value in self.items():
             setattr(config, name, value)

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar on a terminal, else a line now and then."""
+"""Progress of a conversion: a bar on a terminal, otherwise an occasional line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS = 10.0  # between lines
 
 
 class Bar:
-    """To be used in a ``with``.
+    """Progress display, used in a ``with`` statement.
 
     Args:
         total: bytes to be written.
@@ -34,7 +34,7 @@ class Bar:
         return self
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are written."""
+        """Count ``num_bytes`` more bytes as written."""
         self.done += num_bytes
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)

@@ -1,4 +1,4 @@
-"""One conversion: read, check, write beside the target, rename."""
+"""Atomic write of a conversion: check, write beside the output, rename."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SPACE_FACTOR = 1.05
 def convert(
     model: Model, target: Format, output: Path, options: Options, progress: Progress, report: dict[str, Any], tell: Callable[[str], None]
 ) -> None:
-    """Write ``output``, whole or not at all.
+    """Write ``output`` completely or not at all.
 
     Args:
-        model: as the reader gave it.
-        output: must not exist; appears by one rename when everything is on the disk.
+        model: as returned by the reader.
+        output: must not exist; appears by a single rename once everything is on disk.
         report: written into it as conversion.json.
-        tell: given what the user should know.
+        tell: called with messages for the user.
     Raises:
-        CheckpointError: it exists, or the target cannot hold the model.
-        DiskError: no space, no permission, a failing disk; nothing is left, folders above it that were made included.
-        KeyboardInterrupt: SIGTERM or SIGINT; likewise.
+        CheckpointError: ``output`` exists, or the target cannot store the model.
+        DiskError: no space, no permission, or a disk failure; nothing is left behind, not even new parent folders.
+        KeyboardInterrupt: SIGTERM or SIGINT; nothing is left behind either.
     """
     require_absent(output)
     options.output = output.absolute()
@@ -75,7 +75,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def require_absent(output: Path) -> None:
-    """Raises CheckpointError: there is something at ``output`` already; DiskError: there can be nothing."""
+    """Check that ``output`` does not exist. Raises CheckpointError: it does; DiskError: the path cannot be used."""
     try:
         is_there = output.exists() or output.is_symlink()
     except OSError as error:
@@ -86,7 +86,7 @@ def require_absent(output: Path) -> None:
 
 @contextmanager
 def _removed_unless_done(staging: Path) -> Iterator[None]:
-    """The folder does not outlive a failure, SIGTERM included; after SIGKILL it keeps its name, which nothing reads."""
+    """Remove the staging folder after a failure or SIGTERM; after SIGKILL it remains, under a name that nothing reads."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

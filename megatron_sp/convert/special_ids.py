@@ -1,7 +1,8 @@
-"""The ids that begin, end and fill up a text, for transformers: in config.json, and in generation_config.json for models that generate.
+"""Ids of the bos, eos and pad tokens for transformers: in config.json, and in generation_config.json for models that generate.
 
-Without them transformers takes those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama, whatever these are
-here, and ``generate()`` never stops. They are the tokenizer's; one that it has not is null. What came from Hugging Face keeps its own.
+Without them transformers uses those of the first model of the architecture: 50256 for every GPT-2, 2 for every Llama, whatever the
+tokenizer's are, and ``generate()`` may never stop. The tokenizer's ids are written; one that it lacks is null. Checkpoints that came
+from Hugging Face keep their own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def of_model(model: Model, folder: Path) -> tuple[dict[str, int | None], list[str]]:
-    """The entries, and what the user should know.
+    """Return the entries, and notes for the user.
 
     Args:
-        folder: that holds the files of the model's tokenizer already.
+        folder: contains the files of the model's tokenizer already.
     """
     tokenizer, why = _tokenizer(model, folder)
     if tokenizer is None:
@@ -41,7 +42,7 @@ def of_model(model: Model, folder: Path) -> tuple[dict[str, int | None], list[st
 
 
 def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size: int) -> list[str]:
-    """Unless one came with the tokenizer that speaks of this vocabulary. Returns what the user should know. Raises OSError."""
+    """Write generation_config.json unless the tokenizer came with one that fits the vocabulary; return user notes. Raises OSError."""
     path = folder / GENERATION
     notes = []
     if path.exists():
@@ -54,7 +55,7 @@ def write_generation_config(ids: dict[str, int | None], folder: Path, vocab_size
 
 
 def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
-    """The model's, or why there is none."""
+    """Return the model's tokenizer, or None and the reason."""
     data = DataConfig()
     try:
         if name_files(data, model.tokenizer, folder):
@@ -71,7 +72,7 @@ def _tokenizer(model: Model, folder: Path) -> tuple[Tokenizer | None, str]:
 
 
 def _beyond(path: Path, vocab_size: int) -> str | None:
-    """An entry of the file that no token of the vocabulary has, or that is no id."""
+    """Describe an entry of the file that is not an id of the vocabulary; None if there is none."""
     try:
         document: Any = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError, OSError):

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: found, copied, and what they mean for a training."""
+"""Files of a tokenizer: find them, copy them, and enter them in a configuration."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.
 
 
 def find_files(path: Path) -> dict[str, Path]:
-    """The files of a tokenizer in a folder, or a single one, by the names that they must have.
+    """Return the files of a tokenizer in a folder, or a single file, by the names that they must have.
 
     Raises:
-        CheckpointError: ``path`` is not there, or a file is a link or far too large.
+        CheckpointError: ``path`` is missing or not a tokenizer, or a file is a link or far too large.
     """
     if path.is_dir():
         found = {name: path / name for name in NAMES if (path / name).exists() or (path / name).is_symlink()}
@@ -38,7 +38,7 @@ def find_files(path: Path) -> dict[str, Path]:
 
 
 def find_named(paths: list[Path]) -> dict[str, Path]:
-    """The same for the paths that a training named: a file, a folder, or GPT-2's two files, however they are called."""
+    """Return the files of a tokenizer for the paths given to a training: a file, a folder, or GPT-2's two files with any names."""
     if len(paths) < 2:
         return find_files(paths[0]) if paths else {}
     found = {"merges.txt" if path.suffix == ".txt" else "vocab.json": path for path in paths}
@@ -54,7 +54,7 @@ def _check(found: dict[str, Path]) -> None:
 
 
 def copy_files(files: dict[str, Path], folder: Path) -> None:
-    """Raises OSError."""
+    """Copy the files of a tokenizer into a folder. Raises OSError."""
     for name, path in files.items():
         with open(open_regular(path), "rb") as source, open(folder / name, "xb") as target:
             shutil.copyfileobj(source, target)
@@ -64,5 +64,5 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
 
 
 def tell(data: DataConfig, files: dict[str, Path], folder: Path) -> None:
-    """Make a configuration name the tokenizer whose files will lie in ``folder``. Raises DataError: nothing here computes it."""
+    """Enter the tokenizer whose files will be in ``folder`` in a configuration. Raises DataError: the tokenizer is not supported."""
     name_files(data, files, folder, files.get(CONFIG))

@@ -1,10 +1,10 @@
-"""What transformers must be told of a tokenizer that was named by the flags of a training: ``tokenizer_config.json``.
+"""Writer of ``tokenizer_config.json``, which transformers needs for a tokenizer that was given by the flags of a training.
 
-Without it transformers takes the tokenizer that usually goes with the architecture: it would fold the case of a cased vocabulary, and
-read a SentencePiece model as Llama's first one. Files of Hugging Face that come with theirs are left as they are.
+Without it transformers uses the architecture's usual tokenizer: it would lowercase the text for a cased vocabulary, and
+interpret a SentencePiece model like Llama's first one. Files of Hugging Face that come with their own are left unchanged.
 
-Of a SentencePiece model a ``tokenizer.json`` is made where there is one that is the same. Where there is none (a unigram model, NFKC),
-transformers is told to compute ids with the sentencepiece library itself, from the .model file.
+For a SentencePiece model an equivalent ``tokenizer.json`` is written if one exists. If none does (a unigram model, NFKC),
+transformers is configured to compute ids with the sentencepiece library itself, from the .model file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NO_JSON = f"this SentencePiece model is not BPE on unchanged text, of which alo
 
 
 def write(model: Model, folder: Path, model_type: str) -> list[str]:
-    """Add to a folder that holds the tokenizer's files already.
+    """Add ``tokenizer_config.json`` to a folder that contains the tokenizer's files already.
 
     Args:
-        model_type: of config.json.
+        model_type: ``model_type`` of config.json.
     Returns:
-        What the user should know: if transformers may read the files otherwise than they are meant, or needs more for it than usual.
+        Notes for the user: if transformers may interpret the files differently, or needs the sentencepiece package for them.
     Raises:
         OSError.
     """
@@ -62,7 +62,7 @@ def write(model: Model, folder: Path, model_type: str) -> list[str]:
 
 
 def _words(data: DataConfig, folder: Path, model_type: str) -> dict[str, Any] | str:
-    """The entries, or why there are none; of a SentencePiece model ``tokenizer.json`` is written, too, if there is one that is the same."""
+    """Return the entries, or why there are none; for a SentencePiece model also write an equivalent ``tokenizer.json``, if one exists."""
     tokenizer = build_tokenizer(data)
     assert isinstance(tokenizer, (BertWordPieceTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer))
     ids = {role: getattr(tokenizer, role) for role in ("cls", "sep", "mask", "pad")}

@@ -1,7 +1,7 @@
-"""``--verify``: do both sides of a conversion compute the same? Logits on the same tokens, and where they part, if they do.
+"""``--verify``: compare the logits of both sides of a conversion on the same tokens, and locate the first difference, if any.
 
-The error of an output is max|a - b| / max|a|. Weights of 16 bits are computed in fp32; where the conversion has rounded them, the source is
-rounded too before it computes, so that nothing is left that could excuse a difference.
+The error of an output is max|a - b| / max|a|. 16-bit weights are computed in fp32; where the conversion has rounded the weights, those
+of the source are rounded too before computing, so that rounding cannot explain a difference.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Tell = Callable[[str], None]
 
 
 def verify(source: Format, input: Path, target: Format, output: Path, options: Options, text: str | None, tell: Tell) -> int:
-    """Compare what a conversion read with what it wrote.
+    """Compare the input of a conversion with its output.
 
     Args:
-        source, input: what was converted.
-        target, output: what came of it.
-        options: of the conversion.
-        text: to compare on, beside random tokens; None: a little of Python's own documentation, if there is a tokenizer.
-        tell: told the results, a line each.
+        source, input: format and folder of the input.
+        target, output: format and folder of the output.
+        options: options of the conversion.
+        text: text to compare on, besides random tokens; None: parts of Python's own documentation, if there is a tokenizer.
+        tell: called with the results, line by line.
     Returns:
         EXIT_OK, or EXIT_NUMERICS if they differ.
     Raises:
-        CheckpointError: one of them cannot be read, or transformers does not read the output.
-        ConfigError: there is text and no tokenizer.
+        CheckpointError: one of them cannot be read, or transformers cannot load the output.
+        ConfigError: text is given, but there is no tokenizer.
     """
     before = source.read(input, options)
     of_output = replace(options, step=None, output=None, tokenizer=None, qkv_layout=None, vocab_size=before.config.vocab_size)
@@ -72,12 +72,12 @@ def verify(source: Format, input: Path, target: Format, output: Path, options: O
 
 
 class Result(NamedTuple):
-    """Of comparing one tensor of results.
+    """Comparison of one result tensor.
 
     Attributes:
-        difference: max|a - b|; NaN if either has one.
+        difference: max|a - b|; NaN if either contains a NaN.
         scale: max|a|.
-        agreement: share of places where the largest entry is the same; of hidden states meaningless.
+        agreement: fraction of positions with the same argmax; meaningless for hidden states.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Result(NamedTuple):
 
 
 def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list[Result]:
-    """All results of both sides on the same tokens, in the order of the computation; both must give the same ones."""
+    """Compare all results of both sides on the same tokens, in the order of computation; both must yield the same names."""
     ours, theirs = (side.compute(rows, cast) for side, cast in zip(sides, casts, strict=True))
     inside = torch.arange(rows.tokens.shape[1]) < torch.tensor(rows.lengths)[:, None]
     found = []
@@ -105,7 +105,7 @@ def compare(sides: Sequence[Backend], casts: Sequence[Cast], rows: Rows) -> list
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> Result:
-    """[..., n] each; of vocabularies, one of which may have rows of padding, the common part."""
+    """Compare two tensors [..., n]; if one has vocabulary padding, only the common part."""
     common = min(a.shape[-1], b.shape[-1])
     a, b = a[..., :common].double(), b[..., :common].double()
     agreement = (a.argmax(-1) == b.argmax(-1)).double().mean().item()
@@ -113,7 +113,7 @@ def _compare(name: str, a: Tensor, b: Tensor) -> Result:
 
 
 def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> bool:
-    """The outputs, and if one is over the limit the first hidden states that are; whether none is."""
+    """Report the outputs and, if one exceeds the limit, the first result that does; return whether all are within the limit."""
     same = True
     for r in results:
         if r.name in OUTPUTS:
@@ -132,19 +132,19 @@ def _tell_all(what: str, results: list[Result], limit: float, tell: Tell) -> boo
 
 
 def _dtype_of(model: Model) -> torch.dtype | None:
-    """Of the weights; None: they have several."""
+    """Return the dtype of the weights; None if they have several."""
     found = {info.dtype for info in model.weights().values()}
     return widest(found) if len(found) == 1 else None
 
 
 def _computed_with(side: Backend, read: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a side's weights: narrower ones than were read, if it says so."""
+    """Return the dtype of a side's weights: its own if that is narrower than the one read."""
     own = side.dtype
     return own if own is not None and read is not None and own.itemsize < read.itemsize else read
 
 
 def _casts(dtypes: tuple[torch.dtype | None, torch.dtype | None], compute: torch.dtype) -> tuple[Cast, Cast]:
-    """What each side does to its weights: each is rounded as the other one's are, where those are not wider."""
+    """Return each side's cast: round to the other's dtype if narrower (for the source also if as wide), then convert to ``compute``."""
 
     def through(own: torch.dtype | None, other: torch.dtype | None, or_same: bool) -> Cast:
         rounds = own is not None and other is not None and (other.itemsize < own.itemsize or (or_same and other.itemsize == own.itemsize))
@@ -166,7 +166,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What both models can be asked."""
+    """Limits of the inputs that both models accept."""
 
     vocab_size: int
     positions: int
@@ -196,7 +196,7 @@ def _random_rows(limits: _Limits, model: Model) -> Rows:
 
 
 def _rows(ids: list[list[int]], model: Model) -> Rows:
-    """Padded behind with token 0; for BERT the second half of each is of the second segment."""
+    """Right-pad the sequences with token 0; for BERT the second half of each belongs to the second segment."""
     lengths = [len(row) for row in ids]
     tokens, types = torch.zeros(2, len(ids), max(lengths), dtype=torch.int64)
     for row, found in enumerate(ids):
@@ -223,7 +223,7 @@ def _text_ids(before: Model, after: Model, limits: _Limits, text: str | None, te
 
 
 def _special(tokenizer: Tokenizer, ids: list[int], most: int, is_bert: bool) -> list[int]:
-    """A sample as the model knows them: BERT's has a beginning, an end, and masks."""
+    """Truncate a sample and, for BERT, add the cls, sep and mask tokens."""
     if not is_bert or tokenizer.cls is None or tokenizer.sep is None:
         return ids[:most]
     ids = [tokenizer.cls, *ids[: most - 2], tokenizer.sep]
@@ -241,7 +241,7 @@ def _documentation() -> list[str]:
 
 
 def _tokenizer(model: Model) -> Tokenizer | None:
-    """Of the files that go with a model."""
+    """Build the tokenizer from a model's files; None if it has none."""
     data = DataConfig()
     if not name_files(data, model.tokenizer, Path(), model.tokenizer.get(CONFIG)):
         return None

@@ -1,1 +1,1 @@
-"""From files to batches."""
+"""Data pipeline: preprocessing, indexed data sets, samples, batches and tokenizers."""

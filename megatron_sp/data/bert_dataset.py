@@ -1,9 +1,9 @@
-"""BERT samples: two stretches of sentences of one document, in their order or swapped, with words to guess.
+"""BERT samples: two segments of sentences from one document, in order or swapped, with masked tokens to predict.
 
-Which sentences sample i is made of is worked out in ``bert_index``, by documents, the seed and the sequence length. The rest is drawn
-from ``RandomState((seed + i) mod 2**32)``, in Megatron-LM's order: where A ends and B begins, whether they are swapped, which end loses a
-token while there are too many, which words are masked (``bert_masking``). So sample i is the same on every rank and in every epoch of a
-cyclic order. Without the binary head there is one stretch, [CLS] A [SEP].
+``bert_index`` determines the sentences of sample i from the documents, the seed and the sequence length. The rest is drawn from
+``RandomState((seed + i) mod 2**32)``, in Megatron-LM's order: where A ends and B begins, whether they are swapped, at which end excess
+tokens are removed, which words are masked (``bert_masking``). So sample i is the same on every rank and in every epoch of a cyclic
+order. Without the binary head there is one segment, [CLS] A [SEP].
 Source: Megatron-LM's core/datasets/bert_dataset.py.
 """
 
@@ -34,17 +34,17 @@ _LITTLE = 0.5  # warn when fewer of the tokens than this are ever seen
 
 @dataclass(frozen=True)
 class BERTOptions:
-    """What decides the samples, besides the data and the tokenizer.
+    """Options that determine the BERT samples, besides the data and the tokenizer.
 
     Attributes:
-        seq_length: s, tokens of a row.
-        seed: of the order and of all that is drawn.
-        mask_prob: share of the tokens to guess.
-        short_seq_prob: share of samples that are shorter than there is room.
-        binary_head: two stretches, which may be swapped; else one.
-        pack: several samples in a row.
+        seq_length: s, tokens per row.
+        seed: seed of the sample order and of all random draws.
+        mask_prob: fraction of the tokens to predict.
+        short_seq_prob: fraction of samples with a shorter target length.
+        binary_head: two segments, which may be swapped; otherwise one.
+        pack: pack several samples into a row.
     Raises:
-        ConfigError: no room for a sample, or packing with two stretches.
+        ConfigError: ``seq_length`` leaves no room for a sample, or packing with two segments.
     """
 
     seq_length: int
@@ -66,7 +66,7 @@ class BERTOptions:
 
     @property
     def max_length(self) -> int:
-        """Tokens of text in a sample, at most."""
+        """Maximum number of text tokens in a sample."""
         return self.seq_length - _NUM_SPECIAL
 
     @property
@@ -75,19 +75,19 @@ class BERTOptions:
 
 
 class BERTDataset:
-    """The rows of one split of one data set of sentences.
+    """BERT rows of one split of one data set of sentences.
 
     Args:
         indexed: the tokens, one sequence per sentence.
         bounds: first document of the split and the one after its last.
-        options: see there.
-        num_samples: at least so many rows, repeating the split as often as it takes; None: one epoch.
-        tokenizer: its special tokens, its words and its fingerprint.
-        vocab_size: ids from here on are errors (default: the tokenizer's; never more than that).
-        name: of the split, for messages.
-        cache_folder: for the index arrays; None keeps them in memory.
+        options: see ``BERTOptions``.
+        num_samples: minimum number of rows; the split is repeated as often as needed. None: one epoch.
+        tokenizer: provides the special tokens, the word boundaries and the fingerprint.
+        vocab_size: ids not below this are errors (default: the tokenizer's; never more than that).
+        name: name of the split, for messages.
+        cache_folder: folder for the index arrays; None keeps them in memory.
     Raises:
-        DataError: no document of the split gives a sample.
+        DataError: no document of the split yields a sample.
         ConfigError: the tokenizer lacks [CLS], [SEP], [MASK] or [PAD].
     """
 
@@ -121,11 +121,11 @@ class BERTDataset:
         return len(self.index) if self.rows is None else len(self.rows) - 1
 
     def __getitem__(self, i: int) -> Sample:
-        """Row ``i``; see ``bert_rows.lay_out``.
+        """Return row ``i``; see ``bert_rows.lay_out``.
 
         Raises:
             IndexError: no such row.
-            DataError: a token outside the vocabulary, or the ``.bin`` has become shorter.
+            DataError: a token is outside the vocabulary, or the ``.bin`` has become shorter.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
@@ -175,11 +175,11 @@ class BERTDataset:
             asked = max(len(sample) + 1, math.ceil(len(sample) * num_samples / (len(row) - 1)))
 
     def _piece_lengths(self, sample: np.ndarray) -> np.ndarray:
-        """int64 [n]: tokens of each sample of one stretch, [CLS] and [SEP] among them."""
+        """int64 [n]: tokens of each one-segment sample, including [CLS] and [SEP]."""
         return np.minimum(self._text_lengths(sample), sample[:, 2].astype(np.int64)) + 2
 
     def _text_lengths(self, sample: np.ndarray) -> np.ndarray:
-        """int64 [n]: tokens of the sentences of each sample, before any is cut off."""
+        """int64 [n]: tokens of the sentences of each sample, before truncation."""
         before = np.concatenate([[0], np.cumsum(self.indexed.sequence_lengths, dtype=np.int64)])
         result: np.ndarray = before[sample[:, 1]] - before[sample[:, 0]]
         return result
@@ -223,12 +223,12 @@ class BERTDataset:
 def make_piece(
     sentences: list[np.ndarray], target_length: int, binary_head: bool, tokenizer: Tokenizer, rule: MaskRule, random: np.random.RandomState
 ) -> Piece:
-    """One sample from its sentences.
+    """Make one sample from its sentences.
 
     Args:
-        sentences: int64 ids of each; at least two with the binary head.
-        target_length: tokens of text that are kept, at most.
-        random: freshly seeded.
+        sentences: int64 ids of each sentence; at least two with the binary head.
+        target_length: maximum number of text tokens to keep.
+        random: freshly seeded generator.
     """
     pivot, swapped = len(sentences), None
     if binary_head:
@@ -245,7 +245,7 @@ def make_piece(
 
 
 def _truncated(a: np.ndarray, b: np.ndarray, target_length: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    """Take one token at a time from the longer one, by a coin from its front or its back, until both fit."""
+    """Remove one token at a time from the longer segment, at its front or back by a coin flip, until both fit."""
     excess = a.size + b.size - target_length
     if excess <= 0:
         return a, b

@@ -1,17 +1,17 @@
-"""Which sentences make up the i-th BERT sample: Megatron-LM's sentence-level sample map, the same rows in the same order.
+"""Sentence-level sample map of BERT: the same rows in the same order as Megatron-LM's.
 
-Every document is cut into samples of whole sentences. A sample is closed once it has ``target`` tokens and enough sentences, provided that
-more than one sentence is left for the next; what is left at the end of the document is the last sample. The target is the room in a
-sequence, except for about one draw in R = round(1 / short_seq_prob), which gives a short one. Documents with too few sentences, or
-with a sentence above 512 tokens beside others, are passed over. Epochs follow one another whole, until there are enough samples; then all
+Every document is split into samples of whole sentences. A sample ends once it has ``target`` tokens and enough sentences, provided that
+more than one sentence remains for the next; what remains at the end of the document is the last sample. The target is the maximum
+length, except for about one draw in R = round(1 / short_seq_prob), which gives a shorter one. Documents with too few sentences, or
+with several sentences of which one exceeds 512 tokens, are skipped. Whole epochs are appended until there are enough samples; then all
 rows are shuffled.
 
     row of sample i: (first sentence, last sentence + 1, target length)
 
-Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is thrown away. The
-shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 1). A draw decides where the next sample starts, so samples are walked in
-Python, one step each, with a binary search for where the sample ends; everything else is vectorised.
-Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, whose two passes (count, then fill) are one here.
+Draws come from std::mt19937(seed): one before each sample and one after the last sample of each document, which is discarded. The
+shuffle is Fisher-Yates from the top with std::mt19937_64(seed + 1). Each draw determines where the next sample starts, so the loop over
+samples runs in Python, with a binary search for the end of each; everything else is vectorised.
+Source: the algorithm of Megatron-LM's core/datasets/helpers.cpp :: build_mapping, with its two passes (count, then fill) merged into one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SHUFFLE_BLOCK = 16.0
 
 
 class SampleRule(NamedTuple):
-    """What decides the samples of given documents.
+    """Parameters that determine the samples of given documents.
 
     Attributes:
         max_length: tokens of a sample at full length, at least 2.
-        short_seq_prob: share of shorter ones, in [0, 1].
-        seed: of the targets and of the shuffle.
-        min_sentences: in every sample but the last of a document, and in every document.
+        short_seq_prob: fraction of shorter samples, in [0, 1].
+        seed: seed of the target lengths and of the shuffle.
+        min_sentences: minimum number of sentences in a document, and in every sample but the last of a document.
     """
 
     max_length: int
@@ -52,17 +52,17 @@ class SampleRule(NamedTuple):
 def build_bert_index(
     bounds: np.ndarray, lengths: np.ndarray, rule: SampleRule, max_samples: int | None = None, max_epochs: int | None = None
 ) -> np.ndarray:
-    """The rows of the sample map.
+    """Build the rows of the sample map.
 
     Args:
-        bounds: int64 [d + 1], first sentence of each document and one past the last of the last.
-        lengths: int32 [sentences of the whole data set], tokens of each.
-        max_samples: epochs are added until there are so many or more; None: no limit.
-        max_epochs: at most so many; None: no limit. One of the two is needed.
+        bounds: int64 [d + 1], first sentence of each document, then one past the last sentence.
+        lengths: int32 [sentences of the whole data set], tokens of each sentence.
+        max_samples: epochs are added until there are at least this many samples; None: no limit.
+        max_epochs: maximum number of epochs; None: no limit. One of the two limits is required.
     Returns:
-        [n, 3], uint32 while sentence numbers fit, else uint64; empty if no document gives a sample.
+        [n, 3], uint32 if sentence numbers fit, else uint64; empty if no document yields a sample.
     Raises:
-        ValueError: neither limit, or a rule out of range.
+        ValueError: neither limit is given, or a field of ``rule`` is out of range.
     """
     if max_samples is None and max_epochs is None:
         raise ValueError("build_bert_index needs max_samples or max_epochs: the epochs would never end")
@@ -84,14 +84,14 @@ def build_bert_index(
 
 
 class Documents(NamedTuple):
-    """First sentence and last + 1 of each document, both int64 [docs]."""
+    """First sentence and last sentence + 1 of each document, both int64 [docs]."""
 
     first: np.ndarray
     last: np.ndarray
 
 
 def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: int) -> Documents:
-    """The documents that give samples."""
+    """Return the documents that yield samples."""
     first, last = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
     before = np.concatenate([[0], np.cumsum(lengths > LONG_SENTENCE)])
     too_long = (last - first > 1) & (before[last] > before[first])
@@ -100,10 +100,10 @@ def eligible_documents(bounds: np.ndarray, lengths: np.ndarray, min_sentences: i
 
 
 def sentence_summary(bounds: np.ndarray, lengths: np.ndarray) -> str:
-    """What a data set of sentences offers to BERT, in words; nothing for one of documents.
+    """Describe how much of a data set of sentences BERT can use; empty if no document has two sentences.
 
     Args:
-        bounds, lengths: as of ``build_bert_index``.
+        bounds, lengths: as for ``build_bert_index``.
     """
     sizes = np.diff(bounds)
     if not sizes.size or int(sizes.max()) < 2:
@@ -120,8 +120,8 @@ def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Ite
     """int64 [n, 3]: the samples of all documents, in order.
 
     Args:
-        tokens: [sentences + 1], tokens before each sentence; an ``array``: numpy's is slow to index, a list takes five times the memory.
-        draws: as of ``_targets``.
+        tokens: [sentences + 1], tokens before each sentence; an ``array``: indexing numpy is slow, and a list takes five times the memory.
+        draws: see ``_targets``.
     """
     min_sentences = rule.min_sentences
     starts, ends, targets = array("q"), array("q"), array("q")
@@ -140,7 +140,7 @@ def _walk(documents: Documents, tokens: array[int], rule: SampleRule, draws: Ite
 
 
 def _targets(rule: SampleRule) -> Iterator[int]:
-    """The target length of each draw, endless."""
+    """Return an endless iterator over the target length of each draw."""
     if rule.short_seq_prob == 0:
         return itertools.repeat(rule.max_length)
     ratio = math.floor(1 / rule.short_seq_prob + 0.5)  # C's round, half away from zero
@@ -152,10 +152,10 @@ def _targets(rule: SampleRule) -> Iterator[int]:
 
 
 def shuffled_order(n: int, seed: int) -> np.ndarray:
-    """int64 [n]: 0 to n-1 after Fisher-Yates from the top, with j = draw % (i + 1) and the draws of std::mt19937_64(seed).
+    """int64 [n]: 0 to n-1 after a Fisher-Yates shuffle from the top, with j = draw % (i + 1) and the draws of std::mt19937_64(seed).
 
-    Steps are taken in blocks. Within a block, swaps that share no place with another one may happen in any order and are made at once; the
-    few others (about (block size)^2 / n) are made one by one.
+    Swaps are made in blocks. Within a block, swaps that share no position with another one are independent and are vectorised; the few
+    others (about (block size)^2 / n) are made one by one.
     """
     order = np.arange(n)
     top = n - 1

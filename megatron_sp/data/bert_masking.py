@@ -1,10 +1,10 @@
-"""Which tokens of a BERT sample have to be guessed, and what stands in their place; the draws are Megatron-LM's, in its order.
+"""Masking of BERT samples: the same draws in the same order as Megatron-LM's.
 
-Words are masked whole. Words are visited in a random order; at each, a run of n = 1, 2 or 3 words is proposed with P(n) ~ 1/n, shortened
-until it fits into what may still be masked, and taken unless one of its tokens is masked already. Of the tokens taken, 80 % become
-[MASK], 10 % a random id, 10 % stay what they are. [CLS] and [SEP] belong to no word.
-Source: the algorithm of Megatron-LM's core/datasets/masked_dataset.py and bert_dataset.py with the settings of pretrain_bert. What it
-draws after the last mask (a second shuffle, for a permutation that BERT does not use) decides nothing and is not drawn here.
+Masking is by whole words. Words are visited in random order; at each, a run of n = 1, 2 or 3 words is proposed with P(n) ~ 1/n, shortened
+until it fits into the number of tokens that may still be masked, and accepted unless one of its tokens is already masked. Of the
+accepted tokens, 80 % become [MASK], 10 % a random id, and 10 % stay unchanged. [CLS] and [SEP] belong to no word.
+Source: the algorithm of Megatron-LM's core/datasets/masked_dataset.py and bert_dataset.py with the settings of pretrain_bert. Its draws
+after the last mask (a second shuffle, for a permutation that BERT does not use) have no effect and are omitted here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MASK_SHARE, _KEEP_SHARE = 0.8, 0.5  # the second: of those that do not become [
 
 
 class MaskRule(NamedTuple):
-    """What decides how tokens are masked.
+    """Parameters of the masking.
 
     Attributes:
-        mask_prob: share of the tokens, in (0, 1).
-        cls, sep, mask: ids.
-        vocab_size: random ids are below it.
+        mask_prob: fraction of the tokens to mask, in (0, 1).
+        cls, sep, mask: ids of [CLS], [SEP] and [MASK].
+        vocab_size: random ids are below this.
     """
 
     mask_prob: float
@@ -43,11 +43,11 @@ def mask_tokens(
     """Mask one sample.
 
     Args:
-        tokens: int64 [n], [CLS] and [SEP] among them.
-        starts_word: bool [n]; other tokens belong to the word before them.
-        target_length: of the sample, from the index: with a short one at most mask_prob of that is masked.
+        tokens: int64 [n], including [CLS] and [SEP].
+        starts_word: bool [n], True where a word begins; other tokens belong to the word before them.
+        target_length: target length of the sample, from the index; at most ``mask_prob`` of it is masked.
     Returns:
-        int64 [n] what the model sees, and int64 [m] the masked positions, in no order.
+        The model's input, int64 [n], and the masked positions, int64 [m], unordered.
     """
     words = words_of(tokens, starts_word, rule)
     limit = min(rule.mask_prob * target_length, max(1, round(tokens.size * rule.mask_prob)))
@@ -73,7 +73,7 @@ def mask_tokens(
 
 
 def words_of(tokens: np.ndarray, starts_word: np.ndarray, rule: MaskRule) -> list[list[int]]:
-    """Positions of each word. A piece that continues a word which was cut off before it belongs to the last word there is."""
+    """Return the positions of each word; a piece whose word begins before the sample's cut joins the preceding word."""
     words: list[list[int]] = []
     for position, (token, starts) in enumerate(zip(tokens.tolist(), starts_word.tolist(), strict=True)):
         if token == rule.cls or token == rule.sep:
@@ -86,7 +86,7 @@ def words_of(tokens: np.ndarray, starts_word: np.ndarray, rule: MaskRule) -> lis
 
 
 def _run(words: list[list[int]], first: int, n: int, room: float) -> list[int] | None:
-    """Positions of at most n words from ``first`` that fit into ``room``; None if not even one does."""
+    """Positions of at most ``n`` words from ``first`` on that fit into ``room`` tokens; None if not even one word fits."""
     for length in range(n, 0, -1):
         run = [position for word in words[first : first + length] for position in word]
         if len(run) <= room:
@@ -95,7 +95,7 @@ def _run(words: list[list[int]], first: int, n: int, room: float) -> list[int] |
 
 
 def _replacement(rule: MaskRule, random: np.random.RandomState) -> int | None:
-    """What stands in the place of a masked token; None: the token itself."""
+    """Draw the replacement of a masked token; None keeps the token."""
     if random.random_sample() < _MASK_SHARE:
         return rule.mask
     if random.random_sample() < _KEEP_SHARE:

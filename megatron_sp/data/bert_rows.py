@@ -1,8 +1,8 @@
-"""From samples of different lengths to rows of ``seq_length``: padded, or several samples packed into one row.
+"""Layout of samples of different lengths in rows of ``seq_length``: padded, or several samples packed into one row.
 
-Packing takes the samples in their order and begins a new row where the next one does not fit any more, so which samples a row holds
-depends on their lengths alone. A sample attends to itself alone and has positions of its own: ``documents`` and ``positions`` say so to
-the model, as they do for GPT (``packing``). What is left of a row is padding, a document of its own.
+Packing takes the samples in order and begins a new row when the next one no longer fits, so the contents of a row depend on the sample
+lengths alone. Each sample attends only to itself and has its own positions, which ``documents`` and ``positions`` tell the model, as for
+GPT (``packing``). The rest of a row is padding, which counts as a separate document.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_sp.data.dataset import Sample
 
 
 class Piece(NamedTuple):
-    """One sample as long as it is, n tokens.
+    """One unpadded sample of n tokens.
 
     Attributes:
-        tokens: int64 [n], as the model sees them.
+        tokens: int64 [n], the model's input.
         types: int64 [n], 0 for [CLS] A [SEP], 1 for B [SEP].
-        masked: int64 [m], positions that have to be guessed.
-        labels: int64 [m], what belongs there.
-        swapped: A and B have changed places; None: there is no B.
+        masked: int64 [m], positions to predict.
+        labels: int64 [m], original tokens at these positions.
+        swapped: True if A and B are swapped; None if there is no B.
     """
 
     tokens: np.ndarray
@@ -34,15 +34,15 @@ class Piece(NamedTuple):
 
 
 def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sample:
-    """One row.
+    """Lay out one row.
 
     Args:
-        pieces: one, or with ``packed`` as many as fit.
-        pad: id of what is behind them.
+        pieces: one sample, or with ``packed`` as many as fit.
+        pad: padding id.
     Returns:
-        ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is to be guessed), ``loss_mask`` float32 [s] (1 where
-        something is); and for one sample ``length`` int64 [] (tokens before the padding) and, where it has two segments, ``order`` int64 []
-        (1: they are swapped), for packed ones ``documents`` int64 [s] and ``positions`` int64 [s].
+        ``tokens``, ``types`` and ``labels`` int64 [s] (labels 0 where nothing is predicted) and ``loss_mask`` float32 [s] (1 where a token
+        is predicted). A single sample also has ``length`` int64 [] (tokens before the padding) and, with two segments, ``order`` int64 []
+        (1 if they are swapped); packed samples have ``documents`` int64 [s] and ``positions`` int64 [s].
     """
     tokens, types = np.full(seq_length, pad, np.int64), np.zeros(seq_length, np.int64)
     labels, loss_mask = np.zeros(seq_length, np.int64), np.zeros(seq_length, np.float32)
@@ -65,10 +65,10 @@ def lay_out(pieces: list[Piece], seq_length: int, pad: int, packed: bool) -> Sam
 
 
 def pack(lengths: np.ndarray, seq_length: int) -> np.ndarray:
-    """Which samples a row holds: row k those from entry k to entry k+1.
+    """Assign samples to rows: row k holds the samples from entry k up to entry k+1.
 
     Args:
-        lengths: [n] tokens of each sample, none above ``seq_length``.
+        lengths: [n], tokens of each sample, none above ``seq_length``.
     Returns:
         int64 [rows + 1], from 0 to n.
     """

@@ -1,10 +1,10 @@
-"""Mixing several data sets by weight: at every step the one that lags furthest behind its share gives the next sample.
+"""Blending of several data sets by weight: each sample comes from the set that lags furthest behind its share.
 
 The rule is greedy and sequential (Megatron-LM's build_blending_indices): with t_d samples taken from set d, sample i comes from
 argmax_d (w_d * max(i, 1) - t_d), the lowest d on a tie. A loop over i in Python would take many seconds for a long run, so the
-range is cut into chunks that are walked side by side, one numpy operation for all of them: each chunk starts from a guess of
-what was taken before it, and every chunk whose guess turns out not to be the end of the chunk before it is walked again from there.
-When no guess is wrong any more the result is that of the loop, bit for bit; the lags stay small, so this takes a few passes.
+range is split into chunks that are processed side by side, with one numpy operation for all of them: each chunk starts from a guess of
+the counts before it, and every chunk whose guess differs from the counts at the end of the previous chunk is recomputed from those.
+Once no guess is wrong, the result equals that of the loop bit for bit; the lags stay small, so a few passes suffice.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MAX_SETS = 2**15 - 1
 
 
 class Blend(NamedTuple):
-    """What --data-path says: prefixes, and their weights (None: by size)."""
+    """Parsed --data-path: prefixes and their weights (None: by size)."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_blend(parts: tuple[str, ...], flag: str = "--data-path") -> Blend:
-    """Read PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
+    """Parse PREFIX, PREFIX PREFIX PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...
 
-    An odd number of words is prefixes alone; an even number is pairs if the first of any pair is a number, else prefixes too.
+    An odd number of words is read as prefixes; an even number as pairs if the first word of any pair is a number, otherwise as prefixes.
 
     Raises:
-        ConfigError: a weight that is not a number above 0, or too many data sets.
+        ConfigError: a weight is not a number above 0, or there are too many data sets.
     """
     weights: tuple[float, ...] | None = None
     prefixes = parts
@@ -59,27 +59,27 @@ def _as_number(word: str) -> float | None:
 
 
 def normalized(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """float64 weights that sum to 1, as nearly as one division makes them."""
+    """Return the weights as float64, divided by their sum."""
     array = np.array(weights, dtype=np.float64)
     result: np.ndarray = array / np.sum(array)
     return result
 
 
 def blending_weights(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """What ``build_blending_indices`` goes by where weights are given: normalised twice, as Megatron-core does.
+    """Return the weights for ``build_blending_indices`` if the user gave weights: normalised twice, as in Megatron-core.
 
-    The second division moves a weight by a last bit if the first one's results do not sum to exactly 1, and a last bit settles near-ties.
+    The second division can change the last bit of a weight if the first results do not sum to exactly 1, and that bit decides near-ties.
     """
     return normalized(normalized(weights))
 
 
 def samples_per_set(weights: np.ndarray, num_samples: int) -> list[int]:
-    """How many samples each set must be able to give: its share, rounded up, and half a percent more."""
+    """Return the number of samples that each set must provide: its share, rounded up, plus half a percent."""
     return [math.ceil(math.ceil(num_samples * float(w)) * (1 + _SURPLUS)) for w in weights]
 
 
 def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample of the blend: which set it comes from, and its number there.
+    """Compute for each sample of the blend its data set and its index in that set.
 
     Args:
         weights: float64 [k], above 0, summing to 1.
@@ -104,7 +104,7 @@ def build_blending_indices(weights: np.ndarray, num_samples: int) -> tuple[np.nd
 
 
 def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """float64 [k, chunks]: counts near each set's share that sum to the chunk's start, those with the largest remainders rounded up."""
+    """float64 [k, chunks]: guessed counts before each chunk, the shares rounded by largest remainder so that they sum to its start."""
     share = weights[:, None] * starts
     taken = np.floor(share)
     missing = starts - taken.sum(axis=0)
@@ -113,12 +113,12 @@ def _guess(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _walk(weights: np.ndarray, starts: np.ndarray, size: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Run the rule over several ranges of ``size`` samples at once.
+    """Apply the rule to several ranges of ``size`` samples at once.
 
     Args:
-        starts: [ranges] first sample of each. taken: float64 [k, ranges], samples of each set before it.
+        starts: [ranges], first sample of each range. taken: float64 [k, ranges], samples taken from each set before it.
     Returns:
-        Sets and samples, both [size, ranges], and what was taken at the ends, [k, ranges].
+        Sets and samples, both [size, ranges], and the samples taken from each set by the end of each range, [k, ranges].
     """
     taken = np.array(taken, order="C")
     flat = taken.reshape(-1)  # a view: one flat index is cheaper than a pair

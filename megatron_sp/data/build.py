@@ -1,4 +1,4 @@
-"""From flags to the train, validation and test data sets."""
+"""Construction of the train, validation and test data sets from the flags."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CACHE_FOLDER = "index-cache"
 
 @dataclass(frozen=True)
 class Datasets:
-    """The data sets of a run, and what to warn of; None where no samples are asked for or the split has no share.
+    """Data sets of a run, and warnings about them; None where no samples are requested or the split has no share.
 
-    ``fingerprint`` is that of the training data (of the first there is, without any), for the checkpoint.
+    ``fingerprint`` is that of the training data (without any, of the first data set present), for the checkpoint.
     """
 
     train: Dataset | None
@@ -46,7 +46,7 @@ class Datasets:
 
     @property
     def evaluation_fingerprints(self) -> dict[str, str]:
-        """Those of the data that a run is measured on."""
+        """Fingerprints of the validation and test data."""
         return {name: d.fingerprint() for name, d in (("valid", self.valid), ("test", self.test)) if d is not None}
 
 
@@ -59,20 +59,20 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     vocab_size: int | None = None,
 ) -> Datasets:
-    """The three data sets of the flags, each with at least the samples asked for.
+    """Build the three data sets from the flags, each with at least the requested number of samples.
 
-    The order of samples is that of megatron-core 0.16.1, the same on every rank. Every rank may call this at once: see ``index_cache``.
+    The order of samples is that of megatron-core 0.16.1 and the same on every rank. All ranks may call this at once: see ``index_cache``.
 
     Args:
         data: the flags.
         seq_length: s, tokens per sample.
-        seed: of the sample order.
-        tokenizer: of the data.
-        num_samples: wanted for training, validation and test; 0 builds none.
-        vocab_size: entries of the model's vocabulary; ids from here on are errors (default: the tokenizer's).
+        seed: seed of the sample order.
+        tokenizer: tokenizer of the data.
+        num_samples: samples requested for training, validation and test; 0 builds none.
+        vocab_size: entries of the model's vocabulary; ids not below this are errors (default: the tokenizer's).
     Raises:
-        DataError: files absent or damaged, an empty split.
-        ConfigError: no data, or flags that cannot be read.
+        DataError: a file is missing or damaged, or a split is empty.
+        ConfigError: no data is given, or a flag cannot be parsed.
     """
 
     warnings: dict[str, list[str]] = {}
@@ -107,14 +107,14 @@ def build_bert_datasets(
     binary_head: bool = True,
     vocab_size: int | None = None,
 ) -> Datasets:
-    """As ``build_datasets``, for BERT: data of one sequence per sentence, split by documents.
+    """Build the data sets for BERT, as ``build_datasets`` does, from data with one sequence per sentence, split by documents.
 
     Args:
-        seq_length: s, tokens of a row, the special ones among them.
-        binary_head: two stretches in a sample, which may be swapped; else one.
+        seq_length: s, tokens per row, including special tokens.
+        binary_head: two segments in a sample, which may be swapped; otherwise one.
     Raises:
-        DataError: files absent or damaged, no document that gives a sample.
-        ConfigError: no data, flags that cannot be read or do not fit, a tokenizer without BERT's tokens.
+        DataError: a file is missing or damaged, or no document yields a sample.
+        ConfigError: no data is given, a flag cannot be parsed or does not fit the others, or the tokenizer lacks BERT's special tokens.
     """
     options = BERTOptions(seq_length, seed, data.mask_prob, data.short_seq_prob, binary_head=binary_head, pack=data.bert_pack_sequences)
 
@@ -132,7 +132,7 @@ def build_bert_datasets(
 
 
 def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:
-    """With document boundaries where a flag asks for them."""
+    """Add document boundaries to the samples if a flag asks for them."""
     if not (data.reset_position_ids or data.reset_attention_mask):
         return dataset
     if tokenizer.eod is None:
@@ -144,7 +144,7 @@ def _packed(dataset: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset
 
 
 class _FromFile(Protocol):
-    """Makes the data set of one split of one file; ``num`` None is one epoch; each ``turn`` (from 0) has an order of its own."""
+    """Factory of the data set of one split of one file; ``num`` None: one epoch; each ``turn`` (from 0) has its own order."""
 
     def __call__(
         self, indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int
@@ -155,10 +155,11 @@ def _build(
     data: DataConfig, num_samples: tuple[int, int, int], mock: Callable[[str, int], Dataset], units: Callable[[IndexedDataset], int],
     from_file: _FromFile,
 ) -> list[Dataset | None]:  # fmt: skip
-    """The three splits of the flags.
+    """Build the three splits from the flags.
 
     Args:
-        mock: makes synthetic data of a split. units: what --split divides, in a file. from_file: makes the data set of a share of it.
+        mock: makes synthetic data of a split. units: number of units of a file that --split divides. from_file: makes the data set of a
+            range of these units.
     """
     if data.mock_data:
         return [mock(name, n) if n else None for name, n in zip(SPLITS, num_samples, strict=True)]
@@ -167,7 +168,7 @@ def _build(
 
 
 class _Builder:
-    """Builds the splits of one configuration; a file used by several splits is opened once."""
+    """Builder of the splits of one configuration; a file used by several splits is opened once."""
 
     def __init__(self, data: DataConfig, units: Callable[[IndexedDataset], int], from_file: _FromFile) -> None:
         self.data, self.units, self.from_file = data, units, from_file
@@ -179,7 +180,7 @@ class _Builder:
             raise ConfigError("--data-path and --train/valid/test-data-path exclude each other: give one or the other")
 
     def build(self, split: int, num_samples: int) -> Dataset | None:
-        """The data set of one split, or None if it has no share of the data."""
+        """Return the data set of one split, or None if it has no share of the data."""
         name = SPLITS[split]
         paths = self.data.data_path or self.own_paths[split]
         if not paths or (self.data.data_path and _share(self.data.split, split) == 0):
@@ -202,16 +203,16 @@ class _Builder:
         return self.from_file(indexed, bounds, num_samples, SPLITS[split], folder, turn)
 
     def _by_weight(self, blend: Blend, split: int, num_samples: int) -> BlendedDataset:
-        """Each set gives the share that its weight says, repeated as often as that takes."""
+        """Blend the sets in proportion to their weights, repeating each as often as needed."""
         assert blend.weights is not None
         wanted = samples_per_set(normalized(blend.weights), num_samples)
         datasets = [self._single(prefix, split, n) for prefix, n in zip(blend.prefixes, wanted, strict=True)]
         return self._mixed(datasets, blending_weights(blend.weights), num_samples)
 
     def _by_size(self, blend: Blend, split: int, num_samples: int) -> Dataset:
-        """Each set counts by its size: one epoch of all, and if that is too little more of them, each in a new order.
+        """Blend the sets in proportion to their sizes: one epoch of all, and more of them if needed, each in a new order.
 
-        Megatron-core has the first one only, and its training ends there.
+        Megatron-core has only the first one and ends training there.
         """
         passes: list[BlendedDataset] = []
         while not passes or num_samples > 0:
@@ -236,11 +237,11 @@ class _Builder:
 
 
 def _seed_of(seed: int, turn: int) -> int:
-    """Of the order in one of several passes over the data: the first has the seed of the run."""
+    """Return the seed of the order in one of several passes over the data; the first pass has the seed of the run."""
     return seed if turn == 0 else int(hash_of(seed=seed, turn=turn)[:7], 16) + 1
 
 
 def _share(split: str, k: int) -> int:
-    """0 if the k-th part of --split has weight 0."""
+    """Return 0 if the k-th part of --split has weight 0, else a positive number."""
     first, last = split_bounds(split, 2**40)[k]  # so many sequences that only a weight of 0 gets none
     return last - first

@@ -1,8 +1,8 @@
-"""Labelled texts, one or two to an example: GLUE's files, any TSV with a header, and JSONL.
+"""Labelled texts, one or two per example, from GLUE's files, any TSV with a header, or JSONL.
 
-GLUE's files differ in everything but the tabs: which columns hold the texts, whether there is a header, where the label stands. ``GLUE`` is
-a table of that (gluebenchmark.com, the files as they are downloaded). Labels are strings, white space around them aside; a number is the
-string that stands in the file.
+GLUE's files are all separated by tabs, but differ in the columns of the texts and the label, and in whether there is a header. ``GLUE``
+is a table of this (gluebenchmark.com, the files as downloaded). Labels are strings without surrounding white space; a number is the
+string in the file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_sp.utils.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class TextTable:
-    """Where the parts of an example stand.
+    """Columns or keys that hold the parts of an example.
 
     Attributes:
-        first, second, label, group: names of columns (of keys, in JSONL), or their numbers from 0 where there is no header; ``second`` and
-            ``group`` may be None. Examples of one group are right together or not at all (exact match).
-        header: the first line names the columns.
-        labels: all there are, in order; None: those of the training file, sorted.
+        first, second, label, group: names of columns (keys in JSONL), or their numbers from 0 if there is no header; ``second`` and
+            ``group`` may be None. For exact match, a group is correct only if all its examples are.
+        header: True if the first line names the columns.
+        labels: all labels, in order; None: those of the training file, sorted.
     """
 
     first: str | int = "text"
@@ -69,19 +69,19 @@ Row = tuple[int, Callable[[str | int], str]]
 
 
 class BadLineError(DataError):
-    """A line that is no example."""
+    """Error about a line that is not a valid example."""
 
 
 def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = False) -> tuple[list[Example], int]:
-    """All examples of a .tsv or .jsonl file.
+    """Read all examples of a .tsv or .jsonl file.
 
     Args:
-        table: where the parts of an example stand.
-        skip_bad_lines: leave out lines that are no examples (QQP as it is downloaded has some) instead of stopping at the first.
+        table: the columns or keys of an example's parts.
+        skip_bad_lines: skip lines that are not valid examples (QQP as downloaded has some) instead of stopping at the first.
     Returns:
-        The examples, and how many lines were left out.
+        The examples, and the number of skipped lines.
     Raises:
-        DataError: no such file, no such column, no example, or a line that is not one; the message has the line's number.
+        DataError: the file or a column is missing, there is no example, or a line is not a valid one; the message has its line number.
     """
     path = Path(path)
     try:
@@ -105,7 +105,7 @@ def read_examples(path: str | Path, table: TextTable, *, skip_bad_lines: bool = 
 
 
 def _tsv_rows(path: Path, text: str, table: TextTable) -> Iterator[Row]:
-    """Tabs divide and nothing quotes, as in GLUE's files."""
+    """Yield the rows of a TSV; tabs separate columns and there is no quoting, as in GLUE's files."""
     lines, skip = text.split("\n"), int(table.header)
     names = [name.strip() for name in lines[0].rstrip("\r").split("\t")] if table.header else []
     wanted = [column for column in (table.first, table.second, table.label, table.group) if column is not None]
@@ -151,7 +151,7 @@ def _named(column: str | int) -> str:
 
 
 def _json_rows(path: Path, text: str) -> Iterator[Row]:
-    """One object on each line."""
+    """Yield the rows of a JSONL, one object per line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, partial(_json_value, path, number, lru_cache(1)(partial(_json_object, path, number, line)))
@@ -192,10 +192,10 @@ def _example(path: Path, number: int, get: Callable[[str | int], str], table: Te
 
 
 def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
-    """The classes, in the order of their numbers.
+    """Return the class labels in the order of their ids.
 
     Raises:
-        DataError: there is but one.
+        DataError: there is only one class.
     """
     labels = table.labels or tuple(sorted({example.label for example in examples}))
     if len(labels) < 2:
@@ -204,7 +204,7 @@ def labels_of(table: TextTable, examples: Sequence[Example]) -> tuple[str, ...]:
 
 
 def check_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
-    """Raises DataError if an example's label is none of ``labels``."""
+    """Check that the label of every example is one of ``labels``. Raises DataError."""
     unknown = sorted({example.label for example in examples} - set(labels))
     if unknown:
         raise DataError(f"labels that the training examples do not have: {', '.join(unknown)}; they have {', '.join(labels)}")
@@ -215,13 +215,13 @@ class ClassificationDataset:
 
     Args:
         examples: their labels must be among ``labels``.
-        labels: the classes.
-        tokenizer: with the special tokens of BERT.
-        seq_length: s; the longer of two texts is cut first, from its end.
-        multiple_of: the length is filled up to a multiple of this with examples of weight 0.
+        labels: the class labels.
+        tokenizer: must have BERT's special tokens.
+        seq_length: s; the longer of two texts is truncated first, at its end.
+        multiple_of: the number of examples is padded to a multiple of this with examples of weight 0.
     Raises:
-        ConfigError: a tokenizer without those tokens, or no room for them.
-        DataError: a label that is no class.
+        ConfigError: the tokenizer lacks these tokens, or ``seq_length`` leaves no room for text.
+        DataError: a label is not one of the classes.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ClassificationDataset:
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
-        """``tokens``, ``types`` int64 [s], ``length``, ``label`` int64 [], ``weight`` float32 [].
+        """Return ``tokens`` and ``types`` int64 [s], ``length`` and ``label`` int64 [], ``weight`` float32 [].
 
         Raises:
             IndexError: no such example.
@@ -272,7 +272,7 @@ class ClassificationDataset:
         return [cls, *first, sep, *second, sep], [0] * (len(first) + 2) + [1] * (len(second) + 1)
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides the samples."""
+        """Return a hash of everything that determines the samples."""
         return hash_of(
             kind="classification-1", examples=[list(example) for example in self.examples], labels=self._labels,
             seq_length=self._seq_length, tokenizer=self._tokenizer.fingerprint(), length=self._length,
@@ -283,22 +283,22 @@ class ClassificationDataset:
 
 
 def confusion(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> np.ndarray:
-    """int64 [true, predicted]: how often."""
+    """Confusion matrix of counts, int64 [true, predicted]."""
     found = np.zeros((num_labels, num_labels), np.int64)
     np.add.at(found, (true, predicted), 1)
     return found
 
 
 def scores(predicted: np.ndarray, true: np.ndarray, labels: Sequence[str], groups: Sequence[str | None] = ()) -> dict[str, float]:
-    """How good predictions are.
+    """Compute classification metrics.
 
     Args:
-        predicted, true: int [n], numbers of classes.
-        labels: of the classes.
-        groups: of the examples; with them the exact match is a share of groups, else of examples.
+        predicted, true: int [n], class ids.
+        labels: the class labels.
+        groups: group of each example; with groups, exact match is the fraction of groups that are fully correct, otherwise of examples.
     Returns:
-        accuracy, exact_match; f1: with two classes that of the second (GLUE's), else the mean over classes; matthews: the correlation of
-        Matthews 1975, in Gorodkin's form for any number of classes (2004), 0 where it is not defined.
+        accuracy; exact_match; f1: with two classes that of the second (as in GLUE), otherwise the mean over classes; matthews: the
+        correlation coefficient of Matthews 1975 in Gorodkin's form for any number of classes (2004), 0 where undefined.
     """
     table = confusion(predicted, true, len(labels)).astype(np.float64)
     hits, true_counts, predicted_counts, n = np.diag(table), table.sum(1), table.sum(0), table.sum()

@@ -1,9 +1,9 @@
 """A corpus of real text that every machine with Python already has: the language reference and the standard library's sources.
 
-One document per help topic (``pydoc_data.topics``) and per ``.py`` file, in an order that is shuffled by the hash of each text:
-the same on every run, independent of the file system, and such that the last few percent are a fair sample to validate on.
-Left out: tests, what pip installed, the topics' own source (it is the topics again), duplicates, files that are not UTF-8, and texts
-with U+2581, which SentencePiece uses for the space and could not give back.
+One document per help topic (``pydoc_data.topics``) and per ``.py`` file, ordered by the hash of each text: the order is the same on
+every run and independent of the file system, and the last few percent are a fair sample for validation.
+Excluded: tests, packages installed by pip, the source file of the topics, tables of data, very short files, duplicates, files that are
+not UTF-8, and texts with U+2581, which SentencePiece uses for the space and could not decode back.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _MIN_BYTES = 200  # an empty __init__.py teaches nothing
 
 
 class Document(NamedTuple):
-    """One text and where it comes from: ``topics/NAME`` or ``lib/PATH``."""
+    """One text and its source, ``topics/NAME`` or ``lib/PATH``."""
 
     source: str
     text: str
 
 
 def gather(stdlib: str | Path | None = None) -> list[Document]:
-    """All documents, each text once, in an order fixed by their contents.
+    """Return all documents, each text once, in an order fixed by their contents.
 
     Args:
-        stdlib: folder of the sources (default: this Python's).
+        stdlib: folder of the sources (default: the standard library of this Python).
     """
     unique: dict[str, Document] = {}
     for document in [*_topics(), *_sources(Path(stdlib or sysconfig.get_paths()["stdlib"]))]:
@@ -66,14 +66,14 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
     """Write the corpus as JSONL with the keys ``text`` and ``source``.
 
     Args:
-        stdlib: as in ``gather``.
-        max_bytes: of text (UTF-8); the documents are a mixture, so the first ones are a fair sample. None: all.
+        stdlib: as for ``gather``.
+        max_bytes: maximum bytes of text (UTF-8); the documents are mixed, so the first ones are a fair sample. None: all.
     Returns:
-        Documents, and bytes of text (UTF-8).
+        Number of documents, and bytes of text (UTF-8).
     Raises:
-        ConfigError: ``max_bytes`` is less than a corpus needs.
+        ConfigError: ``max_bytes`` is too small for a corpus.
         DataError: this Python comes with too little text.
-        DiskError: the file cannot be written; an older one is left as it was.
+        DiskError: the file cannot be written; an existing one is left unchanged.
     """
     if max_bytes is not None and max_bytes < LEAST_BYTES:
         raise ConfigError(f"--max-bytes ({max_bytes}) must be at least {LEAST_BYTES}: less text than that teaches nothing")
@@ -96,7 +96,7 @@ def write_corpus(path: str | Path, stdlib: str | Path | None = None, max_bytes: 
 
 
 def _first(documents: list[Document], max_bytes: int) -> tuple[list[Document], int]:
-    """As many as have no more bytes of text together, and how many that are."""
+    """Return the first documents whose text fits into ``max_bytes``, and its total bytes."""
     total = 0
     for count, document in enumerate(documents):
         size = len(document.text.encode())
@@ -107,7 +107,7 @@ def _first(documents: list[Document], max_bytes: int) -> tuple[list[Document], i
 
 
 def _is_table(text: str) -> bool:
-    """Whether a source is data rather than prose and code; a small model would learn to count before it learns to write."""
+    """Return whether a source is data rather than prose and code; a small model would learn to count before it learns to write."""
     return sum(map(str.isdigit, text)) > 0.08 * len(text)
 
 

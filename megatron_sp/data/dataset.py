@@ -1,4 +1,4 @@
-"""What every data set of training samples can do, and how a sample is cut into inputs and labels."""
+"""Interface of the data sets of training samples, and the split of a run of tokens into inputs and labels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Sample = dict[str, np.ndarray]
 
 
 class Dataset(Protocol):
-    """Samples by number; the same number is the same sample on every rank and in every run with the same fingerprint."""
+    """Samples by index; an index gives the same sample on every rank and in every run with the same fingerprint."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample:
-        """``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]; BERT's have more (``bert_rows``)."""
+        """Return ``tokens`` int64 [s], ``labels`` int64 [s], ``loss_mask`` float32 [s]; BERT samples have more (``bert_rows``)."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides the samples and their order."""
+        """Return a hash of everything that determines the samples and their order."""
         ...
 
     def where(self, i: int) -> str:
-        """What sample ``i`` is read from, for messages: the file, and the place in it."""
+        """Return the origin of sample ``i`` for messages: the file and the position in it."""
         ...
 
 
@@ -39,12 +39,12 @@ class FileDataset(Dataset, Protocol):
 
 
 def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:
-    """Inputs and labels from one stretch of tokens.
+    """Split a run of tokens into inputs and labels.
 
     Args:
         stretch: int64 [s + 1].
-        masked_eod: with --eod-mask-loss the id that ends a document: positions whose *input* it is do not count (what they
-            would have to predict is the beginning of another document), as in Megatron-LM.
+        masked_eod: with --eod-mask-loss the end-of-document id: positions with this *input* are excluded from the loss (they would have to
+            predict the beginning of another document), as in Megatron-LM.
     """
     tokens, labels = stretch[:-1], stretch[1:]
     mask = np.ones(tokens.size, np.float32)
@@ -54,5 +54,5 @@ def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:
 
 
 def hash_of(**facts: Any) -> str:
-    """SHA-256 (hex) of facts that JSON can hold."""
+    """Return the SHA-256 (hex) of JSON-serialisable values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

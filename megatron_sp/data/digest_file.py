@@ -1,8 +1,8 @@
-"""``PREFIX.sha256`` beside ``PREFIX.bin`` and ``PREFIX.idx``: what every byte of a data set has to be.
+"""Digest file ``PREFIX.sha256`` beside ``PREFIX.bin`` and ``PREFIX.idx``: the SHA-256 that both files must have.
 
-It is the text that ``sha256sum`` writes and ``sha256sum -c`` reads: a line for each file, 64 hexadecimal digits, two spaces, the
-file's name. The writer of a data set makes it while it writes (``writer``); ``megatron-sp data verify`` compares, and can make one for
-data that have none. A pair that was renamed together with it is still known: files are told apart by their endings.
+It has the format that ``sha256sum`` writes and ``sha256sum -c`` reads: one line per file with 64 hexadecimal digits, two spaces and the
+file name. It is written together with the data set (``writer``); ``megatron-sp data verify`` checks it, and can create one for data
+without it. A pair that was renamed together with it is still recognised: files are identified by their suffix.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](.+(\.bin|\.idx))")
 
 
 def text_of(prefix: str, digests: Mapping[str, str]) -> str:
-    """The file's contents.
+    """Return the contents of a digest file.
 
     Args:
-        prefix: of the data set.
-        digests: ending (".bin", ".idx") -> SHA-256 in hexadecimal digits.
+        prefix: prefix of the data set.
+        digests: suffix (".bin", ".idx") -> SHA-256 in hexadecimal digits.
     """
     return "".join(f"{digest}  {os.path.basename(prefix)}{suffix}\n" for suffix, digest in digests.items())
 
 
 def write(prefix: str, digests: Mapping[str, str]) -> None:
-    """Raises DiskError."""
+    """Write the digest file. Raises DiskError."""
     try:
         atomic_write_text(prefix + SUFFIX, text_of(prefix, digests))
     except OSError as error:
@@ -40,10 +40,10 @@ def write(prefix: str, digests: Mapping[str, str]) -> None:
 
 
 def read(prefix: str) -> dict[str, str] | None:
-    """What it says, by ending; None: there is no such file.
+    """Read the digests by suffix; None if there is no digest file.
 
     Raises:
-        DataError: it cannot be read, or does not name both files of the pair once.
+        DataError: the file cannot be read, or does not list each file of the pair exactly once.
     """
     path = prefix + SUFFIX
     try:
@@ -64,12 +64,12 @@ def read(prefix: str) -> dict[str, str] | None:
 
 
 def compare(prefix: str, found: Mapping[str, str]) -> bool:
-    """Whether there is a digest file; if so, the files are what it says.
+    """Compare the files with their digest file; return False if there is none.
 
     Args:
-        found: the digests of the files as they are now, by ending.
+        found: actual digests of the files, by suffix.
     Raises:
-        DataError: they are not, or the file cannot be read.
+        DataError: a digest differs, or the digest file cannot be read.
     """
     wanted = read(prefix)
     for suffix, digest in (wanted or {}).items():
@@ -82,7 +82,7 @@ def compare(prefix: str, found: Mapping[str, str]) -> bool:
 
 
 def sha256_of(path: str) -> str:
-    """Of a whole file. Raises DataError: it cannot be read."""
+    """Return the SHA-256 (hex) of a whole file. Raises DataError: it cannot be read."""
     hasher = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

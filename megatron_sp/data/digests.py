@@ -1,8 +1,8 @@
-"""Digests of what a model was shown, sample by sample: the same in every layout, another as soon as one token is another.
+"""Digests of the training samples: the same in every parallel layout, and different as soon as one token differs.
 
-A sample's digest is the first 48 bits of SHA-256 over its tokens and labels (int32, little endian): few enough that a float64 holds them
-exactly, so they travel with the sums that a step exchanges anyway, and enough that a change goes unseen once in 2**48. A step's is
-SHA-256 over those of its samples in the order of the global batch.
+A sample's digest is the first 48 bits of SHA-256 over its tokens and labels (int32, little endian): few enough for a float64 to hold them
+exactly, so they are sent along with the sums that a step exchanges anyway, and enough that a change goes unnoticed with a probability
+of only 2**-48. A step's digest is SHA-256 over the digests of its samples in the order of the global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DIGESTED = ("tokens", "labels", "label")  # masks and positions follow from the
 
 
 def sample_digest(sample: Mapping[str, np.ndarray]) -> int:
-    """48 bits that stand for the tokens and labels of a sample."""
+    """Return a 48-bit digest of the tokens and labels of a sample."""
     hasher = hashlib.sha256()
     for name in _DIGESTED:
         if name in sample:
@@ -27,15 +27,15 @@ def sample_digest(sample: Mapping[str, np.ndarray]) -> int:
 
 
 def to_bytes(digests: Sequence[int]) -> bytes:
-    """Six bytes for each."""
+    """Encode digests as six bytes each."""
     return np.array(digests, "<u8").reshape(-1, 1).view(np.uint8)[:, :DIGEST_BYTES].tobytes()
 
 
 def from_bytes(data: bytes) -> list[int]:
-    """The inverse.
+    """Decode digests; the inverse of ``to_bytes``.
 
     Raises:
-        ValueError: not a whole number of digests.
+        ValueError: ``data`` is not a whole number of digests.
     """
     parts = np.frombuffer(data, np.uint8).reshape(-1, DIGEST_BYTES)
     wide = np.zeros((len(parts), 8), np.uint8)
@@ -44,5 +44,5 @@ def from_bytes(data: bytes) -> list[int]:
 
 
 def step_digest(digests: Sequence[int]) -> str:
-    """A short hash of the samples of a step, in order: two runs saw the same tokens iff it agrees."""
+    """Return a short hash of the samples of a step, in order; equal if two runs saw the same tokens."""
     return hashlib.sha256(to_bytes(digests)).hexdigest()[:16]

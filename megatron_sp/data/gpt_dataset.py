@@ -1,7 +1,7 @@
-"""GPT samples: stretches of ``seq_length`` tokens (and one more for the last label) of shuffled, concatenated documents.
+"""GPT samples: runs of ``seq_length`` tokens (plus one for the last label) from shuffled, concatenated documents.
 
-Which stretch is sample i is worked out in ``gpt_index``; it depends on the document lengths, the seed, the sequence length and
-the number of epochs, never on ranks. This file reads the tokens and checks them against the vocabulary.
+``gpt_index`` determines the tokens of sample i; they depend on the document lengths, the seed, the sequence length and the number of
+epochs, never on the rank. This module reads the tokens and checks them against the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megatron_sp.utils.errors import DataError
 
 
 class GPTDataset:
-    """The samples of one split of one data set.
+    """GPT samples of one split of one data set.
 
     Args:
         indexed: the tokens.
         bounds: first sequence of the split and the one after its last.
         seq_length: s, tokens per sample.
-        num_samples: at least so many, repeating the split as often as it takes, within a sample too; None: one epoch.
-        seed: of the order.
-        tokenizer: its ``eod`` and fingerprint.
-        vocab_size: ids from here on are errors (default: the tokenizer's).
+        num_samples: minimum number of samples; the split is repeated as often as needed, even within a sample. None: one epoch.
+        seed: seed of the sample order.
+        tokenizer: provides ``eod`` and the fingerprint.
+        vocab_size: ids not below this are errors (default: the tokenizer's).
         eod_mask_loss: no loss where the input is ``eod``.
-        name: of the split, for messages.
-        cache_folder: for the index arrays; None keeps them in memory.
+        name: name of the split, for messages.
+        cache_folder: folder for the index arrays; None keeps them in memory.
     Raises:
-        DataError: the split is empty, or one epoch of it is less than a sample.
+        DataError: the split is empty, or ``num_samples`` is None and one epoch is shorter than a sample.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class GPTDataset:
         return self._plan.num_samples
 
     def __getitem__(self, i: int) -> Sample:
-        """Sample ``i`` in the shuffled order.
+        """Return sample ``i`` in the shuffled order.
 
         Raises:
             IndexError: no such sample.
-            DataError: a token outside the vocabulary, or the ``.bin`` has become shorter.
+            DataError: a token is outside the vocabulary, or the ``.bin`` has become shorter.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
@@ -103,11 +103,11 @@ class GPTDataset:
 
     @property
     def num_epochs(self) -> int:
-        """How often the split is repeated to give the samples."""
+        """Number of times that the split is repeated to provide the samples."""
         return self._plan.num_epochs
 
     def repetition(self) -> str | None:
-        """What to warn of: a split that is repeated within a sample, or another than the training's that is repeated at all."""
+        """Return a warning if the training split is repeated within a sample, or another split at all; else None."""
         per_epoch = (self._tokens - 1) // self.seq_length
         if self.num_epochs == 1 or (self._name == "train" and per_epoch > 0):
             return None
@@ -118,7 +118,7 @@ class GPTDataset:
         )
 
     def _read(self, cut: int) -> np.ndarray:
-        """int64 [s + 1]: from one cut to the next, both ends included."""
+        """Read the tokens from one cut to the next, both ends included, int64 [s + 1]."""
         (first, start), (last, end) = self.index.sample[cut : cut + 2].tolist()
         stretch = np.empty(self.seq_length + 1, np.int64)
         filled = 0
@@ -135,14 +135,14 @@ class GPTDataset:
 
 
 class BlendedDataset:
-    """Several data sets as one; sample i comes from set ``sets[i]``, where it has the number ``samples[i]``.
+    """Blend of several data sets; sample i is sample ``samples[i]`` of set ``sets[i]``.
 
     Args:
-        datasets: their own order and fingerprints stay what they are.
+        datasets: the data sets to blend; their own order and fingerprints do not change.
         weights: normalised; part of the fingerprint.
         sets: int16 [n]. samples: int64 [n].
     Raises:
-        DataError: a set is asked for more samples than it has.
+        DataError: the blend needs more samples of a set than it has.
     """
 
     def __init__(self, datasets: Sequence[FileDataset], weights: np.ndarray, sets: np.ndarray, samples: np.ndarray) -> None:
@@ -168,9 +168,9 @@ class BlendedDataset:
 
 
 class ChainedDataset:
-    """The samples of several data sets one behind the other: passes over the same data, each in an order of its own.
+    """Concatenation of several data sets: passes over the same data, each in its own order.
 
-    Its fingerprint is that of the first pass, which those after it follow from: a longer run begins as a shorter one.
+    Its fingerprint is that of the first pass, which determines the later ones: a longer run begins like a shorter one.
     """
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
@@ -194,7 +194,7 @@ class ChainedDataset:
         return self.parts[part].where(place)
 
     def _place(self, i: int) -> tuple[int, int]:
-        """(part, number in it)."""
+        """Return (part, index in that part) of sample ``i``."""
         part = int(np.searchsorted(self._ends, i, side="right"))
         return part, i - (int(self._ends[part - 1]) if part else 0)
 

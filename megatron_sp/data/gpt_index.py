@@ -1,18 +1,18 @@
-"""Which tokens make up the i-th GPT sample: three arrays, computed without a Python loop.
+"""Index arrays that map a GPT sample to its tokens, computed without a Python loop over samples.
 
-The documents of a split are laid out one after another, shuffled, over as many epochs as the samples need; that stream is cut every
-``seq_length`` tokens, each sample taking one token more than that (the last label); then the samples are shuffled.
+The shuffled documents of a split are concatenated, over as many epochs as the samples need; this stream is cut every ``seq_length``
+tokens, each sample taking one more token (the last label); then the samples are shuffled.
 
-    document index [E * docs]   the stream's order of sequences
-    sample index   [n + 1, 2]   where each cut lies: (position in the document index, token offset within it)
-    shuffle index  [n]          the order in which samples are handed out
+    document index [E * docs]   order of the sequences in the stream
+    sample index   [n + 1, 2]   position of each cut: (position in the document index, token offset within it)
+    shuffle index  [n]          order of the samples
 
-Sample i is the stretch from cut ``shuffle[i]`` to the next cut, both ends included. When the last of several epochs would be used for
-less than 80 % it is shuffled by itself, so that the epochs before it are used whole. Everything is drawn from one
+Sample i is the run from cut ``shuffle[i]`` to the next cut, both ends included. If less than 80 % of the last of several epochs would
+be used, it is shuffled separately, so that the earlier epochs are used in full. Everything is drawn from one
 ``numpy.random.RandomState``, whose streams numpy promises never to change, so the order equals Megatron-LM's.
-Source: the algorithm of Megatron-LM's core/datasets/gpt_dataset.py and helpers.cpp. Its walk over the documents takes S + 1 tokens
-and steps back one; cut k is therefore the place of token k*S of the stream, which a binary search over cumulative lengths finds
-directly. Only cut 0 is special: it is (0, 0) even if the first sequence is empty.
+Source: the algorithm of Megatron-LM's core/datasets/gpt_dataset.py and helpers.cpp. Its loop over the documents takes S + 1 tokens
+and steps back one; cut k is therefore the position of token k*S in the stream, found directly by binary search over the cumulative
+lengths. Only cut 0 is special: it is (0, 0) even if the first sequence is empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 
 
 class GPTIndex(NamedTuple):
-    """The three arrays; see the module's text."""
+    """Document, sample and shuffle index; see the module docstring."""
 
     document: np.ndarray
     sample: np.ndarray
@@ -41,12 +41,12 @@ class GPTIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is repeated, and what follows from it.
+    """Number of repetitions of a split, and the quantities that follow from it.
 
     Attributes:
         num_epochs: E, repetitions of the split.
-        separate_last: the last epoch is shuffled by itself.
-        num_samples: n, samples in all E epochs; at least those asked for.
+        separate_last: True if the last epoch is shuffled separately.
+        num_samples: n, samples in all E epochs; at least the number requested.
         num_samples_before_last: samples in the first E-1 epochs.
     """
 
@@ -57,7 +57,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
-    """The smallest number of epochs that yields ``num_samples`` samples (None: one epoch).
+    """Find the smallest number of epochs that yields ``num_samples`` samples (None: one epoch).
 
     Raises:
         ValueError: there are no tokens.
@@ -76,12 +76,12 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """Ranges of sequences of train, validation and test, by Megatron-LM's rounding.
+    """Return the sequence ranges of train, validation and test, with Megatron-LM's rounding.
 
     Args:
         split: up to three weights, such as "969,30,1".
     Raises:
-        ConfigError: not numbers, or all zero.
+        ConfigError: the weights are not one to three numbers of at least 0, or are all 0.
     """
     try:
         weights = [float(part) for part in re.split("[,/]", split)]
@@ -99,13 +99,13 @@ def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
 
 
 def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan: EpochPlan, seed: int) -> GPTIndex:
-    """The arrays of one split.
+    """Build the index arrays of one split.
 
     Args:
         lengths: int32 [N], tokens per sequence of the whole data set.
         ids: [docs], the sequences of this split.
         seq_length: S, tokens per sample.
-        seed: of both shuffles.
+        seed: seed of both shuffles.
     """
     random = np.random.RandomState(seed)
     document = build_document_index(ids, plan, random)
@@ -114,7 +114,7 @@ def build_gpt_index(lengths: np.ndarray, ids: np.ndarray, seq_length: int, plan:
 
 
 def build_document_index(ids: np.ndarray, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """int32 [E * docs]: all epochs shuffled together, or the last one after and apart from the others."""
+    """Build the document index, int32 [E * docs]: all epochs shuffled together, or the last one separately at the end."""
     first = np.tile(ids.astype(np.int32), plan.num_epochs - plan.separate_last)
     random.shuffle(first)
     if not plan.separate_last:
@@ -125,7 +125,7 @@ def build_document_index(ids: np.ndarray, plan: EpochPlan, random: np.random.Ran
 
 
 def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
-    """[n + 1, 2] cuts; int32 as long as positions fit."""
+    """Build the sample index, [n + 1, 2] cuts; int32 if the positions fit, else int64."""
     cuts = np.empty((num_samples + 1, 2), sample_index_dtype(document.size))
     cuts[0] = 0
     ends = np.cumsum(lengths[document], dtype=np.int64)  # one past the last token of each entry, in the stream
@@ -139,7 +139,7 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: in
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """[n] order of the samples; those before a separate last epoch stay before those in it."""
+    """Build the shuffle index, [n]; samples before a separate last epoch stay before those in it."""
     order = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan.num_samples))
     bound = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     random.shuffle(order[:bound])
@@ -149,10 +149,10 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.nd
 
 
 def sample_index_dtype(num_entries: int) -> np.dtype:
-    """int32 unless positions in the document index need more (lengths are int32 by the format)."""
+    """Return int32, or int64 if positions in the document index need it (lengths are int32 by the format)."""
     return np.dtype(np.int32) if num_entries <= _INT32_MAX else np.dtype(np.int64)
 
 
 def shuffle_index_dtype(num_samples: int) -> np.dtype:
-    """uint32 unless there are too many samples."""
+    """Return uint32, or int64 if there are too many samples."""
     return np.dtype(np.uint32) if num_samples < _UINT32_MAX - 1 else np.dtype(np.int64)

@@ -1,11 +1,11 @@
-"""The ``.idx`` file: what its bytes mean, and every check that can be made on it before anything is read with it.
+"""Format of ``.idx`` files, and every check that can be made on one before it is used.
 
 Layout (little endian): 9 bytes of magic, uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D entries of the
 document index, then int32 lengths [N] in tokens, int64 byte offsets [N] into the ``.bin``, int64 document index [D] (the
-sequence at which each document starts; first 0, last N). The ``.bin`` is the tokens alone, one sequence after another, so the
+sequence at which each document starts; first 0, last N). The ``.bin`` holds only the tokens, one sequence after another, so the
 offsets must be the running sum of length * itemsize and the file must end where the last sequence does.
-Source: the format of Megatron-LM's core/datasets/indexed_dataset.py. Files of images and text (one mode byte per sequence at the
-end) and the older TNTIDX files are recognised and refused.
+Source: the format of Megatron-LM's core/datasets/indexed_dataset.py. Multimodal files (one mode byte per sequence at the end) and the
+older TNTIDX files are recognised and rejected.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class Header(NamedTuple):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype in which tokens of a vocabulary are written: uint16 where Megatron would read it as such, else int32."""
+    """Return the dtype in which tokens of a vocabulary are written: uint16 where Megatron-LM would read it as such, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def resolve_prefix(prefix: str | Path) -> str:
-    """The common part of a ``.bin``/``.idx`` pair; the name of either file is accepted.
+    """Return the common prefix of a ``.bin``/``.idx`` pair; the name of either file is accepted.
 
     Raises:
-        DataError: one of the two files is absent; names what lies in the folder instead.
+        DataError: one of the two files is missing; the message lists pairs that are in the folder.
     """
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")) and not os.path.exists(text + ".idx"):
@@ -100,10 +100,10 @@ def _neighbours(prefix: str) -> str:
 
 
 def pread_exact(fd: int, offset: int, num_bytes: int, path: str) -> bytes | bytearray:
-    """Read exactly this range.
+    """Read exactly ``num_bytes`` bytes at ``offset``.
 
     Raises:
-        DataError: the file ends before it, which a memory map would answer with SIGBUS.
+        DataError: the file ends too early (SIGBUS with a memory map), or cannot be read.
     """
     try:
         data = os.pread(fd, num_bytes, offset)
@@ -124,7 +124,7 @@ def pread_exact(fd: int, offset: int, num_bytes: int, path: str) -> bytes | byte
 
 
 def read_array(fd: int, offset: int, count: int, dtype: np.dtype, path: str) -> np.ndarray:
-    """An array from a file, read in pieces so that no second copy of it is ever in memory."""
+    """Read an array from a file in pieces, so that there is never a second copy of it in memory."""
     array = np.empty(count, dtype)
     raw = array.view(np.uint8)
     for start in range(0, raw.size, _CHUNK_BYTES):
@@ -134,10 +134,10 @@ def read_array(fd: int, offset: int, count: int, dtype: np.dtype, path: str) -> 
 
 
 def read_header(fd: int, path: str) -> Header:
-    """Read the header and check it against the size of the file, before anything is allocated with its numbers.
+    """Read the header and check it against the file size, before anything is allocated from its counts.
 
     Raises:
-        DataError: not such a file, a dtype that is no token, counts that the file's size contradicts.
+        DataError: not a supported ``.idx`` file, a dtype that is not an integer type, or counts that do not match the file size.
     """
     size = os.fstat(fd).st_size
     start = os.pread(fd, HEADER.size, 0)

@@ -1,11 +1,11 @@
-"""Index arrays on disk: built once, memory-mapped by every process after that, never believed unchecked.
+"""On-disk cache of index arrays: built once, then memory-mapped by every process, and verified at every load.
 
-A set of arrays belongs to a key, a hash of all that decides them. It is stored as ``{key}-{name}.npy`` files and, written last, a
-``{key}.json`` with the shape, dtype and CRC-32 of each. A set is used only if all of that holds; anything else (half a set, a flipped
-bit, a file of objects) is rebuilt with a warning. Files are written under temporary names and renamed. Processes that need the same
-set at once wait for the one that builds it on a file lock, which the kernel releases should that one be killed; where the file system has
-no locks everyone builds, and the renames still keep half-written files out of sight. Where nothing can be written the
-arrays stay in memory, with one warning.
+A set of arrays has a key, which contains a hash of everything that determines them. It is stored as ``{key}-{name}.npy`` files and,
+written last, a ``{key}.json`` with the CRC-32 of each. A set is used only if every array has the expected shape and dtype and the
+stored CRC-32; an incomplete set is rebuilt, a damaged one (a flipped bit, an array of objects) with a warning. Files are written under
+temporary names and renamed. Processes that need the same set at once wait on a file lock for the one that builds it; the kernel
+releases the lock if that process is killed. Where the file system has no locks, every process builds, and the renames still hide
+half-written files. If nothing can be written, the arrays stay in memory, with one warning.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _warned: set[str] = set()
 
 
 def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of ``key``, read-only: memory-mapped from ``folder``, or built (and stored) now.
+    """Return the arrays of ``key``, not to be written to: memory-mapped from ``folder``, or built (and stored) now.
 
     Args:
-        folder: where the files lie; None keeps everything in memory.
-        key: becomes part of the file names.
-        expected: shape (``ANY_LENGTH`` where it is open) and dtype that each array must have.
-        build: makes the arrays; called at most once.
+        folder: folder of the files; None keeps everything in memory.
+        key: part of the file names.
+        expected: shape (``ANY_LENGTH`` for unknown dimensions) and dtype that each array must have.
+        build: builds the arrays; called at most once.
     """
     if folder is None:
         return build()
@@ -74,7 +74,7 @@ def cached_arrays(folder: str | Path | None, key: str, expected: Expected, build
 
 
 def _load(folder: Path, key: str, expected: Expected, warn: bool = False) -> Arrays | None:
-    """The stored set if it is whole and sound, else None; ``warn`` if there is one that is not."""
+    """Return the stored set if it is complete and intact, else None; ``warn``: log a warning if it is damaged."""
     record_path = folder / f"{key}.json"
     try:
         with open_readable(record_path) as file:
@@ -129,7 +129,7 @@ def _store(folder: Path, key: str, arrays: Arrays) -> None:
 
 
 def _remove_stale(folder: Path, key: str) -> None:
-    """Delete what a killed builder left; young files may be in the making on a file system without locks."""
+    """Delete temporary files of a killed process; recent ones may still be written to on a file system without locks."""
     for path in folder.glob(f".{key}-*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
@@ -138,7 +138,7 @@ def _remove_stale(folder: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file if the file system has such; it ends with the process at the latest."""
+    """Hold an exclusive lock on a file if the file system supports locks; it is released at the latest when the process ends."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         if fcntl is not None:

@@ -1,9 +1,8 @@
-"""Reading a Megatron data set: a ``.idx`` that says where each sequence lies and a ``.bin`` with nothing but tokens.
+"""Reader of Megatron data sets: an ``.idx`` with the position of each sequence and a ``.bin`` with nothing but tokens.
 
-The index is checked whole when the data set is opened (``idx_format``), and the ``.bin`` must have exactly the size that
-follows from it. Tokens are read with ``pread`` and a length check rather than through a memory map: when the file shrinks
-under a running job, that is an error message and exit code 4, not a SIGBUS. Token values are checked as they are read by
-``check_tokens``, or all at once by ``verify``.
+The whole index is checked when the data set is opened (``idx_format``), and the ``.bin`` must have exactly the size that follows from
+it. Tokens are read with ``pread`` and a length check rather than through a memory map: if the file shrinks during a job, the result is
+an error message and exit code 4, not a SIGBUS. Token values are checked as they are read (``check_tokens``), or all at once (``verify``).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PROBE_BYTES = 4096
 
 
 class VerifyReport(NamedTuple):
-    """What a full scan found; ``smallest`` and ``largest`` are None when there are no tokens."""
+    """Result of a full scan; ``smallest`` and ``largest`` token are None if there are no tokens."""
 
     num_documents: int
     num_sequences: int
@@ -40,12 +39,12 @@ class VerifyReport(NamedTuple):
 class IndexedDataset:
     """The sequences of one ``.bin``/``.idx`` pair, opened for reading.
 
-    Reads are safe from several threads: ``pread`` has no file position to share.
+    Reads are thread-safe: ``pread`` does not use a shared file position.
 
     Args:
         prefix: the files' common path; the name of either file is accepted.
     Raises:
-        DataError: a file is absent or damaged; names the file, the byte offset, what was expected and what is there.
+        DataError: a file is missing or damaged; the message gives the file, the byte offset, and the expected and actual contents.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -77,7 +76,7 @@ class IndexedDataset:
             )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return self._header.num_sequences
 
     def __del__(self) -> None:
@@ -100,12 +99,12 @@ class IndexedDataset:
         return self._documents
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of sequence ``i``, from ``offset`` on, ``length`` of them (default: to the end).
+        """Return ``length`` tokens of sequence ``i`` from ``offset`` on (default: to the end).
 
         Returns:
             A read-only array in the dtype of the file.
         Raises:
-            IndexError: no such sequence. ValueError: the range leaves the sequence.
+            IndexError: no such sequence. ValueError: the range exceeds the sequence.
             DataError: the file no longer has these bytes.
         """
         total = int(self._lengths[i])
@@ -116,7 +115,7 @@ class IndexedDataset:
         return np.frombuffer(pread_exact(self._fd, start, length * self.dtype.itemsize, self.bin_path), self.dtype)
 
     def get_range(self, first: int, last: int) -> np.ndarray:
-        """Tokens of sequences ``first`` to ``last - 1``, one after another, in one read; otherwise as ``get``."""
+        """Return the concatenated tokens of sequences ``first`` to ``last - 1``, in one read; otherwise like ``get``."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: sequences {first} to {last - 1} of {len(self)}")
         start = int(self._pointers[first])
@@ -135,11 +134,11 @@ class IndexedDataset:
         )
 
     def verify(self, vocab_size: int | None = None, hasher: hashlib._Hash | None = None) -> VerifyReport:
-        """Read every token once, in pieces.
+        """Read and check every token once, in pieces.
 
         Args:
-            vocab_size: ids from here on are errors; without it only negative ids are.
-            hasher: is given the whole ``.bin``, in a thread of its own, beside the reading of the next piece.
+            vocab_size: ids not below this are errors; None: only negative ids are.
+            hasher: updated with the whole ``.bin`` in a separate thread, while the next piece is read.
         Raises:
             DataError: the first bad token, or the place where the file ends too early.
         """
@@ -171,9 +170,9 @@ class IndexedDataset:
         self.check_tokens(tokens[position - start : position - start + 1], i, offset, limit)
 
     def digest(self) -> str:
-        """A hash of what the data are: dtype, lengths, document bounds, and a few probes of the tokens.
+        """Return a hash that identifies the data: dtype, lengths, document bounds, and a few probes of the tokens.
 
-        Cheap on purpose (the ``.bin`` is not read whole): it tells another data set from this one, it does not prove integrity.
+        Cheap on purpose (the ``.bin`` is not fully read): it distinguishes data sets, but does not prove integrity.
         """
         if self._digest is None:
             hasher = hashlib.sha256(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
@@ -188,7 +187,7 @@ class IndexedDataset:
 
 
 def _in_turn(pool: ThreadPoolExecutor, work: Callable[[bytes | bytearray], object]) -> Callable[[bytes | bytearray], None]:
-    """``work`` on one thing after another in the pool's thread; no more than two are in memory."""
+    """Return a function that runs ``work`` on one item at a time in the pool's thread; at most two items are in memory."""
     under_way: list[Future[object]] = []
 
     def start(raw: bytes | bytearray) -> None:

@@ -1,9 +1,9 @@
-"""The micro-batches of a step for one data parallel rank, read ahead in the background.
+"""Micro-batches of a step for one data parallel rank, prefetched in the background.
 
-The loader has no position: ``step`` is told how many samples are consumed. After each call it guesses that the next one goes on
-where this one ended, with as many micro-batches, and has threads read those; a wrong guess (batch ramp-up, a skip on resume) is thrown
-away and costs only what was read. Threads suffice because the time goes into file reads and numpy copies, and they spare us what worker
-processes bring: their start-up, a copy of the indices in each, and the shared memory for every batch.
+The loader has no position of its own: ``step`` takes the number of consumed samples. After each call it predicts that the next one
+continues where this one ended, with as many micro-batches, and prefetches those in threads; a wrong prediction (batch size ramp-up, a
+skip on resume) is discarded and wastes only the reads. Threads suffice because the time goes into file reads and numpy copies, and they
+avoid the costs of worker processes: start-up, a copy of the indices in each, and shared memory for every batch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Batch = dict[str, Tensor]
 
 
 class BatchLoader:
-    """Batches of one data set for one data parallel rank.
+    """Loader of the batches of one data set for one data parallel rank.
 
     Args:
         dataset: the samples.
         micro_batch_size: b, sequences per micro-batch and rank.
-        dp_rank, dp_size: this rank's place; tp and sp ranks of one data parallel rank read the same samples.
+        dp_rank, dp_size: data parallel rank and size; tp and sp ranks of one data parallel rank read the same samples.
         order: 'single' or 'cyclic' (``samplers``).
-        seed: of the cyclic order.
-        num_workers: reading threads; 0 reads in the caller's and never ahead.
-        pin_memory: batches in page-locked memory, for asynchronous copies to a GPU.
-        digests: batches tell what their samples are (``digests``), worked out where they are read.
+        seed: seed of the cyclic order.
+        num_workers: number of reader threads; 0 reads in the calling thread, without prefetching.
+        pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
+        digests: add the digests of the samples (``digests``) to each batch, computed where the samples are read.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class BatchLoader:
         self._digests, self._closed = digests, False
 
     def step(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        """This rank's micro-batches of the global batch that follows ``consumed_samples``.
+        """Return this rank's micro-batches of the global batch that follows ``consumed_samples``.
 
         Returns:
             ``num_microbatches`` dicts of ``tokens`` and ``labels`` int64 [b, s], ``loss_mask`` float32 [b, s], ``sample_ids`` int64 [b];
-            with ``digests`` also those, float64 [b], on the host.
+            with ``digests`` also ``digests`` float64 [b], on the host.
         Raises:
-            DataError: damaged data, or the data set is at its end; also what a background thread met comes out here.
+            DataError: the data are damaged or exhausted; errors of background threads are raised here, too.
             RuntimeError: the loader is closed.
         """
         if self._closed:
@@ -76,15 +76,15 @@ class BatchLoader:
         return batches
 
     def samples_per_step(self, num_microbatches: int) -> int:
-        """Samples of a global batch."""
+        """Return the number of samples in a global batch."""
         return num_microbatches * self.micro_batch_size * self.dp_size
 
     def global_sample_ids(self, consumed_samples: int, num_microbatches: int) -> np.ndarray:
-        """int64: the ids of the whole global batch, of all ranks, in order; the same on every rank."""
+        """Return the ids of the global batch of all ranks, int64, in order; the same on every rank."""
         return next_ids(self.order, consumed_samples, self.samples_per_step(num_microbatches), len(self.dataset), self.seed)
 
     def close(self) -> None:
-        """Stop the threads; what was read ahead is dropped."""
+        """Stop the threads and discard prefetched batches."""
         self._closed = True
         self._ahead = None
         if self._pool is not None:
@@ -122,6 +122,6 @@ class BatchLoader:
 
 
 def _discard(futures: list[Future[Batch]]) -> None:
-    """Forget a wrong guess: what has not begun is cancelled; an error in the rest concerns nobody."""
+    """Discard a wrong prediction: cancel what has not started, and ignore errors of the rest."""
     for future in futures:
         future.cancel()

@@ -1,4 +1,4 @@
-"""Joining ``.bin``/``.idx`` data sets, and cutting one into several of consecutive documents."""
+"""Merging of ``.bin``/``.idx`` data sets, and splitting of one into several with consecutive documents."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PART = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})")
 
 
 def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
-    """Write one data set with the documents of several, one after another.
+    """Concatenate the documents of several data sets into a new one.
 
     Args:
-        prefixes: with or without .bin, .idx or .sha256; a data set that is named by several of its files counts once.
+        prefixes: with or without the suffix .bin, .idx or .sha256; a data set named by several of its files counts once.
         output: prefix of the new pair.
     Returns:
         The new data set, open.
     Raises:
-        ConfigError: no data set; the output is one of them; one of several parts (``--part``) is not there.
-        DataError: one is damaged, is not what its digests say, or has tokens of another dtype.
+        ConfigError: no data set is given, the output is one of the inputs, or of several parts (``--part``) one is missing or out of order.
+        DataError: a data set is damaged, does not match its digests, or has tokens of another dtype.
         DiskError: the output cannot be written.
     """
     names = list(dict.fromkeys(_prefix(p) for p in prefixes))
@@ -41,16 +41,16 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> IndexedDataset:
 
 
 def split_dataset(prefix: str, weights: Sequence[float], outputs: Sequence[str]) -> list[IndexedDataset]:
-    """Cut a data set into runs of consecutive documents.
+    """Split a data set into several with consecutive documents.
 
     Args:
         prefix: as for ``merge_datasets``.
-        weights: of the numbers of documents, one for each output.
+        weights: relative numbers of documents, one for each output.
         outputs: prefixes of the new pairs.
     Returns:
         The new data sets, open.
     Raises:
-        ConfigError: weights that are no weights, or a part without a document.
+        ConfigError: weights or outputs are invalid, or a part would have no document.
         DataError, DiskError: as for ``merge_datasets``.
     """
     if len(weights) != len(outputs):
@@ -79,7 +79,7 @@ def _prefix(name: str) -> str:
 
 
 def _opened(prefix: str) -> IndexedDataset:
-    """Raises DataError: it is damaged, or not what its digests say, and so would what is made of it."""
+    """Open a data set and check its digests, if there are any. Raises DataError: it is damaged or does not match them."""
     source = IndexedDataset(prefix)
     if digest_file.read(prefix) is not None:
         digest_file.compare(prefix, {suffix: digest_file.sha256_of(prefix + suffix) for suffix in (".bin", ".idx")})
@@ -87,7 +87,7 @@ def _opened(prefix: str) -> IndexedDataset:
 
 
 def _require_all_parts(names: list[str]) -> None:
-    """Parts of one preprocessing must be there all, and in order. Raises ConfigError."""
+    """Check that all parts of a preprocessing run are present and in order. Raises ConfigError."""
     if not names:
         raise ConfigError("there is no data set to merge")
     for (name, count), numbers in _parts(names).items():
@@ -102,7 +102,7 @@ def _require_all_parts(names: list[str]) -> None:
 
 
 def _parts(names: list[str]) -> dict[tuple[str, int], list[int]]:
-    """(name, count) -> numbers of the parts among the names."""
+    """Return (name, count) -> numbers of the parts among ``names``."""
     found: dict[tuple[str, int], list[int]] = {}
     for match in filter(None, map(_PART.fullmatch, names)):
         found.setdefault((match[1], int(match[3])), []).append(int(match[2]))
@@ -110,7 +110,7 @@ def _parts(names: list[str]) -> dict[tuple[str, int], list[int]]:
 
 
 def _require_other_place(outputs: Sequence[str], inputs: Sequence[str]) -> None:
-    """Raises ConfigError: an output would replace an input."""
+    """Check that no output would replace an input. Raises ConfigError."""
     there = {os.path.realpath(f"{name}.bin") for name in inputs}
     for output in outputs:
         if os.path.realpath(f"{output}.bin") in there:
@@ -118,13 +118,13 @@ def _require_other_place(outputs: Sequence[str], inputs: Sequence[str]) -> None:
 
 
 def summary(dataset: IndexedDataset) -> str:
-    """A line for people."""
+    """Return a one-line summary of a data set."""
     documents = len(dataset.document_index) - 1
     return f"{dataset.prefix}: {documents:,} documents, {len(dataset):,} sequences, {dataset.num_tokens:,} tokens"
 
 
 def document_tokens(dataset: IndexedDataset, number: int) -> Iterator[list[int]]:
-    """The sequences of a document. Raises ConfigError: there is no such document."""
+    """Yield the tokens of each sequence of a document. Raises ConfigError: there is no such document."""
     count = len(dataset.document_index) - 1
     if not 0 <= number < count:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The two random streams of C++'s ``<random>`` that Megatron-LM's compiled helpers draw from, bit for bit, in numpy.
+"""Bit-exact numpy versions of the two generators of C++'s ``<random>`` that Megatron-LM's compiled helpers use.
 
-std::mt19937 seeded with an integer is what ``numpy.random.RandomState`` has always been, and numpy promises not to change that.
-std::mt19937_64 is written out here: 312 words of state, x[k+312] = x[k+156] ^ A(upper 33 bits of x[k], lower 31 bits of x[k+1]). A word
-depends on none nearer than 156 places back, so 156 of them are made at once.
+std::mt19937 seeded with an integer is the generator of ``numpy.random.RandomState``, which numpy promises not to change.
+std::mt19937_64 is implemented here: 312 words of state, x[k+312] = x[k+156] ^ A(upper 33 bits of x[k], lower 31 bits of x[k+1]). A word
+depends on none of the 155 before it, so 156 words are computed at once.
 Source: M. Matsumoto and T. Nishimura, Mersenne Twister; constants of the C++ standard, [rand.predef].
 """
 
@@ -22,14 +22,14 @@ _MASK64 = 2**64 - 1
 
 
 def mt19937_blocks(seed: int, size: int) -> Iterator[np.ndarray]:
-    """The stream of std::mt19937(seed), endless, as uint32 arrays of ``size``."""
+    """Yield the endless stream of std::mt19937(seed) as uint32 arrays of length ``size``."""
     random = np.random.RandomState(seed)
     while True:
         yield random.randint(0, 2**32, size, dtype=np.uint32)  # the whole range: every draw is one word of the stream
 
 
 def mt19937_64(seed: int, count: int) -> np.ndarray:
-    """uint64 [count]: the first draws of std::mt19937_64(seed)."""
+    """Return the first draws of std::mt19937_64(seed), uint64 [count]."""
     words = np.empty((1 + -(-count // _WORDS)) * _WORDS, np.uint64)
     words[:_WORDS] = _seeded(seed)
     scratch = np.empty((2, _HALF), np.uint64)
@@ -46,7 +46,7 @@ def _seeded(seed: int) -> np.ndarray:
 
 
 def _next_half(words: np.ndarray, scratch: np.ndarray) -> None:
-    """Fill the last 156 of 468 words from the 312 before them; every operation writes in place, for there are many and all are short."""
+    """Fill the last 156 of 468 words from the 312 before them; all operations are in place, as there are many short ones."""
     joined, low = scratch
     np.bitwise_and(words[:_HALF], _UPPER, out=joined)
     np.bitwise_and(words[1 : _HALF + 1], _LOWER, out=low)

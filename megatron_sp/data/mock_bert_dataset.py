@@ -1,8 +1,8 @@
-"""Synthetic BERT samples for --mock-data: no file, any vocabulary with BERT's tokens, and something to learn.
+"""Synthetic BERT samples for --mock-data: no files, any vocabulary with BERT's special tokens, and something to learn.
 
-The text of a sample is a walk around a ring of ids: the next id is one, two or three steps on, so the neighbours of a masked id leave three
-or fewer that it can be. The walk is cut in two; swapped, the second segment does not go on where the first ends, which the binary head
-can learn. Lengths vary, a part of the samples fills the row. Sample i is drawn from (seed, split, i) alone.
+The text of a sample is a walk around a ring of ids: each id is one, two or three steps after the previous one, so its neighbours leave at
+most three candidates for a masked id. The walk is cut in two; if swapped, the second segment does not continue the first, which the
+binary head can learn. Lengths vary, and some of the samples fill the row. Sample i depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPLITS = {"train": 0, "valid": 1, "test": 2}
 
 
 class MockBERTDataset:
-    """``num_samples`` synthetic rows of one split; the other arguments are those of ``BERTDataset``."""
+    """Data set of ``num_samples`` synthetic rows of one split; the other arguments are those of ``BERTDataset``."""
 
     def __init__(self, options: BERTOptions, *, num_samples: int, tokenizer: Tokenizer, name: str = "train") -> None:
         self.options, self.tokenizer, self._num_samples, self._split = options, tokenizer, num_samples, _SPLITS[name]
@@ -63,7 +63,7 @@ class MockBERTDataset:
         return make_piece(sentences, self.options.max_length, self.options.binary_head, self.tokenizer, self._mask_rule, random)
 
     def _text_lengths(self, first: int, last: int) -> np.ndarray:
-        """int64 [last - first]: tokens of text of these samples, a hash of their numbers so that packing need not draw them."""
+        """int64 [last - first]: text tokens of these samples, a hash of their indices so that packing need not draw the samples."""
         longest = self.options.max_length
         shortest = max(2, longest // 4)
         mixed = _mix(np.arange(first, last, dtype=np.uint64) + np.uint64((self.options.seed * 3 + self._split) << 24 & (2**64 - 1)))
@@ -72,7 +72,7 @@ class MockBERTDataset:
         return result
 
     def _packed_rows(self) -> np.ndarray:
-        """int64 [num_samples + 1]: which samples each row holds."""
+        """int64 [num_samples + 1]: first sample of each row, and of the row after the last."""
         count = 2 * self._num_samples
         while True:
             rows = pack(self._text_lengths(0, count) + 2, self.options.seq_length)
@@ -82,7 +82,7 @@ class MockBERTDataset:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """uint64 to uint64, every bit depends on every bit (splitmix64, public domain)."""
+    """Mix uint64 values so that every bit depends on every bit (splitmix64, public domain)."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

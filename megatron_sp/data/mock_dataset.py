@@ -1,8 +1,8 @@
-"""Synthetic samples for --mock-data: no file, any vocabulary, and something to learn.
+"""Synthetic GPT samples for --mock-data: no files, any vocabulary, and something to learn.
 
-A sample is a walk around a ring of ids: the next id is the present one plus a small step, and short steps are likelier
-than long ones. A model that learns the rule comes down from ln(vocabulary) to the entropy of the step, about 1.2 nats. Now and then
-the id that ends a document stands in the way. Sample i is drawn from (seed, split, i) alone.
+A sample is a walk around a ring of ids: each id is the previous one plus a small step, and short steps are more likely than long ones.
+The loss of a model that learns the rule falls from ln(vocabulary) to the entropy of the step, about 1.2 nats. Occasionally the
+end-of-document id takes the place of an id. Sample i depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPLITS = {"train": 0, "valid": 1, "test": 2}
 
 
 class MockGPTDataset:
-    """``num_samples`` synthetic samples of one split; the arguments are those of ``GPTDataset``."""
+    """Data set of ``num_samples`` synthetic samples of one split; the arguments are those of ``GPTDataset``."""
 
     def __init__(
         self, *, seq_length: int, num_samples: int, seed: int, tokenizer: Tokenizer, eod_mask_loss: bool = False, name: str = "train"

@@ -1,8 +1,8 @@
-"""Samples that know where their documents end: --reset-position-ids and --reset-attention-mask.
+"""Document boundaries within samples, for --reset-position-ids and --reset-attention-mask.
 
-A GPT sample is a stretch of the token stream and may hold the end of one document and the beginning of others. With these flags positions
-start again behind each end-of-document token, and tokens attend within their own document only. The order of samples and their tokens
-do not change, so neither does the fingerprint.
+A GPT sample is a run of the token stream and may hold the end of one document and the beginning of others. With these flags positions
+restart after each end-of-document token, and tokens attend only within their own document. The order of samples and their tokens do not
+change, so neither does the fingerprint.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megatron_sp.data.dataset import Dataset, Sample
 
 
 class PackedDataset:
-    """Adds ``positions`` int64 [s] and ``documents`` int64 [s] to the samples of another data set, each where it is asked for.
+    """Data set that adds ``positions`` and ``documents``, both int64 [s] and optional, to the samples of another one.
 
     Args:
-        dataset: whose samples these are.
-        eod: the token that ends a document; it belongs to the document that it ends.
-        positions: add positions within the document.
+        dataset: the underlying data set.
+        eod: the end-of-document token; it belongs to the document that it ends.
+        positions: add the position of each token within its document.
         documents: add the number of each token's document, from 0.
     """
 
@@ -47,6 +47,6 @@ class PackedDataset:
 
 
 def document_numbers(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """int64 [s]: which document of the sample each token belongs to."""
+    """Return the document number of each token within the sample, int64 [s]."""
     ended = np.cumsum(tokens == eod, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), ended[:-1]]) if tokens.size else ended

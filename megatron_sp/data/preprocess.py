@@ -1,12 +1,12 @@
-"""From text to ``.bin``/``.idx``: read documents (``text_input``), tokenize in worker processes, write in the order of the input.
+"""Conversion of text to ``.bin``/``.idx``: read documents (``text_input``), tokenize in worker processes, write in input order.
 
-The parent only cuts the input into chunks of whole documents and writes what comes back, in order, so the files have the same bytes for
-any number of workers. A worker that dies is an error, not a hang. Output appears when everything has succeeded (``writer``).
+The parent process only splits the input into chunks of whole documents and writes the results in order, so the files are byte-identical
+for any number of workers. The death of a worker is an error, not a hang. Output files appear once everything has succeeded (``writer``).
 
-JSONL: one object per line; each of --json-keys becomes a data set of its own. A blank line, or an empty text, is an empty document: it
+JSONL: one object per line; each of --json-keys becomes a separate data set. A blank line or an empty text is an empty document: it
 counts in the document index and has no tokens, and --append-eod adds nothing to it.
-Plain text: documents are the stretches between blank lines, or lines, or whole files (--text-unit).
-A document is one sequence, or with --split-sentences one for each of its sentences (``sentences``), as BERT needs it.
+Plain text: documents are the paragraphs between blank lines, lines, or whole files (--text-unit).
+A document is one sequence, or with --split-sentences one sequence per sentence (``sentences``), as BERT needs it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHUNKS_PER_WORKER = 3  # in flight: enough that no worker waits, few enough tha
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to do; the fields are the flags of megatron-sp preprocess."""
+    """Options of ``preprocess``: the flags of megatron-sp preprocess."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -56,7 +56,7 @@ class PreprocessOptions:
 
 @dataclass
 class PreprocessReport:
-    """What was done; ``num_tokens`` and ``num_sequences`` are per key."""
+    """Result of ``preprocess``; ``num_tokens`` and ``num_sequences`` are per key."""
 
     num_documents: int = 0
     num_skipped: int = 0
@@ -68,7 +68,7 @@ class PreprocessReport:
 
 
 class Encoded(NamedTuple):
-    """A chunk's tokens: for each key all ids in one array, the length of each sequence, and how many of them each document has."""
+    """Tokens of a chunk: for each key all ids in one array, the length of each sequence, and the number of sequences per document."""
 
     tokens: dict[str, np.ndarray]
     lengths: dict[str, np.ndarray]
@@ -78,19 +78,19 @@ class Encoded(NamedTuple):
 
 
 class Progress(Protocol):
-    """Receives what has been done so far."""
+    """Receiver of progress reports."""
 
     def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
-        """Called after every chunk; bytes are those of the files as they lie on the disk."""
+        """Report progress after a chunk; byte counts are those of the files on disk, before decompression."""
 
 
 def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> PreprocessReport:
     """Tokenize the inputs into ``{output_prefix}_{key}_document.{bin,idx}`` (``_sentence`` with --split-sentences).
 
     Raises:
-        ConfigError: flags that cannot work.
-        DataError: an input that is absent, no text, or holds a bad line (named by file and line); a worker that died.
-        DiskError: the output cannot be written; nothing is left of it.
+        ConfigError: invalid flags.
+        DataError: an input is missing, has no text or a bad line (named by file and line); or a worker died.
+        DiskError: the output cannot be written; no partial output remains.
     """
     tokenizer = _check(options)
     began = time.monotonic()
@@ -124,7 +124,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
 
 
 def _check(options: PreprocessOptions) -> Tokenizer:
-    """Find every mistake that needs no work: files, folder, tokenizer."""
+    """Check files, folder and tokenizer before any work is done; return the tokenizer."""
     if not options.inputs or not options.json_keys or options.workers < 1:
         raise ConfigError("preprocessing needs at least one --input, one of --json-keys and --workers 1 or more")
     if len(set(options.json_keys)) < len(options.json_keys):
@@ -145,7 +145,7 @@ def _check(options: PreprocessOptions) -> Tokenizer:
 
 
 class Encoder:
-    """Turns chunks into tokens; each worker process has one."""
+    """Encoder of chunks into tokens; each worker process has one."""
 
     def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer | None = None) -> None:
         self.options = options
@@ -153,7 +153,7 @@ class Encoder:
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __call__(self, chunk: TextChunk) -> Encoded:
-        """Raises DataError for a bad document, unless those are to be skipped."""
+        """Encode a chunk. Raises DataError for a bad document, unless bad lines are to be skipped."""
         ids: dict[str, list[np.ndarray]] = {key: [] for key in self.options.json_keys}
         counts: dict[str, list[int]] = {key: [] for key in self.options.json_keys}
         skipped = 0
@@ -189,7 +189,7 @@ class Encoder:
         return [_text_of(record, key) for key in self.options.json_keys]
 
     def _encode(self, text: str) -> list[np.ndarray]:
-        """The sequences of a document: itself or its sentences, those without tokens left out."""
+        """Encode a document as one sequence, or one per sentence; sequences without tokens are omitted."""
         parts = split_sentences(text) if self.options.split_sentences else [text]
         sequences = [ids for part in parts if (ids := self.tokenizer.encode(part))]
         if sequences and self.options.append_eod:
@@ -225,7 +225,7 @@ def _chunks(options: PreprocessOptions) -> Iterator[TextChunk]:
 
 
 def _encode_all(options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """All chunks, encoded, in the order of the input."""
+    """Yield all chunks, encoded, in input order."""
     if options.workers == 1:
         yield from map(Encoder(options, tokenizer), _chunks(options))
         return

@@ -1,9 +1,9 @@
-"""From the number of samples consumed to the samples that come next: pure functions, so a resumed run needs no other state.
+"""Order of the samples as pure functions of the number of samples consumed, so that a resumed run needs no other state.
 
-A step's global batch is the next ids of one order that all ranks share; each chunk of ``micro_batch_size * dp_size`` of them is one
-micro-batch, of which data parallel rank r takes the r-th slice. Another ``dp_size`` on resume, or another micro-batch size,
-deals the same ids out differently and changes nothing else. ``single`` is the data set's own order. ``cyclic`` draws a
-new permutation in every epoch, keyed by (seed, epoch); unlike Megatron-LM's it does not depend on the number of ranks.
+The global batch of a step is the next ids of one order that all ranks share; each chunk of ``micro_batch_size * dp_size`` of them is one
+micro-batch, of which data parallel rank r takes the r-th slice. Another ``dp_size`` or micro-batch size on resume only distributes the
+same ids differently. ``single`` is the data set's own order. ``cyclic`` draws a new permutation in every epoch, keyed by (seed, epoch);
+unlike Megatron-LM's, it does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Order = Literal["single", "cyclic"]
 
 
 def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> np.ndarray:
-    """int64 [count]: the global sample ids after ``consumed`` samples, in order.
+    """Return the global sample ids after ``consumed`` samples, int64 [count], in order.
 
     Raises:
-        DataError: ``single`` reaches beyond the data set.
+        DataError: ``single`` would go beyond the end of the data set, or the data set is empty.
         ValueError: an unknown order.
     """
     if order == "single":
@@ -33,7 +33,7 @@ def next_ids(order: Order, consumed: int, count: int, total: int, seed: int) -> 
 
 
 def single_ids(consumed: int, count: int, total: int) -> np.ndarray:
-    """Consecutive ids from ``consumed``; there are ``total``."""
+    """Return ``count`` consecutive ids from ``consumed`` on, out of ``total``."""
     if consumed < 0 or consumed + count > total:
         raise DataError(
             f"samples {consumed} to {consumed + count - 1} are wanted, the data set was built with {total}: it was built for fewer steps;"
@@ -43,7 +43,7 @@ def single_ids(consumed: int, count: int, total: int) -> np.ndarray:
 
 
 def cyclic_ids(consumed: int, count: int, total: int, seed: int) -> np.ndarray:
-    """Ids of an endless order of epochs, each a permutation of its own; a batch may span the end of an epoch."""
+    """Return ids of an endless sequence of epochs, each with its own permutation; a batch may span the end of an epoch."""
     if total < 1:
         raise DataError("the data set has no samples")
     parts = []
@@ -57,14 +57,14 @@ def cyclic_ids(consumed: int, count: int, total: int, seed: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def epoch_permutation(total: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [total], read-only. RandomState's streams are frozen by numpy, so this order is for ever."""
+    """Return the permutation of an epoch, int64 [total], read-only; it never changes, as numpy has frozen RandomState's streams."""
     permutation = np.random.RandomState(np.array([seed & 0xFFFFFFFF, epoch & 0xFFFFFFFF, epoch >> 32], np.uint32)).permutation(total)
     permutation.flags.writeable = False
     return permutation
 
 
 def deal(ids: np.ndarray, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """[num_microbatches, micro_batch_size]: this rank's share of a global batch.
+    """Return this rank's share of a global batch, [num_microbatches, micro_batch_size].
 
     Raises:
         ValueError: the batch does not divide into whole micro-batches, or there is no such rank.

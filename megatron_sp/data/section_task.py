@@ -1,12 +1,12 @@
-"""A task to fine-tune a classifier on, from the text that comes with Python: which part of it does a passage come from?
+"""Classification task for fine-tuning, made from the text that comes with Python: predict which part of it a passage is from.
 
 Classes are the language reference and the packages of the standard library with the most text. A passage is a run of whole lines of one
-document; passages do not overlap, and those that have a line of some length in common with another (licences, boilerplate) are left out.
-Every class has the same number, so guessing is right once in as many times as there are classes.
+document; passages do not overlap, and those that share a long line with another one (licences, boilerplate) are excluded. All classes
+have the same number of passages, so the accuracy of guessing is 1 / (number of classes).
 
-Training and validation share documents, but no text. Parted by document the task would be about something else: these packages have a few
-dozen files, each about a matter of its own, and a count of words that is right for 95 % of the passages falls to about 80 % when it has
-seen nothing of their files. Both files are the same on every run with the same corpus: what is chosen hangs on a hash of the text.
+Training and validation share documents, but no text. A split by document would be a different task: these packages have a few dozen
+files, each on its own subject, and a bag-of-words classifier that is right for 95 % of the passages falls to about 80 % on files that it
+has not seen. Both files are the same on every run with the same corpus: the choice depends on a hash of the text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LONG_LINE = 40  # characters
 
 
 class SectionTask(NamedTuple):
-    """The passages of each half as (class, text), in an order that mixes the classes."""
+    """Training and validation passages as (class, text), in an order that mixes the classes."""
 
     train: list[tuple[str, str]]
     valid: list[tuple[str, str]]
 
 
 def section_of(source: str) -> str | None:
-    """The class of a document of the corpus; None for modules that belong to no package."""
+    """Return the class of a document of the corpus; None for modules that belong to no package."""
     parts = source.split("/")
     if parts[0] == "topics":
         return "topics"
@@ -42,7 +42,7 @@ def section_of(source: str) -> str | None:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Runs of whole lines, one behind the other, as long as they may be; short ones and what has no words are left out."""
+    """Yield consecutive runs of whole lines, as long as possible; those not of ``SHORTEST`` to ``LONGEST`` characters are skipped."""
     run = ""
     for line in [*text.splitlines(keepends=True), ""]:
         if run and (not line or len(run) + len(line) > LONGEST):
@@ -53,15 +53,15 @@ def passages(text: str) -> Iterator[str]:
 
 
 def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train: int, num_valid: int) -> SectionTask:
-    """Choose passages.
+    """Select the passages of a task.
 
     Args:
         documents: (source, text), as in the corpus.
-        num_classes: those with the most passages are taken.
-        num_train: passages of each class, at most: all have as many as the smallest can give.
-        num_valid: passages of each class.
+        num_classes: number of classes; those with the most passages are taken.
+        num_train: maximum number of training passages per class; all classes get as many as the smallest one can provide.
+        num_valid: number of validation passages per class.
     Raises:
-        DataError: there are not so many.
+        DataError: there are too few classes or passages.
     """
     found = [(section, passage) for source, text in documents if (section := section_of(source)) for passage in passages(text)]
     times = Counter(line for _, passage in found for line in _telling_lines(passage))
@@ -87,10 +87,10 @@ def make_task(documents: Iterable[tuple[str, str]], num_classes: int, num_train:
 
 
 def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_train: int, num_valid: int) -> SectionTask:
-    """From corpus.jsonl to ``train.jsonl`` and ``valid.jsonl`` with the keys ``text`` and ``label``.
+    """Write ``train.jsonl`` and ``valid.jsonl``, with the keys ``text`` and ``label``, from corpus.jsonl.
 
     Raises:
-        DataError: the corpus cannot be read, or has too little.
+        DataError: the corpus cannot be read or is too small.
         DiskError: the files cannot be written.
     """
     documents = zip(texts_of_jsonl(str(corpus), "source"), texts_of_jsonl(str(corpus), "text"), strict=True)
@@ -106,7 +106,7 @@ def write_task(corpus: str | Path, folder: str | Path, num_classes: int, num_tra
 
 
 def _telling_lines(passage: str) -> set[str]:
-    """Lines that are long enough to tell where they are from, but for spaces and case; of a passage without them, all of it."""
+    """Return the long lines of a passage, normalised for spaces and case; if there are none, the whole passage."""
     lines = {" ".join(line.lower().split()) for line in passage.splitlines()}
     return {line for line in lines if len(line) >= LONG_LINE} or {" ".join(passage.lower().split())}
 

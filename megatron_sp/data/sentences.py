@@ -1,11 +1,11 @@
-"""Cutting text into sentences, for BERT's data: rules and short lists of abbreviations, no model and nothing to download.
+"""Sentence splitter for BERT's data: rules and short lists of abbreviations, without a model or a download.
 
-A sentence ends at . ! ? or an ellipsis, with the quotes and brackets that close behind it, where white space follows and what comes next
-does not begin with a small letter; at the full stops of Chinese and Japanese, with or without space; and at every blank line. A single
-line end is a space: text is often wrapped. A full stop does not end a sentence behind an initial (J. Smith), a title (Dr. Smith), an
-abbreviation that goes on (e.g. this), or a number that counts a list (1. First). After abbreviations that may stand at an end (U.S.,
-Inc., Jr.) the next word decides: one that often begins a sentence does. Like every such list it errs now and then; a sentence too long or
-too short does no harm to the training.
+A sentence ends at . ! ? or an ellipsis, including the closing quotes and brackets after it, if white space follows and the next word
+does not begin with a lower-case letter; at the full stops of Chinese and Japanese, with or without space; and at every blank line. A
+single line break counts as a space, since text is often wrapped. A full stop does not end a sentence after an initial (J. Smith), a title
+(Dr. Smith), an abbreviation within a sentence (e.g. this), or the number of a list item (1. First). After abbreviations that may end a
+sentence (U.S., Inc., Jr.), the sentence ends if the next word is one that often begins a sentence. Such rules are sometimes wrong; a
+sentence that is too long or too short does not harm training.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STARTERS = _words(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text in order, without white space around them; none is empty, and nothing but white space is lost."""
+    """Return the sentences of a text in order, stripped; none is empty, and only white space is lost."""
     return [sentence for block in _BLANK_LINES.split(text) for sentence in _of_block(block)]
 
 
@@ -65,7 +65,7 @@ def _trimmed(text: str) -> Iterator[str]:
 
 
 def _ends(block: str, start: int, match: re.Match[str]) -> bool:
-    """Whether the mark, followed by white space, ends the sentence that began at ``start``."""
+    """Return whether the mark, followed by white space, ends the sentence that began at ``start``."""
     rest = block[match.end() : match.end() + 80].lstrip().lstrip(_OPENING)
     if rest[:1].islower():
         return False
@@ -80,7 +80,7 @@ def _ends(block: str, start: int, match: re.Match[str]) -> bool:
 
 
 def _full_stop_ends(word: str, next_word: str) -> bool:
-    """Whether a full stop between these two words ends a sentence."""
+    """Return whether a full stop between these two words ends a sentence."""
     small = word.lower()
     if small in _TITLES:
         return False

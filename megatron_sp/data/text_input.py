@@ -7,8 +7,8 @@
     a folder                what ``Dataset.save_to_disk`` wrote        pyarrow
     -                       standard input, JSONL or text
 
-``Part`` takes one of N runs of consecutive documents, for array jobs: the parts, one after another, are the whole input. JSON lines and
-lines of text in plain files are cut anywhere between two lines, Parquet between two row groups; other files belong to one part as a whole.
+``Part`` selects one of N runs of consecutive documents, for array jobs: the parts, concatenated, are the whole input. Uncompressed JSONL
+and text with one document per line are split between any two lines, Parquet between two row groups; other files belong to one part whole.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ TextUnit = Literal["paragraph", "line", "file"]
 
 
 class TextChunk(NamedTuple):
-    """Whole documents of one input.
+    """Chunk of whole documents of one input.
 
     Attributes:
         path: the input's name in messages.
-        is_json: each document is a JSON object, not text.
+        is_json: True if each document is a JSON object, False if it is text.
         documents: raw bytes.
-        lines: where each begins, from 1: a line, or a row.
-        bytes_read: how far the input has been read since the last chunk, in bytes on the disk.
+        lines: number, from 1, of the line or row at which each document begins.
+        bytes_read: bytes of the file on disk read since the last chunk.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """Read "3/8". Raises ConfigError."""
+        """Parse text such as "3/8". Raises ConfigError."""
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         part = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
         if not 1 <= part.index <= part.count:
@@ -78,11 +78,11 @@ class Part:
 
     @property
     def suffix(self) -> str:
-        """What follows the output prefix; nothing for the whole input."""
+        """Suffix of the output prefix; empty for the whole input."""
         return f"-{self.index:05d}-of-{self.count:05d}" if self.count > 1 else ""
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """This part's range of ``total`` things."""
+        """Return this part's range of ``total`` items."""
         return total * (self.index - 1) // self.count, total * self.index // self.count
 
 
@@ -90,7 +90,7 @@ WHOLE = Part()
 
 
 class _Piece(NamedTuple):
-    """A range of one input: of bytes, or of row groups; ``stop`` None: the whole input."""
+    """Range of one input, in bytes or row groups; ``stop`` None: the whole input."""
 
     path: str
     start: int = 0
@@ -98,23 +98,23 @@ class _Piece(NamedTuple):
 
 
 def is_json(path: str, input_format: InputFormat) -> bool:
-    """Whether the documents of an input are JSON objects."""
+    """Return whether the documents of an input are JSON objects."""
     if input_format != "auto":
         return input_format == "jsonl"
     return is_table(path) or _without_packing(path).endswith(_JSON_SUFFIXES)
 
 
 def is_table(path: str) -> bool:
-    """Whether an input has columns: Parquet, Arrow, or a data set's folder."""
+    """Return whether an input has columns: Parquet, Arrow, or the folder of a data set."""
     return path.endswith((".parquet", ".arrow")) or os.path.isdir(path)
 
 
 def check_input(path: str, input_format: InputFormat, part: Part) -> None:
-    """Find what cannot be read before any work is done.
+    """Check that an input can be read, before any work is done.
 
     Raises:
-        ConfigError: a package that is missing, a format that was not named, standard input in parts.
-        DataError: there is no such input.
+        ConfigError: a package is missing, the format is not given or does not fit, or standard input is to be read in parts.
+        DataError: the input does not exist, or is a folder without a readable data set.
     """
     if path == STDIN:
         if input_format == "auto":
@@ -137,7 +137,7 @@ def check_input(path: str, input_format: InputFormat, part: Part) -> None:
 
 
 def input_bytes(paths: Iterable[str]) -> int:
-    """Bytes of the inputs on the disk; 0 for standard input."""
+    """Return the total size of the inputs on disk in bytes; standard input counts as 0."""
     return sum(os.path.getsize(file) for path in paths if path != STDIN for file in _files_of(path))
 
 
@@ -145,16 +145,16 @@ def read_chunks(
     paths: Iterable[str], *, input_format: InputFormat = "auto", text_unit: TextUnit = "paragraph", keys: tuple[str, ...] = ("text",),
     part: Part = Part(),
 ) -> Iterator[TextChunk]:  # fmt: skip
-    """Cut inputs into chunks of whole documents, in order.
+    """Read inputs as chunks of whole documents, in order.
 
     Args:
         paths: files, folders, or "-".
-        input_format: as for --input-format.
-        text_unit: a document of plain text.
-        keys: columns to read of what has columns.
-        part: which documents.
+        input_format: as --input-format.
+        text_unit: unit of plain text that is one document.
+        keys: columns to read from inputs with columns.
+        part: documents to read.
     Raises:
-        DataError: an input that cannot be read, is damaged or lacks a column.
+        DataError: an input cannot be read, is damaged or lacks a column.
     """
     for piece in _pieces(list(paths), input_format, text_unit, part):
         json_lines = is_json(piece.path, input_format)
@@ -172,7 +172,7 @@ def read_chunks(
 
 
 def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, part: Part) -> Iterator[_Piece]:
-    """What of each input belongs to the part: the inputs lie one after another, and each part has its share of their bytes."""
+    """Yield the ranges of the inputs that belong to a part; the parts have equal shares of the total bytes of all inputs."""
     if part.count == 1:
         yield from (_Piece(path) for path in paths)
         return
@@ -196,7 +196,7 @@ def _pieces(paths: list[str], input_format: InputFormat, text_unit: TextUnit, pa
 
 
 def _has_free_lines(path: str, input_format: InputFormat, text_unit: TextUnit) -> bool:
-    """Whether a document is a line of a file that can be read from anywhere."""
+    """Return whether documents are lines of a file that can be read from any position."""
     return not path.endswith((*_PACKED, ".arrow")) and (is_json(path, input_format) or text_unit == "line")
 
 
@@ -231,7 +231,7 @@ def _chunks_of_file(piece: _Piece, json_lines: bool, unit: TextUnit) -> Iterator
 
 
 def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
-    """The lines that begin at a byte from ``start`` on and before ``stop``."""
+    """Yield the lines that begin at a byte from ``start`` on and before ``stop``."""
     at = start
     if start > 0:
         file.seek(start - 1)
@@ -242,7 +242,7 @@ def _lines_between(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
 
 
 def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, bytes without the final line end) of each document."""
+    """Yield (number of the first line, bytes) of each document; a whole file keeps its final line break, others do not."""
     block: list[bytes] = []
     start = 1
     for number, line in enumerate(lines, start=1):
@@ -262,7 +262,7 @@ def _documents(lines: Iterable[bytes], unit: TextUnit, *, at_start: bool) -> Ite
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[IO[bytes] | None, Any]]:
-    """(the file on the disk, None for standard input; the lines in it)."""
+    """Open an input; yield the file on disk (None for standard input) and a file of its decompressed lines."""
     if path == STDIN:
         yield None, sys.stdin.buffer
         return
@@ -278,7 +278,7 @@ def _opened(path: str) -> Iterator[tuple[IO[bytes] | None, Any]]:
 
 
 class _ZstdReader(io.RawIOBase):
-    """The contents of all frames of a .zst file. The package's own reader takes a file that was cut off for one that has ended.
+    """Reader of all frames of a .zst file that, unlike the package's own reader, detects a truncated file.
 
     Args:
         raw: the file.
@@ -294,7 +294,7 @@ class _ZstdReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises EOFError: the file ends within a frame."""
+        """Read into ``buffer``. Raises EOFError: the file ends within a frame."""
         while not self._plain:
             self._packed = self._packed or self._raw.read(_CHUNK_BYTES)
             if not self._packed:
@@ -316,7 +316,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk]:
-    """Rows as JSON objects of the wanted columns; what is no string there is refused where it is encoded, with its row."""
+    """Yield rows as JSON objects of the requested columns; values that are not strings are rejected, with their row, on encoding."""
     for file in _files_of(piece.path):
         documents: list[bytes] = []
         numbers: list[int] = []
@@ -334,7 +334,7 @@ def _chunks_of_table(piece: _Piece, keys: tuple[str, ...]) -> Iterator[TextChunk
 
 
 def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[Any]]:
-    """The wanted columns of some rows at a time."""
+    """Yield the requested columns, some rows at a time."""
     arrow = _package("pyarrow", file)
     if file.endswith(".parquet"):
         with _module("pyarrow.parquet").ParquetFile(file) as table:
@@ -358,7 +358,7 @@ def _batches(file: str, piece: _Piece, keys: tuple[str, ...]) -> Iterator[list[A
 
 
 def _require_text(arrow: Any, schema: Any, keys: tuple[str, ...], file: str) -> None:
-    """Raises DataError: a column is missing, or holds something else than text."""
+    """Check that the columns exist and hold text. Raises DataError."""
     for key in keys:
         if key not in schema.names:
             raise DataError(
@@ -376,7 +376,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _files_of_folder(path: str) -> list[str]:
-    """The Arrow files of a data set that ``Dataset.save_to_disk`` wrote, in order.
+    """Return the Arrow files of a data set written by ``Dataset.save_to_disk``, in order.
 
     Raises:
         DataError: it is not such a folder.
@@ -408,7 +408,7 @@ def _files_of_folder(path: str) -> list[str]:
 
 
 def _package(name: str, path: str) -> Any:
-    """Raises ConfigError: it is not installed."""
+    """Import an optional package. Raises ConfigError: it is not installed."""
     try:
         return _module(name)
     except ImportError as error:
@@ -422,7 +422,7 @@ def _module(name: str) -> Any:
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """What the readers that are loaded raise for damaged files; gzip's own errors are OSErrors."""
+    """Return the exceptions that the loaded readers raise for damaged files; gzip's own errors are OSErrors."""
     found = [getattr(sys.modules.get(module), name, None) for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowException"))]
     return (OSError, EOFError, zlib.error, *(kind for kind in found if isinstance(kind, type)))
 

@@ -1,9 +1,9 @@
-"""Writing a Megatron data set so that a half-written one can never be taken for a whole one.
+"""Crash-safe writer of Megatron data sets: an incomplete one can never be mistaken for a complete one.
 
-Both files, and their digests (``digest_file``), are written under temporary names in the same folder; ``close`` flushes them to the disk
-and renames the ``.bin``, then the ``.idx``, then the digests. An older pair of the same name loses digests and ``.idx`` before its
-``.bin`` is replaced, so at no moment do files lie there that do not belong together. An exception inside the ``with`` block, or a kill,
-leaves the old pair as it was.
+Both files, and their digests (``digest_file``), are written under temporary names in the same folder; ``close`` flushes them to disk
+and renames the ``.bin``, then the ``.idx``, then the digests. The digests and ``.idx`` of an older pair of the same name are removed
+before its ``.bin`` is replaced, so there are never files that do not belong together. An exception or a kill inside the ``with`` block
+leaves the old pair unchanged.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MAX_LENGTH = 2**31 - 1
 
 
 class IndexedDatasetWriter:
-    """Writes one ``.bin``/``.idx`` pair; use as a context manager, the files appear when the block ends without an error.
+    """Writer of one ``.bin``/``.idx`` pair, a context manager; the files appear when the block ends without an error.
 
     Args:
         prefix: common path of the two files; its folder must exist.
-        vocab_size: ids must be below it; it also chooses the dtype (uint16 if below 65500, else int32).
-        dtype: write this dtype instead; without ``vocab_size`` its range is the limit.
+        vocab_size: ids must be below this; also determines the dtype (uint16 if below 65500, else int32).
+        dtype: write this dtype instead; without ``vocab_size``, ids are limited by its range.
     Raises:
         DiskError: the files cannot be written.
-        ValueError: neither ``vocab_size`` nor ``dtype``, or a dtype that is no token.
+        ValueError: neither ``vocab_size`` nor ``dtype`` is given, or the dtype is not a supported integer type.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype | type | None = None) -> None:
@@ -65,10 +65,10 @@ class IndexedDatasetWriter:
         """Append one document.
 
         Args:
-            tokens: [t] ids of all its sequences.
-            sequence_lengths: where to cut them (default: one sequence; none if there are no tokens).
+            tokens: [t], ids of all its sequences.
+            sequence_lengths: length of each sequence (default: one sequence; none if there are no tokens).
         Raises:
-            DataError: an id outside the vocabulary. ValueError: the lengths do not add up to the tokens.
+            DataError: an id is outside the vocabulary. ValueError: the lengths do not add up to the tokens.
         """
         ids = np.asarray(tokens, np.int64) if isinstance(tokens, list) else tokens
         lengths = ([ids.size] if ids.size else []) if sequence_lengths is None else sequence_lengths
@@ -82,8 +82,8 @@ class IndexedDatasetWriter:
         """Append many documents.
 
         Args:
-            tokens: [t] ids of all sequences, in order. sequence_lengths: [n], summing to t. num_sequences: [d] of each document, summing to
-                n; a document of 0 is empty.
+            tokens: [t], ids of all sequences, in order. sequence_lengths: [n], summing to t. num_sequences: [d], sequences per document,
+                summing to n; a document with 0 is empty.
         """
         if int(sequence_lengths.sum()) != tokens.size or int(num_sequences.sum()) != sequence_lengths.size:
             raise ValueError(
@@ -96,12 +96,12 @@ class IndexedDatasetWriter:
         self._documents.frombytes(ends.astype(np.int64).tobytes())
 
     def merge(self, other: str | Path | IndexedDataset, documents: range | None = None) -> None:
-        """Append a data set: bins, lengths and document bounds one after another.
+        """Append the documents of a data set: tokens, lengths and document bounds.
 
         Args:
-            documents: consecutive ones to take (default: all).
+            documents: consecutive documents to append (default: all).
         Raises:
-            DataError: it is damaged, or of another dtype.
+            DataError: the data set is damaged, or of another dtype.
         """
         source = other if isinstance(other, IndexedDataset) else IndexedDataset(other)
         if source.dtype != self.dtype:
@@ -120,10 +120,10 @@ class IndexedDatasetWriter:
         self._lengths.frombytes(source.sequence_lengths[first:last].tobytes())
 
     def close(self) -> None:
-        """Make the pair appear.
+        """Flush the files and move them into place.
 
         Raises:
-            DiskError: no space or no permission; nothing is left behind.
+            DiskError: no space or no permission; no temporary file remains.
         """
         try:
             _sync_and_close(self._bin)
@@ -148,7 +148,7 @@ class IndexedDatasetWriter:
             raise DiskError(f"{self.prefix}.bin/.idx: cannot be written: {error.strerror}") from error
 
     def _index(self) -> Iterator[bytes | memoryview]:
-        """The parts of the .idx."""
+        """Yield the parts of the ``.idx``."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents))
@@ -157,7 +157,7 @@ class IndexedDatasetWriter:
         yield np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data
 
     def abort(self) -> None:
-        """Remove what was written; an older pair of this name stays."""
+        """Remove the temporary files; an older pair of this name stays."""
         with contextlib.suppress(OSError):
             self._bin.close()
         for path in self._temporary.values():

@@ -1,1 +1,1 @@
-"""Closed forms of memory, traffic and FLOPs, and what hardware can do; nothing here needs torch."""
+"""Closed forms of memory, communication volume and FLOPs, and hardware specifications; nothing here needs torch."""

@@ -1,8 +1,8 @@
-"""Arithmetic of a training step in closed form, in the two conventions people quote, and peaks to hold it against.
+"""FLOPs of a training step in closed form, in the two common conventions, and peak rates for MFU.
 
-*full* counts every attention score, *causal* only those a causal mask needs (half of them, fewer in a sliding window): that is what a good
-kernel computes, and the honest one for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward pass as
-twice the forward pass, and recomputation not at all (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B).
+*full* counts every attention score, *causal* only those that a causal mask needs (half of them, fewer in a sliding window), which is what
+a good kernel computes, and the fairer figure for long sequences. Both count matrix products only, 2 FLOP per multiply-add, the backward
+pass as twice the forward pass, and no recomputation (model FLOPs, as in PaLM, arXiv:2204.02311 appendix B).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NAME_TO_PEAK = (
 
 
 def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
-    """(without attention scores, attention scores of the full square) for one token of a full sequence.
+    """Return forward FLOPs for one token of a full sequence: (all but attention scores, attention scores without a mask).
 
-    ``head_share``: of the tokens, those whose entry in the vocabulary is predicted: BERT's masked ones.
+    ``head_share``: share of the tokens that the LM head processes: for BERT the masked ones.
     """
     assert config.num_layers and config.hidden_size and config.num_attention_heads and config.vocab_size and config.seq_length
     heads_width = config.num_attention_heads * config.head_dim
@@ -40,14 +40,16 @@ def forward_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tup
 
 
 def step_flops_per_token(config: ModelConfig, head_share: float = 1.0) -> tuple[float, float]:
-    """(causal, full) FLOPs of forward and backward for one token; BERT sees all of its sequence, so both are the same."""
+    """Return (causal, full) FLOPs of forward and backward for one token; for BERT, which has no causal mask, both are the same."""
     dense, scores = forward_flops_per_token(config, head_share)
     return 3.0 * (dense + scores * seen_share(config)), 3.0 * (dense + scores)
 
 
 def seen_share(config: ModelConfig) -> float:
-    """Of all pairs of a query and a key, those that the mask leaves, for long sequences: 1 for BERT, else a half; in a window of w of s
-    tokens w/s less half of its square."""
+    """Return the share of query-key pairs that the mask leaves, for long sequences.
+
+    1 for BERT, 1/2 for a causal mask, and r - r^2/2 for a sliding window of r = w/s of the sequence.
+    """
     assert config.seq_length
     if config.is_bert:
         return 1.0
@@ -56,13 +58,13 @@ def seen_share(config: ModelConfig) -> float:
 
 
 def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The peak for MFU and its name.
+    """Return the peak rate for MFU and its name.
 
     Args:
-        choice: --peak-tflops: a number, a name of ``PEAK_TFLOPS``, or None for the device's own.
+        choice: --peak-tflops: a number, a name in ``PEAK_TFLOPS``, or None for the device's own peak.
     Returns:
-        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. A CPU's is measured: a short matrix product in ``dtype``
-        with the threads of this process.
+        (TFLOP/s per device, name); (0, "unknown") for a GPU without an entry. The peak of a CPU is measured with short matrix products in
+        ``dtype``, with the threads of this process.
     """
     if choice is not None:
         return (PEAK_TFLOPS[choice], choice) if choice in PEAK_TFLOPS else (float(choice), f"{choice} TFLOP/s")
@@ -78,7 +80,7 @@ def peak_tflops(choice: str | None, device: torch.device, dtype: torch.dtype) ->
 
 
 def _measured_matmul_tflops(dtype: torch.dtype) -> float:
-    """Of products that grow until one can be timed: a small one will do where the CPU has no instructions for ``dtype``."""
+    """Measure the TFLOP/s of matrix products of increasing size; stops at a small size where the CPU lacks instructions for ``dtype``."""
     import torch
 
     rate = 0.0

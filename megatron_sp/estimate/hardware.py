@@ -1,8 +1,8 @@
-"""GPUs and links that the planner knows: what the vendor promises, and what of it training reaches.
+"""Specifications of the GPUs and links that the planner knows: peak rates, and the rates that training achieves.
 
-Peaks are data-sheet values (dense, not sparse). What is reached is measured or published where ``source`` says so, else a share of the
-peak that is usual for the kind; each such share is a field of its own, so that it can be seen and changed. Rates of attention count what
-a causal mask needs. Nothing here is exact to more than a tenth: clocks depend on power and cooling.
+Peaks are data-sheet values (dense, not sparse). Achieved rates are measured or published where ``source`` says so, else a typical share
+of the peak; each such share is a separate field, so that it is visible and can be changed. Attention rates count causal pairs only.
+Nothing here is more accurate than about 10%: clocks depend on power and cooling.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ SUSTAINED = 0.88
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator, or one CPU process.
+    """Specification of one accelerator, or of one CPU process.
 
     Attributes:
-        memory_bytes: what a program can allocate when nobody else is there; 0: asked from the host.
-        peak_tflops: dense bf16 (of a CPU: as measured), for MFU.
-        matmul_tflops: of large matrix products.
-        attention_forward_tflops, attention_backward_tflops: of the fused kernel, heads 128 wide, long sequences, causal pairs alone.
-        narrow_heads: what is left of that with heads 64 wide.
+        memory_bytes: memory that a program can allocate on an otherwise idle device; 0: determined from the host.
+        peak_tflops: dense bf16 peak for MFU (for a CPU: measured).
+        matmul_tflops: achieved rate of large matrix products.
+        attention_forward_tflops, attention_backward_tflops: achieved rates of the fused kernel for head size 128 and long sequences,
+            counting causal pairs only.
+        narrow_heads: share of these rates achieved with head size 64.
         memory_gbs: GB/s that elementwise kernels read and write.
-        units: multiprocessors, over which a product's tiles are dealt out; 0: that costs nothing.
-        launch_us: of a kernel, on the device.
-        host_us: (forward, backward) that Python needs for one block: a floor under its time.
-        link: between the GPUs of a node.
-        activation_gbs, update_gbs: the same of the MLP's activation and of the optimizer, where they differ; 0: they do not.
-        host_gbs: GB/s of copies from and to pinned host memory, each direction, all GPUs of a node at once.
-        overlap_cost: share of hidden communication by which the computation over it takes longer.
-        sustained: share of its kernels' rates that a run reaches: clocks under load, gaps between kernels, the slowest rank.
-        source: where the figures come from.
+        units: multiprocessors, for the wave quantization of matrix products; 0: not modelled.
+        launch_us: time of a kernel launch on the device.
+        host_us: (forward, backward) time that Python needs for one block: a lower bound of its time.
+        link: link between the GPUs of a node.
+        activation_gbs, update_gbs: ``memory_gbs`` of the MLP's activation and of the optimizer where they differ; 0: they do not.
+        host_gbs: GB/s of copies from and to pinned host memory, per direction, with all GPUs of a node copying at once.
+        overlap_cost: slowdown of the computation that hides communication, as a share of the hidden time.
+        sustained: share of its kernels' rates that a run achieves: clocks under load, gaps between kernels, the slowest rank.
+        source: source of the figures.
     """
 
     name: str
@@ -63,15 +64,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs.
+    """Link between GPUs or nodes.
 
     Attributes:
-        peak_gbs: GB/s of one GPU (within a node) or of one network card (between nodes), each direction.
-        achieved: share of it that large collectives reach.
-        latency_us: of a collective, before the first byte.
-        step_us: for each further rank of a ring.
-        between_nodes: joins nodes, not the GPUs of one.
-        per_gpu: a node has one for each GPU; else one in all.
+        peak_gbs: GB/s of one GPU (within a node) or of one network card (between nodes), per direction.
+        achieved: share of the peak that large collectives achieve.
+        latency_us: latency of a collective before the first byte.
+        step_us: additional latency for each further rank of a ring.
+        between_nodes: True if it connects nodes, not the GPUs of a node.
+        per_gpu: True if a node has one for each GPU; else it has one in all.
     """
 
     name: str
@@ -136,12 +137,12 @@ LINKS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Raises ConfigError with the nearest names."""
+    """Return the GPU of that name. Raises ConfigError, with the nearest names, if it is unknown."""
     return _find(name, GPUS, "--gpu", (CPU,))
 
 
 def find_link(name: str, flag: str, between_nodes: bool) -> Link:
-    """Raises ConfigError with the nearest names, or because the link is of the other kind."""
+    """Return the link of that name. Raises ConfigError, with the nearest names, if it is unknown, or if it is of the other kind."""
     link = _find(name, LINKS, flag)
     if link.between_nodes != between_nodes:
         place, names = ("nodes", True) if between_nodes else ("the GPUs of a node", False)

@@ -1,17 +1,18 @@
-"""Memory of one rank in closed form: what stays, and what a training step adds at its worst moment.
+"""Memory of one rank in closed form: memory held throughout, and the additional memory of a training step at its peak.
 
-    resident    parameters, master weights (16-bit models), optimizer state, the micro-batches; with ZeRO ranges of them, and buffers
-    forward     what every block keeps for backward, and on top the LM head: one chunk of logits, its gradient, the table's gradient
-    backward    from the last block to the first: the blocks below still keep theirs, the blocks above have gradients
+    resident    parameters, master weights (16-bit models), optimizer state, the micro-batches; with ZeRO their shards, and buffers
+    forward     activations of every block saved for backward, plus the LM head: one chunk of logits, its gradient, the table's gradient
+    backward    from the last block to the first: activations of the blocks below, gradients of the blocks above
     update      all gradients
 
 Gradients take memory from the first one of a step to the start of the next step (``optim/flat.py``), so backward frees activations while it
-makes gradients, and the worst moment is the head, a block's backward, a reduction, or the update, whichever the shapes say: all are worked
-out, tensor by tensor, as ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and ``parallel/lm_head.py`` hold them;
-``estimate/memory_sizes.py`` knows how large each is, ``estimate/memory_zero.py`` how much of parameters and gradients is whole.
+produces gradients, and the peak is at the head, at a block's backward, at a reduction, or at the update, depending on the shapes. All of
+these are computed, tensor by tensor, following ``models/transformer.py``, ``parallel/ulysses.py``, ``parallel/linear.py`` and
+``parallel/lm_head.py``. ``estimate/memory_sizes.py`` has the size of each, ``estimate/memory_zero.py`` the sharding of parameters and
+gradients.
 
-Counted are tensors, as an allocator counts them: not fragmentation, the buffers of NCCL, or the working memory inside a kernel. This
-module does not load torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` holds it against measured steps.
+Only tensors are counted, as an allocator does: no fragmentation, NCCL buffers, or working memory inside a kernel. This module does not
+import torch: a plan needs no devices. ``tests/dist/test_memory_form.py`` compares it with measured steps.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ def memory_plan(
     *, data_parallel_size: int = 1, optimizer: Literal["adam", "sgd"] = "adam", device: Literal["cpu", "cuda"] = "cpu",
     head_share: float = 1.0,
 ) -> MemoryPlan:  # fmt: skip
-    """Memory of the rank that holds most (sp rank 0: the first ranks get the heads that are left over).
+    """Return the memory of the rank that holds most (sp rank 0: the first ranks get the remainder of the heads).
 
     Args:
-        model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
-        data_parallel_size: dp, for the number of micro-batches and of the ranges of ZeRO.
-        optimizer: whose state is kept.
-        device: decides kernels and temporaries.
-        head_share: of the positions, those that BERT's head sees on a CPU: the masked ones (--mask-prob).
+        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size`` set.
+        data_parallel_size: dp, for the number of micro-batches and of ZeRO's shards.
+        optimizer: optimizer whose state is counted.
+        device: determines kernels and temporaries.
+        head_share: share of the positions that BERT's head processes on a CPU: the masked ones (--mask-prob).
     """
     return Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share).plan(optimizer)
 
 
 class Form(Sizes):
-    """The moments of a step."""
+    """Memory at each candidate for the peak of a step."""
 
     def plan(self, optimizer: str) -> MemoryPlan:
         zero = self.zero
@@ -73,14 +74,14 @@ class Form(Sizes):
         return MemoryPlan(tuple(stays), tuple(moments), self.host)
 
     def _telling_layers(self) -> list[int]:
-        """Among which the worst block is, the last one first: what grows or shrinks evenly from block to block is largest at an end."""
+        """Return the layers, last first, that can be at the peak: memory that changes evenly from block to block is largest at an end."""
         chunks = {last - first for first, last in self.recomputed}
         even = not chunks or (chunks == {1} and len(self.recomputed) == self.layers)
         ends = {0, 1, self.layers - 2, self.layers - 1} if even else set(range(self.layers))
         return sorted((layer for layer in ends if 0 <= layer < self.layers), reverse=True)
 
     def _reductions(self) -> list[Moment]:
-        """Backward leaves a unit, or all of them."""
+        """Moments of gradient reductions: when backward leaves a unit, and after the backward pass."""
         made, packed = [], [Line("what tp ranks sum, packed", self.shared(unit) * self.wide) for unit in range(self.layers + 2)]
         stream = [Line("gradient of the stream", self.stream), Line("gradient of the head's input", self.head_stream)]
         blocks = self._kept_by_blocks()
@@ -96,13 +97,13 @@ class Form(Sizes):
         return made
 
     def _tables(self) -> int:
-        """Positions, rotary tables, dropout's token keys, masks of windows."""
+        """Return the bytes of positions, rotary tables, dropout's token keys and sliding-window masks."""
         rotary = self.length * self.model.rotary_dim // 2 * 2 * max(4, self.wide) if self.model.position_embedding_type == "rope" else 0
         keys = 8 * (self.all_tokens + self.tp_seq_tokens) if self.dropout or self.model.attention_dropout > 0 else 0
         return 8 * self.length + rotary + keys + self._window_masks()
 
     def _window_masks(self) -> int:
-        """Of our CPU kernel's tiles, all alike but the last (``ops/packed_attention.py``)."""
+        """Return the bytes of the CPU kernel's sliding-window masks: one for all tiles but the last (``ops/packed_attention.py``)."""
         window = self.model.window_size
         if self.cuda or self.uses_reference or window is None or window == 1 or window >= self.length:
             return 0
@@ -124,12 +125,12 @@ class Form(Sizes):
         return [*kept, Line("inputs of recomputed blocks", inputs * self.stream), self._embedding_norm]
 
     def _kept_by_all(self) -> list[Line]:
-        """At the end of the forward pass: all blocks, and the norms outside them."""
+        """Activations saved at the end of the forward pass: those of all blocks, of norms outside them, and of BERT's head."""
         final = Line("final norm's input", 0 if self.post else self.stream + self.norm_stats)
         return [*self._kept_by_blocks(), final, *self._bert_head()]
 
     def _bert_head(self) -> list[Line]:
-        """What BERT's head keeps: the inputs of its linear layer, of its activation and of its norm."""
+        """Activations saved by BERT's head: the inputs of its linear layer, activation and norm."""
         return [Line("BERT's head", 3 * self.head_tokens * self.h * self.e)] if self.model.is_bert else []
 
     def _head_lines(self) -> list[Line]:
@@ -158,14 +159,14 @@ class Form(Sizes):
         return Line("buffer for the head's parameters", self.zero.head_buffer * self.e)
 
     def _head_buffer(self) -> int:
-        """The table's gradient while the main-gradient buffer holds one already: at stages 2 and 3 it does not, that has been reduced."""
+        """Bytes of the table's gradient beside that of earlier micro-batches in the flat buffer; 0 at stages 2 and 3, which reduce that."""
         return self.rows * self.h * self.wide if self.num_micro_batches > 1 and self.zero.stage < 2 else 0
 
     def _head(self) -> Moment:
         return Moment("forward", "LM head", tuple(self._head_lines()))
 
     def _head_end(self) -> Moment:
-        """The reduction of the gradient of x starts while the last chunk of logits still exists."""
+        """Moment at the end of the LM head: the reduction of its input's gradient starts while the last chunk of logits still exists."""
         gone = ("head's input of a chunk, weighted, or the last chunk's logits", "gradient of the table, one chunk")
         kept = [line for line in self._head_lines() if line.name not in gone]
         last = self.head_tokens % min(self.head_tokens, self.head_chunk)
@@ -180,7 +181,7 @@ class Form(Sizes):
         )
 
     def _head_backward(self) -> list[Moment]:
-        """Before the reduction is waited for, and behind it, when the gradient is multiplied."""
+        """Moments of the LM head's backward: before waiting for the reduction, and after it, when the gradient is scaled."""
         table = Line("gradient of the table", self._head_buffer())
         base = [*_gradients(self.zero.at_head()), self._head_params(), *self._kept_by_all(), table]
         if self.model.is_bert:
@@ -191,13 +192,13 @@ class Form(Sizes):
         return [Moment("backward", "LM head begins", (*base, waiting)), Moment("backward", "LM head", (*base, *scaled))]
 
     def _bert_head_backward(self, base: list[Line]) -> Moment:
-        """From the picked positions back to all of them; those of the order's head come apart."""
+        """Moment at which BERT's head scatters gradients from the masked positions to all; those of the order head are separate."""
         both = 2 if self.model.has_order_head else 1
         spread = Line("gradient of the head's input, at all positions", both * self.whole_stream)
         return Moment("backward", "LM head", (*base, Line("gradient of the head's input", 2 * self.head_stream), spread))
 
     def _attention_forward(self) -> Moment:
-        """Attention of the last block."""
+        """Moment of the forward pass in the attention of the last block."""
         mlp = 0 if self.recomputed else -total(self.mlp_keeps)
         kept = self._kept_by_blocks()
         keeps = total(self.attention_keeps) if self.recomputed else 0
@@ -216,7 +217,7 @@ class Form(Sizes):
         )  # fmt: skip
 
     def _last_forward(self) -> Moment:
-        """Last block: behind the activation, and the block's output."""
+        """Moment at the end of the last block's forward pass: the MLP's activation and the block's output."""
         inside = total(self.mlp_keeps) if self.recomputed else 0
         lines = self._kept_by_blocks()
         made = [Line("MLP, behind the activation", self.sp_tokens * self.ffn * self.e), Line("block's output", self.whole_stream)]
@@ -230,7 +231,7 @@ class Form(Sizes):
         )  # fmt: skip
 
     def _in_backward(self) -> list[Line]:
-        """The gradient of the stream (with dropout also of the branch), gathered, and the head's, which its node keeps."""
+        """Gradients throughout backward: of the residual stream (with dropout also of the branch), gathered, and of the head's input."""
         count = 2 if self.dropout else 1
         return [
             Line("gradient of the stream", count * self.stream), Line("gradient of the stream, gathered", self.gathered),
@@ -241,7 +242,7 @@ class Form(Sizes):
         return Moment("backward", f"{self._place(layer)} block, {name}", (*self._around(layer), *lines))
 
     def _around(self, layer: int) -> tuple[Line, ...]:
-        """What exists whatever backward does in a block: gradients, and what the blocks below keep."""
+        """Memory held throughout a block's backward: gradients, and the activations of the blocks below."""
         if layer not in self._known:
             self._known[layer] = (*_gradients(self.zero.at(layer + 1)), *self.kept_below(layer))
         return self._known[layer]
@@ -250,13 +251,13 @@ class Form(Sizes):
         return "last" if layer == self.layers - 1 else "first" if layer == 0 else f"number {layer}"
 
     def _from_outside(self, layer: int, attention: bool = False) -> Line:
-        """The gradient that came to a chunk of recomputed blocks: apart from that of the stream, once the chunk's first op is done."""
+        """Gradient of the output of a chunk of recomputed blocks, which is separate from the stream's after the chunk's first op."""
         ends = {i: last for first, last in self.recomputed for i in range(first, last)}
         apart = layer in ends and (attention or layer + 1 < ends[layer])
         return Line("gradient of the recomputed blocks' output", self.stream if apart else 0)
 
     def _mlp_backward(self, layer: int) -> Moment:
-        """Second linear layer: the activation computed again, then its gradient. Over pieces all of the MLP."""
+        """Moment in the backward of the MLP's second linear layer: activation recomputed, and its gradient. Chunked: of the whole MLP."""
         keeps = [*self.attention_keeps, self._norm_behind, *self.mlp_keeps]
         if self.chunked:
             stream = [Line("gradient of the stream", 2 * self.stream), Line("gradient of the head's input", self.head_stream)]
@@ -267,14 +268,14 @@ class Form(Sizes):
         return self._block(layer, "MLP", *keeps, *self._in_backward(), self._from_outside(layer), made)
 
     def _norm_behind_backward(self, layer: int) -> list[Moment]:
-        """Of the MLP: the first that a post-norm block does."""
+        """Moment in the backward of the norm behind the MLP, with which a post-norm block begins; no moment without it."""
         if not self.post:
             return []
         stream = [line for line in self._in_backward() if line.name != "gradient of the stream, gathered"]
         return [self._block(layer, "norm behind the MLP", *self.block_keeps, *stream, *self._norm_backward())]
 
     def _fc1_backward(self, layer: int) -> list[Moment]:
-        """First linear layer: what fc2 kept is gone."""
+        """Moments in the backward of the MLP's first linear layer: the second one's activations are freed."""
         if self.chunked:
             return []
         name, kept = "first linear layer", [*self.attention_keeps, self._norm_behind, self.mlp_keeps[0]]
@@ -288,13 +289,13 @@ class Form(Sizes):
         return [self._block(layer, name, *kept, *stream, wide, *more) for more in (product, norm)]
 
     def _norm_backward(self) -> list[Line]:
-        """Of a norm in front or behind; a layer without one adds two gradients, which takes less."""
+        """Memory of a norm's backward; a layer without a norm adds two gradients instead, which takes less."""
         return [Line("gradient of the norm's input", self.stream), Line("norm's temporaries", self.norm_temporaries)]
 
     def _at_attention(self, layer: int) -> list[Line]:
         """Gradients of streams while backward is in attention.
 
-        With a parallel residual that of the MLP's input waits beside the block's own; with dropout the two have met by then.
+        With a parallel residual the gradient of the MLP's input is held beside the block's own; with dropout the two are already summed.
         """
         waits = self.parallel_residual and not self.dropout
         waiting = Line("gradient of the MLP's input", self.stream if waits else 0)

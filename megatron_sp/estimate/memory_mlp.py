@@ -1,7 +1,7 @@
-"""What the MLP over pieces (``parallel/chunked_mlp.py``) holds beside the residual stream: plain numbers, for ``estimate/memory.py``.
+"""Memory of the chunked MLP (``parallel/chunked_mlp.py``) beside the residual stream, in closed form for ``estimate/memory.py``.
 
-forward     the piece's wide activation, in front of and behind the activation function; what enters and leaves with it
-backward    the same and its gradient; with tp_seq the gathers of the piece behind and the reduction of the piece before
+forward     the wide activation of a piece, before and after the activation function; the piece's input and output
+backward    the same and its gradient; with tp_seq the gathers of the next piece and the reduction of the previous one
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Named = tuple[str, int]
 
 
 def activation_backward(activation: ActivationName, inner: int, block: int) -> int:
-    """Bytes that backward through the activation makes.
+    """Return the bytes that the backward of the activation function allocates.
 
     Args:
-        inner: bytes of its output. A plain one works in place.
-        block: bytes that a gated one computes at a time.
+        inner: bytes of its output; an activation without a gate works in place.
+        block: bytes that a gated activation computes at a time.
     """
     if activation in ("swiglu", "geglu", "geglu_tanh"):
         return 3 * inner + min(inner, block)
@@ -26,23 +26,23 @@ def activation_backward(activation: ActivationName, inner: int, block: int) -> i
 
 
 def piece_sizes(positions: int, chunks: int) -> list[int]:
-    """Positions of each piece, as ``MLPPlan.pieces`` cuts them; a test holds them together."""
+    """Return the number of positions of each piece, as in ``MLPPlan.pieces``; a test keeps them consistent."""
     count = max(1, min(chunks, positions))
     return [(i + 1) * positions // count - i * positions // count for i in range(count)]
 
 
 @dataclass(frozen=True)
 class PieceForm:
-    """Bytes of the largest piece.
+    """Memory of the largest piece, in bytes.
 
     Attributes:
-        stream: of the residual stream, positions of this rank.
-        parts: of tp_seq: ranks that cut the stream, 1 without it.
-        tp: ranks of the group.
-        wide, inner: in front of the activation function and behind it, positions of all parts.
-        activation: between the two.
-        dropout: behind the MLP.
-        receives: a reduce_scatter has a buffer for what arrives (gloo).
+        stream: bytes of the residual stream at the piece's positions of this rank.
+        parts: number of ranks that shard the stream with tp_seq; 1 without it.
+        tp: tensor-parallel size.
+        wide, inner: bytes before and after the activation function, at the positions of all parts.
+        activation: the activation function.
+        dropout: True if dropout follows the MLP.
+        receives: True if a reduce_scatter needs a receive buffer (gloo).
         block: bytes that a gated activation computes at a time.
     """
 
@@ -62,7 +62,7 @@ class PieceForm:
 
     @property
     def _reducing(self) -> int:
-        """A piece on its way out."""
+        """Bytes of a piece whose output or input gradient is being reduced."""
         if self.parts > 1:
             return self._whole + self.stream + (self._whole if self.receives else 0)
         return self.stream if self.tp > 1 else 0
@@ -75,7 +75,7 @@ class PieceForm:
         ]  # fmt: skip
 
     def backward(self) -> list[Named]:
-        """The activation computed again, then its gradient."""
+        """Return the memory of backward: the activation is recomputed, then its gradient is computed."""
         made = activation_backward(self.activation, self.inner, self.block)
         entered = self._whole + (self._whole if self.parts > 1 else self.stream if self.dropout else 0)
         dropped = self.stream if self.dropout else 0

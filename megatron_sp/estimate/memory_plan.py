@@ -1,4 +1,4 @@
-"""A plan of memory as data: kinds of tensors, the moments of a step, what is the worst of them."""
+"""Memory plan of a rank as data: kinds of tensors, moments of a step, and the peak."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of tensors: what they are, and how many bytes."""
+    """One kind of tensor: its name and the bytes of all its tensors."""
 
     name: str
     num_bytes: int
@@ -20,11 +20,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Moment:
-    """What exists at one moment of a step, beside what stays.
+    """Memory at one moment of a step, in addition to the resident memory.
 
     Attributes:
         phase: forward, backward or update.
-        name: where in the phase.
+        name: place within the phase.
     """
 
     phase: Literal["forward", "backward", "update"]
@@ -38,12 +38,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank.
+    """Memory of one rank in bytes.
 
     Attributes:
-        stays: lives from start to end.
-        moments: the worst one of each kind.
-        host: bytes in host memory instead (--offload-activations).
+        stays: resident memory, held for the whole run.
+        moments: the moments of a step that can be the peak.
+        host: bytes of offloaded activations in host memory (on a CPU also in ``stays``); from ``plan_of`` on a GPU also of a save's copy.
     """
 
     stays: tuple[Line, ...]
@@ -63,11 +63,11 @@ class MemoryPlan:
         return self.resident + self.worst.num_bytes
 
     def peak_of(self, phase: str) -> int:
-        """Peak within forward, backward or update."""
+        """Return the peak within a phase: forward, backward or update."""
         return self.resident + max(m.num_bytes for m in self.moments if m.phase == phase)
 
     def text(self) -> str:
-        """A line per kind, in MiB, at the worst moment."""
+        """Return a table in MiB, one line per kind of tensor: the resident memory and that of the peak."""
         rows = [("stays", self.stays), (f"at the peak: {self.worst.phase}, {self.worst.name}", self.worst.lines)]
         made = []
         for title, lines in rows:
@@ -85,11 +85,11 @@ class MemoryPlan:
 
 
 def total(lines: Sequence[Line]) -> int:
-    """Bytes of all lines."""
+    """Return the bytes of all lines."""
     return sum(line.num_bytes for line in lines)
 
 
 def merged(lines: Sequence[Line]) -> list[Line]:
-    """One line for each name."""
+    """Merge lines of the same name."""
     names = list(dict.fromkeys(line.name for line in lines))
     return [Line(name, sum(line.num_bytes for line in lines if line.name == name)) for name in names]

@@ -1,10 +1,11 @@
-"""Host memory that saving in the background keeps for its copy, in closed form: what a rank writes of a checkpoint.
+"""Host memory for the copy of a background save in closed form: the part of a checkpoint that a rank writes.
 
     16-bit weights    2 + 4 (master) + 4 + 4 (Adam)    = 14 bytes a parameter
     fp32 weights      4 + 4 + 4                        = 12
 
-over the ranks that hold the same parameters: from ZeRO stage 1 on each writes its ranges; at stage 0 replicas are dealt out whole, so that
-none has less than the largest of them. This module does not load torch; a test holds it against the division that a run makes.
+divided by the number of ranks that hold the same parameters: from ZeRO stage 1 on each rank writes its shard; at stage 0 whole tensors are
+distributed over the replicas, so that the maximum is at least the largest tensor. This module does not import torch; a test compares it
+with the distribution in a run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_sp.estimate.memory_sizes import Sizes
 
 
 def copy_bytes(config: Config, world_size: int) -> int:
-    """Bytes of host memory on the rank that writes most; 0 without saves in the background."""
+    """Return the bytes of host memory on the rank that writes most; 0 without background saves."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
         return 0

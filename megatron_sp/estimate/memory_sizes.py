@@ -1,6 +1,6 @@
-"""How large everything is that one rank holds: parameters of each unit, what a block keeps for backward, what goes to the host.
+"""Sizes of everything that a rank holds: parameters of each unit, activations of a block saved for backward, memory on the host.
 
-Plain numbers from the configuration; ``estimate/memory.py`` puts them together, moment by moment.
+All are numbers computed from the configuration; ``estimate/memory.py`` combines them, moment by moment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LM_HEAD_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
 def lm_head_chunk_tokens(vocab_rows: int, device: str = "cpu") -> int:
-    """Tokens per chunk of the LM head when no flag says so."""
+    """Return the default number of tokens per chunk of the LM head."""
     return min(_LM_HEAD_TOKENS[device], max(128, _LM_HEAD_BYTES[device] // (4 * vocab_rows) // 64 * 64))
 
 
 class Sizes:
-    """Sizes of all tensors, in bytes unless a name says otherwise."""
+    """Sizes of all tensors, in bytes unless the name of an attribute indicates otherwise."""
 
     def __init__(
         self, model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
@@ -79,7 +79,7 @@ class Sizes:
         self.gate_block = _BLOCK_BYTES if not self.cuda else self.sp_tokens * self.ffn * self.e
 
     def _pieces(self, b: int) -> None:
-        """Of the MLP (--mlp-chunks)."""
+        """Compute the sizes of the pieces of a chunked MLP (--mlp-chunks)."""
         positions = self.tp_seq_tokens // b
         self.mlp_pieces = [size * b for size in piece_sizes(positions, self.kernels.mlp_chunks)]  # tokens of this rank
         largest = max(self.mlp_pieces)
@@ -91,11 +91,11 @@ class Sizes:
 
     @property
     def chunked(self) -> bool:
-        """Whether the MLP is computed over pieces, and its wide activation not kept."""
+        """True if the MLP is computed in pieces, without saving its wide activation."""
         return self.kernels.mlp_chunks > 1
 
     def _heads(self, parallel: ParallelConfig) -> None:
-        """Elements that the attention of a block holds."""
+        """Compute the sizes of the tensors of a block's attention."""
         model, tp, d = self.model, self.tp, self.d
         assert model.num_attention_heads
         n, g = model.num_attention_heads, model.num_groups
@@ -125,10 +125,10 @@ class Sizes:
         self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
 
     def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
-        """What turning the gradients of a chunk's heads back takes: products of half of what turns, and copies where they are not packed.
+        """Return the bytes of the rotary embedding's backward for a chunk of heads: products of half the width, and copies unless packed.
 
         Args:
-            channels: of one head at all positions.
+            channels: elements of one head at all positions.
         """
         if self.model.position_embedding_type != "rope":
             return 0
@@ -141,7 +141,7 @@ class Sizes:
         return channels * ((0 if packed else sum(widths.values()) * self.e) + turned * products // 2)
 
     def _attention_blocks(self, widest: int) -> None:
-        """What calls of our CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
+        """Compute the bytes that calls of the CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
         row = self.queries_per_group * self.d * self.e  # of a position, in the columns of one group
         most = self.all_tokens * widest * self.d * self.e  # of all positions
 
@@ -163,7 +163,7 @@ class Sizes:
             self.attention_grad_blocks = max(3 * self.attention_blocks, others[0] + 2 * others[1])
 
     def _parameters(self, parallel: ParallelConfig, ranks: int) -> None:
-        """Parameters of each unit, in elements with the alignment of the flat buffers; ``ranks`` have the same ones."""
+        """Compute the parameters of each unit, in elements as aligned in the flat buffers; ``ranks``: number of ranks that share them."""
         model, h = self.model, self.h
         align = ALIGN_BYTES // self.e
         norms = 2 if model.normalization == "LayerNorm" else 1
@@ -188,7 +188,7 @@ class Sizes:
         )  # fmt: skip
 
     def shared(self, unit: int) -> int:
-        """Elements of a unit's gradients that tp ranks have in common and sum, packed together."""
+        """Return the number of a unit's gradient elements that tp ranks share, and sum in one packed all_reduce."""
         model, h, norms = self.model, self.h, 2 if self.model.normalization == "LayerNorm" else 1
         if self.tp == 1:
             return 0
@@ -207,7 +207,7 @@ class Sizes:
 
     @property
     def kernel_keeps(self) -> int:
-        """For the attention's backward, beside q, k, v and its output."""
+        """Bytes that the attention kernel saves for backward beside q, k, v and its output."""
         if self.kernels.recompute_granularity == "selective":
             return 0
         if self.uses_reference:
@@ -216,19 +216,19 @@ class Sizes:
 
     @property
     def _scores(self) -> int:
-        """One tensor of attention scores, in fp32 or wider."""
+        """Bytes of one tensor of attention scores, in fp32 or wider."""
         return self.num_queries * self.all_tokens * self.length * self.wide
 
     @property
     def _reference_keeps(self) -> int:
-        """Probabilities, and with dropout the mask and what it leaves; the keys and values of each query where they are shared."""
+        """Bytes saved by reference attention: probabilities, dropout's mask and output, keys and values expanded to all queries."""
         elements, shared = self._scores // self.wide, self.queries_per_group > 1
         dropped = elements * (1 + self.e) if self.model.attention_dropout > 0 else elements * self.e if self.is_16_bit else 0
         return self._scores + dropped + self.length**2 + shared * 2 * self.num_queries * self.all_tokens * self.d * self.e
 
     @property
     def _reference_makes(self) -> int:
-        """In the forward pass, beside what is kept."""
+        """Bytes of reference attention's temporaries in the forward pass."""
         return (2 if self.model.attention_dropout > 0 else 1) * self._scores
 
     @property
@@ -253,7 +253,7 @@ class Sizes:
 
     @property
     def _norm_behind(self) -> Line:
-        """What the norm behind attention or MLP keeps, where there is one."""
+        """Activations saved by the norm behind attention or MLP; 0 bytes without one."""
         return Line("inputs of norms", self.stream + self.norm_stats if self.post else 0)
 
     @property
@@ -262,11 +262,11 @@ class Sizes:
 
     @property
     def _embedding_norm(self) -> Line:
-        """Kept from the first operation to the last."""
+        """Activations saved by the embedding norm of a post-norm model, held throughout forward and backward."""
         return Line("embedding norm's input", self.stream + self.norm_stats if self.post else 0)
 
     def kept_below(self, layer: int) -> list[Line]:
-        """By all blocks below one, when backward works on that."""
+        """Return the activations of all blocks below one while backward is in that block."""
         if self.offloads:
             return self._left_below(layer)
         whole = total(self.block_keeps)
@@ -283,7 +283,7 @@ class Sizes:
 
     @property
     def offloads(self) -> bool:
-        """Whether activations leave the device; a CPU has no other memory, and keeps them beside their copies."""
+        """True if offloaded activations leave the device; a CPU has no other memory, and holds them beside their copies."""
         return self.kernels.offload_activations and self.empties
 
     @property
@@ -292,12 +292,12 @@ class Sizes:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory; kept from step to step."""
+        """Bytes of offloaded activations in host memory, allocated for the whole run."""
         return sum(map(self._moves, self.stages[:-1])) if self.kernels.offload_activations else 0
 
     @property
     def stages(self) -> list[tuple[int, int, bool]]:
-        """What moves to the host and back as one: blocks by themselves, and runs of blocks that are recomputed."""
+        """Stages that are offloaded as one, (first, last + 1, recomputed): single blocks, and chunks of recomputed blocks."""
         found = []
         for first, last, again in recompute_plan(self.kernels, self.layers):
             found += [(first, last, True)] if again else [(layer, layer + 1, False) for layer in range(first, last)]
@@ -308,11 +308,11 @@ class Sizes:
         return [line for line in self.block_keeps if line.name == "dropout keys"]
 
     def _moves(self, stage: tuple[int, int, bool]) -> int:
-        """Bytes of a stage that go to the host: numbers, not keys and masks."""
+        """Return the bytes of a stage that are offloaded: activations, but not dropout keys."""
         return self.stream if stage[2] else total(self.block_keeps) - total(self._stay_of_block)
 
     def _left_below(self, layer: int) -> list[Line]:
-        """As ``kept_below``: of the stages below the one next to come is on its way back."""
+        """Return the result of ``kept_below`` with offloading: of the stages below, only the next one is on its way back."""
         index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
         first, _, again = self.stages[index]
         stay = sum(not below[2] for below in self.stages[:index]) * total(self._stay_of_block)
@@ -324,11 +324,11 @@ class Sizes:
         ]  # fmt: skip
 
     def _leaving(self) -> Line:
-        """While the last stage computes."""
+        """Activations of the stage before, which are being offloaded while the last stage computes."""
         moves = self._moves(self.stages[-2]) if self.offloads and len(self.stages) > 1 else 0
         return Line("block before, on its way to the host", moves)
 
     @cached_property
     def recomputed(self) -> list[tuple[int, int]]:
-        """(first, last + 1) of each chunk of blocks that keeps its input alone."""
+        """Chunks of recomputed blocks, (first, last + 1), which save only their input."""
         return [(first, last) for first, last, again in recompute_plan(self.kernels, self.layers) if again]

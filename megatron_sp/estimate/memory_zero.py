@@ -1,12 +1,12 @@
-"""What ZeRO makes of parameters and gradients in a rank's memory, moment by moment (``optim/flat.py``, ``gradients.py``, ``weights.py``).
+"""Memory of parameters and gradients with ZeRO, moment by moment (``optim/flat.py``, ``gradients.py``, ``weights.py``).
 
     stage 0      gradients are whole from the first one of a step to its end
-    stage 1      the same up to the last backward pass, which makes ranges of them, a unit after the other
-    stage 2, 3   ranges from one micro-batch to the next; whole are the unit that backward is in, and the one whose reduction is under way
-    stage 3      of the parameters too there are ranges, and buffers in which units are made whole
+    stage 1      the same until the last backward pass, which reduces them to shards, unit by unit
+    stage 2, 3   shards between micro-batches; whole are only the unit that backward is in, and the one that is being reduced
+    stage 3      parameters are sharded, too, with buffers in which units are gathered
 
-A reduction takes more than the gradients: its result, the rounded gradients where they travel in 16 bits, and with gloo, whose
-reduce_scatter we add up ourselves, what arrives from the other ranks. At a group of one rank nothing is reduced and nothing gathered.
+A reduction takes additional memory: its result, the rounded gradients if they are sent in 16 bits, and with gloo, whose reduce_scatter is
+our own, the data received from other ranks. In a group of one rank nothing is reduced or gathered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ALIGN_BYTES = 64  # of parameters in optim/flat.py; a test holds them together
 
 @dataclass(frozen=True)
 class Held:
-    """Gradients of one moment, in bytes.
+    """Memory of gradients at one moment, in bytes.
 
     Attributes:
         whole: buffers of whole units.
-        ranges: reduced ones.
-        under_way: what reductions hold beside the gradients.
+        ranges: reduced shards.
+        under_way: additional memory of reductions in progress.
     """
 
     whole: int = 0
@@ -39,16 +39,16 @@ class Held:
 
 @dataclass(frozen=True)
 class ZeroForm:
-    """Units of one rank, and how they are sharded.
+    """Units of one rank and their sharding.
 
     Attributes:
-        units: elements of each: embedding, blocks, head; without the padding of the ranges.
-        parallel: of the run.
+        units: elements of each unit: embedding, blocks, head; without the padding of the shards.
+        parallel: parallel section of the configuration.
         ranks: dp * sp.
         element, wide: bytes of a parameter, and of a gradient.
-        accumulates: there is more than one micro-batch in a step.
-        tied: the embedding's gradient is begun at the head.
-        receives: a reduce_scatter has a buffer for what arrives (gloo).
+        accumulates: True if a step has more than one micro-batch.
+        tied: True if the embedding is tied to the head, so that its gradient exists from the head on.
+        receives: True if a reduce_scatter needs a receive buffer (gloo).
     """
 
     units: Sequence[int]
@@ -66,11 +66,11 @@ class ZeroForm:
 
     @property
     def parts(self) -> int:
-        """Ranges of a unit."""
+        """Number of shards of a unit."""
         return self.ranks if self.stage > 0 else 1
 
     def size(self, unit: int) -> int:
-        """Elements of a unit with padding."""
+        """Return the number of elements of a unit, with padding."""
         return self._sizes[unit]
 
     @cached_property
@@ -79,28 +79,28 @@ class ZeroForm:
 
     @property
     def num_params(self) -> int:
-        """Elements of all units with padding."""
+        """Number of elements of all units, with padding."""
         return sum(self._sizes)
 
     @property
     def kept_params(self) -> int:
-        """Elements of parameters from start to end, without the buffers of stage 3."""
+        """Number of parameter elements held for the whole run, without the buffers of stage 3."""
         return self.num_params // self.parts if self.stage == 3 else self.num_params
 
     @cached_property
     def pools(self) -> list[Pool]:
-        """Units that share buffers, at stage 3."""
+        """Pools of units that share buffers, at stage 3."""
         alike = [0 < unit < self._last for unit in range(len(self.units))]
         return pools_of(alike, 2 + self.parallel.zero3_keep_units, tied=self.tied, keep_all=self.parallel.zero3_gather_once)
 
     @property
     def buffers(self) -> int:
-        """Elements of the buffers in which units are made whole and that stay."""
+        """Number of elements of the buffers in which units are gathered and that are held for the whole run."""
         return sum(min(pool.num_buffers, len(pool.units)) * self._buffer(pool) for pool in self.pools if pool.lasting)
 
     @cached_property
     def head_buffer(self) -> int:
-        """Elements of the buffer of the head if it is there only for its time: from the last block's forward pass on."""
+        """Number of elements of a temporary buffer for the head, which exists from the last block's forward pass on."""
         return sum(self._buffer(pool) for pool in self.pools if not pool.lasting)
 
     def _buffer(self, pool: Pool) -> int:
@@ -108,7 +108,7 @@ class ZeroForm:
 
     @property
     def travel(self) -> int:
-        """Bytes of an element of a gradient on its way."""
+        """Bytes of a gradient element in communication."""
         return 2 if self._rounds else self.wide
 
     @property
@@ -116,7 +116,7 @@ class ZeroForm:
         return self.parallel.grad_reduce_in_bf16 and self.ranks > 1
 
     def _beside(self, units: Iterable[int], arrived: int | None) -> int:
-        """Of reductions under way: where we add up ourselves, only that of the unit that has arrived has a result."""
+        """Return the additional bytes of reductions in progress; with our own reduce_scatter, only unit ``arrived`` has a result yet."""
         total = 0
         for unit in units:
             size = self.size(unit)
@@ -127,7 +127,7 @@ class ZeroForm:
         return total
 
     def _held(self, whole: Iterable[int], done: Iterable[int], going: Iterable[int] = (), arrived: int | None = None) -> Held:
-        """Units that are whole, those reduced to ranges, those of the whole ones that are on their way, and which of these is taken in."""
+        """Return the memory of gradients, given whole units, reduced ones, those being reduced, and the one whose result is taken."""
         ranges = range(len(self.units)) if self.stage >= 2 and self.accumulates else done
         widened = 0 if arrived is None or not self._rounds else self.size(arrived) // self.parts * 4
         return Held(
@@ -141,17 +141,17 @@ class ZeroForm:
 
     @property
     def _begun_early(self) -> set[int]:
-        """Units whose gradient exists from the head on, though backward comes to them last."""
+        """Units whose gradient exists from the head on, although backward reaches them last."""
         return {0} if self.tied else set()
 
     def _not_reached(self, unit: int) -> set[int]:
-        """Units below one whose gradients are whole when the last backward pass is in it (stage 1)."""
+        """Return the units below ``unit`` whose gradients are whole while the last backward pass is in it (stage 1)."""
         return set(range(unit)) if self.accumulates else self._begun_early
 
     # moments; those of backward are of the last micro-batch
 
     def forward(self) -> Held:
-        """Before the first backward pass of a micro-batch that is not the first one, if there is any."""
+        """Return the gradients during the forward pass of a micro-batch after the first; empty if a step has only one."""
         if not self.accumulates:
             return Held()
         if self.stage < 2:
@@ -159,7 +159,7 @@ class ZeroForm:
         return self._held([0], (), [0])  # the embedding of the micro-batch before is on its way
 
     def at_head(self) -> Held:
-        """The head's loss and backward."""
+        """Return the gradients during the head's loss and backward."""
         if self.stage < 2:
             return self.forward() if self.accumulates else self._held(self._begun_early or [self._last], ())
         if self.tied:  # the head begins the next gradient of the embedding's unit, and takes in the one before only then
@@ -168,7 +168,7 @@ class ZeroForm:
         return self._held([self._last, *left], (), left)
 
     def at(self, unit: int) -> Held:
-        """Backward is in a unit that is not the head: its own gradients are there."""
+        """Return the gradients while backward is in a unit other than the head, whose own gradients exist."""
         above = range(unit + 1, len(self.units))
         overlap = self.parallel.overlap_grad_reduce
         if self.stage == 0 or (self.stage == 1 and not overlap):
@@ -182,7 +182,7 @@ class ZeroForm:
         return self._held([unit, *above, *self._begun_early, *left], (), left)
 
     def reducing(self, unit: int) -> list[Held]:
-        """Backward leaves a unit; for unit 0 everything that comes behind backward."""
+        """Return the gradients at each moment when backward leaves a unit; for unit 0 until all reductions after backward are done."""
         above = range(unit + 1, len(self.units))
         everything = range(len(self.units))
         if self.stage == 0:
@@ -206,5 +206,5 @@ class ZeroForm:
         return found
 
     def after(self) -> Held:
-        """The step's gradients when all are reduced."""
+        """Return the gradients of the step after all reductions."""
         return self._held(range(len(self.units)), ()) if self.stage == 0 else self._held((), range(len(self.units)))

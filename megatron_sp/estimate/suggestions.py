@@ -1,4 +1,4 @@
-"""Too little memory predicted: what would help, each change tried with the closed form before it is recommended."""
+"""Suggestions for a run with too little memory; each change is evaluated with the closed form before it is suggested."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped i
 
 
 class Suggestion(NamedTuple):
-    """A change of flags, and the peak that it brings."""
+    """A change of flags, and the predicted peak with it."""
 
     flags: str
     peak: int
 
 
 def head_share(config: Config) -> float:
-    """Of the positions, those that the head sees: of BERT's the masked ones."""
+    """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
     return config.data.mask_prob if config.model.is_bert else 1.0
 
 
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
-    """The memory of one rank of a run, with the copy of its saves; its vocabulary size is known."""
+    """Return the memory plan of one rank, with the copy for background saves; the vocabulary size must be set."""
     plan = memory_plan(
         config.model, config.parallel, config.kernels, config.batch, config.precision,
         data_parallel_size=config.parallel.dp_size(world_size), optimizer=config.optimizer.optimizer, device=device,
@@ -45,10 +45,10 @@ def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
 
 
 def find_suggestions(config: Config, world_size: int, device: Device, available: float = 0) -> list[Suggestion]:
-    """Up to three changes that lower the peak, those that bring it below ``available`` first.
+    """Return up to three changes that lower the peak, those that bring it below ``available`` first.
 
-    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone, the last is all
-    together that leave the layout as it is.
+    Of each kind of change the smallest that suffices is taken, else the one that helps most. If none suffices alone, the last suggestion
+    combines all changes that leave layout and precision unchanged.
     """
     peak = plan_of(config, world_size, device).peak
     found: list[Suggestion] = []
@@ -81,7 +81,7 @@ Change = tuple[str, Callable[[Config], None]]
 
 
 def _kinds(config: Config) -> Iterator[list[Change]]:
-    """Changes by kind, cheapest kind first, within a kind from the smallest change on."""
+    """Yield the changes of each kind, cheapest kind first; within a kind the smallest change is first."""
 
     def setting(group: str, name: str, value: object) -> Callable[[Config], None]:
         return lambda c: setattr(getattr(c, group), name, value)
@@ -122,11 +122,11 @@ def _split(size: int) -> Callable[[Config], None]:
 
 
 def shortage(config: Config, world_size: int, device: Device, available: int, whose: str) -> list[str]:
-    """Lines of a warning if a rank is predicted to need more than there is; else none.
+    """Return the lines of a warning if a rank's predicted peak exceeds the available memory; else none.
 
     Args:
-        available: bytes for this rank.
-        whose: where they are, in words.
+        available: bytes available to this rank.
+        whose: phrase that describes them.
     """
     plan = plan_of(config, world_size, device)
     if plan.peak <= available:
@@ -136,7 +136,7 @@ def shortage(config: Config, world_size: int, device: Device, available: int, wh
 
 
 def breakdown(plan: MemoryPlan) -> str:
-    """Where the memory goes, in a line."""
+    """Return a breakdown of the memory in one line."""
     worst = sorted((*plan.stays, *plan.worst.lines), key=lambda line: -line.num_bytes)[:4]
     parts = ", ".join(f"{line.name} {format_bytes(line.num_bytes)}" for line in worst)
     return (
@@ -146,7 +146,7 @@ def breakdown(plan: MemoryPlan) -> str:
 
 
 def advice(config: Config, world_size: int, device: Device, available: int) -> list[str]:
-    """A line for each remedy: what it brings, and whether that is enough."""
+    """Return a line for each suggestion: the predicted peak, and whether it fits."""
     lines = []
     for remedy in find_suggestions(config, world_size, device, available):
         fits = "fits" if remedy.peak <= available else "still too much"

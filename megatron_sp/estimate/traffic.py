@@ -1,16 +1,16 @@
-"""What a rank sends in a step, worked out from the configuration: number of collectives and bytes on the wire, by kind.
+"""Communication volume of a rank in a step, computed from the configuration: number of collectives and bytes sent, by kind.
 
-Bytes are those of ring algorithms, of one rank, with N what the whole tensor has and W the ranks of the group:
+Bytes are those that one rank sends in ring algorithms, with N the bytes of the whole tensor and W the size of the group:
 
     all_gather, reduce_scatter    N (W-1)/W
     all_reduce                    2 N (W-1)/W
-    all_to_all                    what the rank sends to others: (W-1)/W of what it sends, where shares are even
+    all_to_all                    the bytes sent to other ranks: (W-1)/W of the rank's data if shares are even
 
-(gloo's all_gather and all_reduce are rings; our reduce_scatter on gloo is an all_to_all of the same bytes. NCCL may choose trees, which
-send no less.) "Can hide" is what runs under computation given the flags: started before something that does not need it. Whether it is
-hidden is a matter of the link, and ``--report-overlap`` measures it.
+    (gloo's all_gather and all_reduce are rings; our reduce_scatter on gloo is an all_to_all of the same bytes. NCCL may choose trees, which
+    send no less.) "Can hide" counts communication that can overlap with computation under the given flags: it starts before a computation
+    that does not need it. Whether it is actually hidden depends on the link; ``--report-overlap`` measures it.
 
-This module does not load torch. ``tests/dist/test_traffic.py`` holds it against the collectives of real steps.
+    This module does not import torch. ``tests/dist/test_traffic.py`` compares it with the collectives of real steps.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Flow:
     """Collectives of one kind in one step.
 
     Attributes:
-        kind: what travels.
-        op: how.
-        group: between whom.
-        ranks: of the group.
-        number: how many.
-        num_bytes: on the wire, sent by one rank, in all.
-        can_hide: how many of these bytes.
-        under: what they can run under; "" if nothing.
+        kind: description of the data.
+        op: collective operation.
+        group: name of the group.
+        ranks: size of the group.
+        number: number of collectives.
+        num_bytes: total bytes sent by one rank.
+        can_hide: number of these bytes that can overlap with computation.
+        under: the computation that can hide them; "" if there is none.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """All collectives of a step of the rank that sends most."""
+    """All collectives of a step, for the rank that sends most."""
 
     flows: tuple[Flow, ...]
 
@@ -79,13 +79,13 @@ def traffic_plan(
     model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
     *, data_parallel_size: int = 1, device: Literal["cpu", "cuda"] = "cpu", head_share: float = 1.0,
 ) -> TrafficPlan:  # fmt: skip
-    """The collectives of a training step.
+    """Return the collectives of a training step.
 
     Args:
-        model, parallel, kernels, batch, precision: as the run has them, validated; the model's ``vocab_size`` is set.
+        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size`` set.
         data_parallel_size: dp.
-        device: decides the chunks of the LM head.
-        head_share: of the positions, those that BERT's head sees on a CPU.
+        device: determines the chunks of the LM head.
+        head_share: share of the positions that BERT's head processes on a CPU.
     """
     form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share)
     samples = form.num_micro_batches * batch.micro_batch_size * data_parallel_size
@@ -95,7 +95,7 @@ def traffic_plan(
 
 
 def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
-    """Sent by one rank of a ring for a tensor whose whole has ``num_bytes``; of an all_to_all: what the rank has to send, evenly."""
+    """Return the bytes that one rank sends for a whole tensor of ``num_bytes``; for an all_to_all: for its own data, in even shares."""
     once = num_bytes * (ranks - 1) // ranks
     return 2 * once if op == "all_reduce" else once
 
@@ -111,7 +111,7 @@ class _Counter:
         self.backwards = form.layers * form.num_micro_batches
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
-        """Of whole tensors of these bytes; ``hidden``: of those among them that can hide."""
+        """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
         ranks = {"dp x sp": self.ranks, "tp": self.tp, "world": self.world}[group]
         sizes = sizes if ranks > 1 else []
         hidden = hidden or [] if ranks > 1 else []
@@ -119,7 +119,7 @@ class _Counter:
         return Flow(kind, op, group, ranks, len(sizes), sent, can_hide, under if can_hide else "")
 
     def gradients(self) -> Iterator[Flow]:
-        """Over dp x sp: once, or at stages 2 and 3 in every micro-batch; behind the backward pass nothing covers the embedding's."""
+        """Gradients over dp x sp: once, or at stages 2 and 3 per micro-batch; nothing hides the embedding's last. Shared ones over tp."""
         zero, stage = self.form.zero, self.parallel.zero_stage
         times = self.form.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
@@ -133,7 +133,7 @@ class _Counter:
         yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
 
     def parameters(self) -> Iterator[Flow]:
-        """Over dp x sp: after the update, or at stage 3 before each use."""
+        """Parameters over dp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
         zero, stage, overlap = self.form.zero, self.parallel.zero_stage, self.parallel.overlap_param_gather
         sizes = [zero.size(unit) * self.form.e for unit in self.units]
         if stage in (1, 2):
@@ -154,7 +154,7 @@ class _Counter:
             )
 
     def tensor_parallel(self) -> Iterator[Flow]:
-        """Entering and leaving the split parts of the layers, the embedding and the head."""
+        """Activations over tp, on entering and leaving the tensor-parallel parts of layers, embedding and head; sums of the loss."""
         if self.tp == 1:
             return
         form, times = self.form, self.form.num_micro_batches
@@ -184,7 +184,7 @@ class _Counter:
         yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
 
     def ulysses(self) -> Iterator[Flow]:
-        """Exchanges of heads, of the rank that sends most."""
+        """Ulysses exchanges of heads over sp, for the rank that sends most."""
         form, ranks = self.form, self.sp
         if ranks == 1:
             return
@@ -198,7 +198,7 @@ class _Counter:
             yield Flow(kind, "all_to_all", "sp", ranks, count, shown + hidden, hidden, under if hidden else "")
 
     def _sent(self, rank: int, hides: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Bytes that a rank sends in a block's forward and backward pass, each (in the open, can hide)."""
+        """Return the bytes that a rank sends in a block's forward and backward pass, each as (exposed, can hide)."""
         form, chunks = self.form, self.form.chunks
         per_head = form.sp_tokens * form.d * form.e
         forward, backward = [0, 0], [0, 0]
@@ -219,7 +219,7 @@ class _Counter:
         return (forward[0], forward[1]), (backward[0], backward[1])
 
     def scalars(self) -> Iterator[Flow]:
-        """Token counts and the samples' digests, loss sums, the gradient norm."""
+        """Scalars: token counts, digests of samples, loss sums, gradient norm."""
         everybody = [8 * (self.num_terms + 1 + self.num_samples), 8 * self.num_terms]
         holders = "world" if self.parallel.zero_stage > 0 else "tp"
         yield self._flow(

@@ -1,1 +1,1 @@
-"""Trained models at work: generation with a key/value cache, evaluation, serving."""
+"""Inference: generation with a KV cache, evaluation, serving."""

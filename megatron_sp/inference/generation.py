@@ -1,14 +1,14 @@
-"""Continuing prompts token by token: greedy or sampled, with a key/value cache, reproducible to the token.
+"""Text generation token by token, greedy or sampled, with a KV cache, reproducible to the token.
 
-The choice at a position depends on (logits, seed, sample, position) and on nothing else: a hash of the last three gives one
-uniform number, which is looked up in the cumulative distribution of the candidates. So a sample comes out the same whatever else
-is generated beside it and in whatever order, and no random state is touched.
+The choice at a position depends only on (logits, seed, sample, position): a hash of the last three gives one uniform number,
+which is looked up in the cumulative distribution of the candidates. So a sample is the same whatever else is generated and in
+whatever order, and no random state is used.
 
-Sequences run one after the other, not as a batch: a batched matrix product rounds differently, and the same prompt would then have
-different continuations alone and in company. Samples of one prompt share its first pass through the model.
+Sequences are generated one after the other, not in a batch: a batched matrix product rounds differently, so a prompt could get
+different continuations alone and in a batch. The samples of one prompt share its prefill.
 
-A model that is split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments and
-gets the same tokens (``inference/kv_cache.py`` says how).
+A model split over tp or sp ranks is used by all of them together: every rank calls ``generate`` with the same arguments and
+gets the same tokens (see ``inference/kv_cache.py``).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FinishReason = Literal["", "eod", "stop", "max_new_tokens", "context"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Attributes:
-        temperature: divides the logits; 0: always the most probable token (the lowest id among equals).
-        top_k: only the k most probable tokens; 0: all.
-        top_p: only the smallest set of most probable tokens (of those that top_k left, renormalised) that reaches this probability; 1: all.
-        seed: of the draws.
+        temperature: divides the logits; 0: greedy, always the most probable token (on ties the lowest id).
+        top_k: keep only the k most probable tokens; 0: all.
+        top_p: keep only the smallest set of most probable tokens (after top_k, renormalised) that reaches this probability; 1: all.
+        seed: seed of the draws.
     """
 
     temperature: float = 1.0
@@ -62,10 +62,10 @@ class NewToken:
     """One generated token.
 
     Attributes:
-        prompt, sample: whose it is, as indices.
-        position: in its sequence, prompt included.
-        token: the id.
-        finish: why the sequence ends with this token; empty while it goes on. ``context``: max_position_embeddings is reached.
+        prompt, sample: indices of its prompt and sample.
+        position: position in its sequence, prompt included.
+        token: the token id.
+        finish: why the sequence ends with this token; empty if it goes on. ``context``: max_position_embeddings is reached.
     """
 
     prompt: int
@@ -76,13 +76,13 @@ class NewToken:
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may come next.
+    """Return the candidates for the next token and their probabilities.
 
     Args:
         logits: [v], finite.
         sampling: temperature > 0.
     Returns:
-        (ids int64 [c], most probable first and lower ids first among equals; probabilities fp64 [c], their sum is 1).
+        (ids int64 [c], most probable first, on ties the lower id first; probabilities fp64 [c], which sum to 1).
     """
     wide = logits.detach().to("cpu", torch.float64)
     ordered, ids = torch.sort(wide, descending=True, stable=True)
@@ -98,7 +98,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> int:
-    """The next token id from logits [v].
+    """Choose the next token id from logits [v].
 
     Raises:
         NumericsError: logits are NaN or infinite.
@@ -116,7 +116,7 @@ def choose(logits: Tensor, sampling: Sampling, sample: int, position: int) -> in
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1), uniform over its arguments."""
+    """Return a number in [0, 1), a hash uniformly distributed over the arguments."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
@@ -134,22 +134,22 @@ def generate(
     use_cache: bool = True,
     kernel: KernelName = "sdpa",
 ) -> Iterator[NewToken]:
-    """Continue prompts; yields each token as soon as it is known.
+    """Generate continuations of prompts; yields each token as soon as it is known.
 
     Args:
-        model: its parameters' device is where everything runs.
+        model: runs on the device of its parameters.
         prompts: token ids; an empty one starts from ``eod``.
-        max_new_tokens: for each sequence, at least 1.
-        sampling: how tokens are chosen; None: temperature 1.
-        eod: ends a sequence; it is the last token yielded.
-        stop: token sequences that end a sequence when they have been generated.
+        max_new_tokens: limit for each sequence, at least 1.
+        sampling: sampling parameters; None: temperature 1.
+        eod: end-of-document token, which ends a sequence and is yielded.
+        stop: token sequences that end a sequence once they have been generated.
         vocab_size: only ids below this are generated (a model may have more entries than its tokenizer); None: all.
-        num_samples: continuations of each prompt.
-        use_cache: keep keys and values of past positions; without, each token runs the whole sequence again (for proofs).
+        num_samples: number of continuations of each prompt.
+        use_cache: use a KV cache; else every token runs the whole sequence again (for comparison).
         kernel: attention kernel.
     Raises:
-        ConfigError: a prompt that is longer than the model's context, an id outside the vocabulary, an empty prompt without ``eod``.
-            Everything is checked at the call, before any token is generated.
+        ConfigError: a prompt is longer than the model's context, an id is outside the vocabulary, or a prompt is empty without ``eod``.
+            All arguments are checked at the call, before any token is generated.
     """
     starts = [_checked_start(model, index, prompt, eod) for index, prompt in enumerate(prompts)]
     if max_new_tokens < 1 or num_samples < 1:
@@ -167,7 +167,7 @@ def generate(
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
-    """``generate`` collected: [prompt][sample] -> new token ids (``eod`` included where it ended the sequence)."""
+    """Call ``generate`` and collect the new token ids as [prompt][sample] (including an ``eod`` that ended a sequence)."""
     results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
     for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
         results[new.prompt][new.sample].append(new.token)
@@ -182,7 +182,7 @@ class _Ending:
     stop: list[list[int]]
 
     def reason(self, tokens: list[int], num_new: int) -> FinishReason:
-        """Why a sequence with these tokens, of which the last ``num_new`` are new, goes no further."""
+        """Return why a sequence with these tokens, of which the last ``num_new`` are new, ends here; "" if it goes on."""
         if self.eod is not None and tokens[-1] == self.eod:
             return "eod"
         if any(len(s) <= num_new and tokens[-len(s) :] == s for s in self.stop):
@@ -237,22 +237,22 @@ def _generate(
 
 
 def _next_logits(model: GPTModel, tokens: list[int], cache: KVCache | None, kernel: KernelName) -> Tensor:
-    """Logits [v] behind the last token; with a cache only what it does not hold yet is computed."""
+    """Compute the logits [v] after the last token; with a cache only the positions it lacks are computed."""
     unread = tokens[cache.length :] if cache is not None else tokens
     ids = torch.tensor([unread], dtype=torch.int64, device=model.embedding.word_embeddings.weight.device)  # [1, s_new]
     return model.next_logits(ids, ForwardContext(AttentionMask(), kernel=kernel, cache=cache))[0]
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back what is not whole yet.
+    """Incremental detokenizer that holds back incomplete characters.
 
-    A character may be spread over several tokens (bytes of UTF-8), and a piece of SentencePiece may or may not begin with a space
-    depending on what is before it. So the text is always the difference of two decodings of a window that begins at an
-    earlier whole point, and nothing that ends in a replacement character is let out before ``flush``.
+    A character may be spread over several tokens (bytes of UTF-8), and a SentencePiece piece may or may not begin with a space,
+    depending on what precedes it. So the text is always the difference of two decodings of a window that begins at an earlier
+    character boundary, and text that ends in a replacement character is held back until ``flush``.
 
     Args:
-        decode: of the tokenizer.
-        context: ids in front of the first token, whose text is not repeated.
+        decode: the tokenizer's decode function.
+        context: ids before the first token, whose text is not returned.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
@@ -262,7 +262,7 @@ class TextStream:
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
-        """The text that this token completes; often empty."""
+        """Add a token and return the text that it completes; may be empty."""
         self._ids.append(token)
         new = self._unread_text()
         if new.endswith("\ufffd"):
@@ -272,7 +272,7 @@ class TextStream:
         return new
 
     def flush(self) -> str:
-        """What is left at the end, whole or not."""
+        """Return the remaining text at the end, complete or not."""
         new = self._unread_text()
         self._window, self._read = self._read, len(self._ids)
         return new

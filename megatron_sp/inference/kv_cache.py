@@ -1,11 +1,11 @@
-"""Keys and values of past positions, so that a generated token costs one position and not its whole sequence again.
+"""KV caches, with which a generated token costs one position instead of its whole sequence.
 
-A rank keeps those of its own heads: its tensor-parallel ones and, of these, the ones that Ulysses gives it. A prompt goes through the
-exchanges as a training sequence does, cut over the sp ranks, and what arrives at the attention, all positions of the rank's heads, is
-what is kept. A generated token goes the same way: it is a sequence of one position (and padding), so the first sp rank carries its
-activations, and each rank attends to it with its heads. Thus a context that is too long for one device is shared by all, cache included.
+A rank caches the keys and values of its own heads: its share under tensor parallelism and, of that, under Ulysses. A prompt passes through
+the exchanges like a training sequence, split over the sp ranks; the heads that arrive at the attention, with all positions, are cached. So
+is a generated token: it is a sequence of one position (and padding), so the first sp rank has its activations, and each rank
+computes attention for its own heads. Thus a context too long for one device is distributed over all, including the cache.
 
-Both caches are written in ``parallel.ulysses.Core.attend``: the pipeline around it knows nothing of them.
+Both caches are written in ``parallel.ulysses.Core.attend``; the pipeline around it does not depend on them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class KVCache:
-    """Of one sequence, or of several that are always equally long.
+    """KV cache of one sequence, or of several of the same length.
 
     Args:
-        num_layers: of the model.
-        max_length: positions there is room for.
+        num_layers: layers of the model.
+        max_length: capacity in positions.
     """
 
     def __init__(self, num_layers: int, max_length: int) -> None:
@@ -29,7 +29,7 @@ class KVCache:
         self._values: list[Tensor | None] = [None] * num_layers
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [s_new, m, 1, d]; returns all keys and values so far [length + s_new, m, 1, d]."""
+        """Append k and v [s_new, m, 1, d]; return all keys and values so far [length + s_new, m, 1, d]."""
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             keys, values = (t.new_empty(self.max_length, *t.shape[1:]) for t in (k, v))
@@ -42,25 +42,25 @@ class KVCache:
         self.length += num_positions
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """int64 [num_new]."""
+        """Return the position ids of the next ``num_new`` tokens, int64 [num_new]."""
         return torch.arange(self.length, self.length + num_new, device=device)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that are held, [length, m, 1, d]."""
+        """Return the cached keys and values of a layer, [length, m, 1, d]."""
         keys, values = self._keys[layer], self._values[layer]
         assert keys is not None and values is not None, "no forward pass has filled this cache"
         return keys[: self.length], values[: self.length]
 
 
 class BatchCache:
-    """Of several sequences, each with a length of its own, that get one new position each with every forward pass.
+    """KV cache of several sequences of different lengths, which get one new position each in every forward pass.
 
-    The sequences are rows 0, 1, ... without gaps: where one goes, the last takes its place.
+    The sequences are in rows 0, 1, ... without gaps: when one is removed, the last takes its row.
 
     Args:
-        num_layers: of the model.
-        max_rows: sequences there is room for.
-        max_length: positions of each.
+        num_layers: layers of the model.
+        max_rows: capacity in sequences.
+        max_length: capacity of each in positions.
     """
 
     def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
@@ -71,7 +71,7 @@ class BatchCache:
         self._at: Tensor | None = None  # the lengths, where the keys are
 
     def add(self, one: KVCache) -> int:
-        """Take over a sequence; returns its row."""
+        """Copy a sequence into the cache; return its row."""
         row = len(self.lengths)
         assert row < self.max_rows, "there is no room for another sequence"
         for layer in range(self.num_layers):
@@ -85,7 +85,7 @@ class BatchCache:
         return row
 
     def remove(self, row: int) -> None:
-        """Forget a sequence; the last one now has its row."""
+        """Remove a sequence; the last one takes its row."""
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
@@ -97,11 +97,11 @@ class BatchCache:
         self._at = None
 
     def lengths_with_new(self, device: torch.device) -> Tensor:
-        """int64 [b]: positions of each sequence, the one that comes included."""
+        """Return the length of each sequence, including the next position, int64 [b]."""
         return self._lengths_on(device) + 1
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put k and v [1, b*m, 1, d] behind each sequence; returns [longest + 1, b*m, 1, d], in which shorter ones end in leftovers."""
+        """Append k and v [1, b*m, 1, d]; return [longest + 1, b*m, 1, d], with stale contents after the ends of shorter sequences."""
         rows = len(self.lengths)
         end = max(self.lengths) + 1
         at = self._lengths_on(k.device)
@@ -117,7 +117,7 @@ class BatchCache:
         self._at = None
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """int64 [b, 1]."""
+        """Return the position id of the next token of each sequence, int64 [b, 1]."""
         assert num_new == 1, "sequences of different lengths get one position at a time"
         return self._lengths_on(device)[:, None]
 

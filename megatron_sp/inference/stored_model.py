@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a checkpoint, for tools that use a model and do not train it."""
+"""Model and tokenizer of a checkpoint, for tools that use a model without training it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HAS_OWN_VOCABULARY = (
 
 
 class Stored(NamedTuple):
-    """What a step folder holds: how to build its model, its tokenizer, and where it is in the run."""
+    """A stored model: its step folder, configuration, tokenizer and step, and the checkpointer that reads it."""
 
     folder: Path
     config: Config
@@ -42,11 +42,11 @@ class Stored(NamedTuple):
     def load(
         self, cls: type[LanguageModel], device: torch.device, dtype: torch.dtype, layout: ParallelContext | None = None
     ) -> LanguageModel:  # fmt: skip
-        """The model with its weights, to be used and not trained; no other tensor is read. Collective, if the checkpointer is.
+        """Load the model with its weights, for inference; no other tensor is read. Collective, if the checkpointer is.
 
         Args:
-            cls: of the model; all its parameters must be in the checkpoint.
-            layout: which part of it; without one, all.
+            cls: class of the model; all its parameters must be in the checkpoint.
+            layout: the part of the model for this rank; None: all of it.
         """
         with torch.device("meta"):  # initial weights need not be drawn
             model = cls(self.config.model, self.config.kernels, seed=0, dtype=dtype, layout=layout)
@@ -65,19 +65,19 @@ def find_stored(
     run: str | Path, step: int | None, what: str, instead: dict[str, str], warn: Callable[[str], None], tokenizer_file: str | None = None,
     checkpointer: Checkpointer | None = None,
 ) -> Stored:  # fmt: skip
-    """What a run's checkpoint says, once it is clear that it is of the right kind.
+    """Find a run's checkpoint, check that it is of the right kind, and read its configuration and tokenizer.
 
     Args:
         run: a run, its checkpoints folder, or one step folder.
-        step: this one instead of the newest.
-        what: "GPT" or "BERT".
-        instead: what to use for the other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
-        warn: told about what the configuration has that this version does not know.
-        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, in place of the run's own.
-        checkpointer: that has found ``run`` already, a step folder; None: a new one finds it.
+        step: use this step instead of the newest.
+        what: the expected kind, "GPT" or "BERT".
+        instead: what to use for other kinds: "GPT", "BERT" and "classifier" -> the end of a sentence.
+        warn: called with a warning for each configuration entry unknown to this version.
+        tokenizer_file: SentencePiece model, tokenizer.json, vocab.txt, or a folder with one of them, instead of the run's own.
+        checkpointer: one that has already found ``run``, a step folder; None: a new one is used to find it.
     Raises:
-        CheckpointError: there is none, or it is of another kind.
-        ConfigError, DataError: what is wrong with the tokenizer.
+        CheckpointError: there is no checkpoint, or it is of another kind.
+        ConfigError, DataError: the tokenizer is missing, damaged or does not fit the model.
     """
     if checkpointer is None:
         checkpointer = Checkpointer(None)

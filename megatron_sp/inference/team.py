@@ -1,8 +1,7 @@
-"""One or several processes that use a stored model together: who they are, how they agree, and how they end.
+"""One or several processes that use a stored model together: process groups, layout, errors and exit.
 
-A single process needs no process group, no port and no launcher. Several are started by torchrun; what they read and write outside,
-prompts and results, goes through rank 0. Everything that can be known to be wrong without the other ranks is found before they are
-waited for.
+A single process needs no process group, no port and no launcher. Several are started by torchrun; their input and output, prompts and
+results, go through rank 0. Errors that can be detected without the other ranks are reported before a rank waits for them.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Team:
     """The processes of one tool.
 
     Attributes:
-        launch, device: this process's place.
-        layout: as the layers see it.
-        dp_rank, dp_size: of the copies of the model.
+        launch, device: this process's place in the job, and its device.
+        layout: parallel layout for the layers.
+        dp_rank, dp_size: index of this process's replica of the model, and their number.
     """
 
     def __init__(self, launch: Launch, device: torch.device, groups: ParallelGroups | None) -> None:
@@ -61,24 +60,24 @@ class Team:
         return self.launch.world_size
 
     def say(self, line: str) -> None:
-        """Tell the user, once."""
+        """Print a line to stderr, on rank 0 only."""
         if self.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank, as JSON. Collective."""
+        """Return rank 0's value on every rank, passed as JSON. Collective."""
         return broadcast_json(value, self._control)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value on every rank, as JSON. Collective."""
+        """Return every rank's value on every rank, passed as JSON. Collective."""
         return gather_json(value, self._control)
 
     def agree(self) -> contextlib.AbstractContextManager[None]:
-        """What fails inside on any rank fails on all. Collective."""
+        """Return a context manager in which an error on any rank is raised on all. Collective."""
         return contextlib.nullcontext() if self._control is None else all_ranks_agree(self._control)
 
     def from_first(self, read: Callable[[], Any]) -> Any:
-        """What rank 0 reads, as JSON, on every rank; its error is everybody's. Collective."""
+        """Call ``read`` on rank 0 and return its result, passed as JSON, on every rank; an error is raised on all. Collective."""
         value = None
         with self.agree():
             if self.rank == 0:
@@ -86,12 +85,12 @@ class Team:
         return self.broadcast(value)
 
     def checkpointer(self) -> Checkpointer:
-        """To read with; the ranks share the work of verifying."""
+        """Return a checkpointer for reading, whose ranks share the work of verification."""
         return Checkpointer(None, rank=self.rank, world_size=self.size, group=self._control)
 
 
 class Loaded(NamedTuple):
-    """A model that is ready, what is known of it, and a line that says so."""
+    """A loaded model, its checkpoint, and a line that describes it."""
 
     model: LanguageModel
     stored: Stored
@@ -99,10 +98,10 @@ class Loaded(NamedTuple):
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Raises:
-        ConfigError: a GPU was asked for and there is none, or more processes than GPUs run on this host.
+        ConfigError: a GPU was requested and there is none, or this host has more processes than GPUs.
     """
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU (`megatron-sp doctor` says why); use --device cpu")
@@ -120,19 +119,19 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 
 
 def stored_config(options: argparse.Namespace) -> Config:
-    """What the checkpoint says of its model and run; weights are not looked at. On any rank alone. Raises CheckpointError."""
+    """Return the configuration stored in the checkpoint; weights are not read. Not collective. Raises CheckpointError."""
     folder = find.candidates(Path(options.load), options.ckpt_step).folders[0]
     return stored_configuration(Checkpointer(None).read_state(folder), normalize=True)[0]
 
 
 def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) -> None:
-    """Whether the model can be used by so many processes, from the checkpoint's state.json alone, on every rank by itself.
+    """Check that this number of processes can use the model, from the checkpoint's state.json only. Not collective.
 
     Args:
-        options: of ``add_model_flags``.
-        copies: the tool can use several copies of the model (dp).
+        options: parsed flags of ``add_model_flags``.
+        copies: the tool can use several replicas of the model (dp).
     Raises:
-        ConfigError: it cannot; values, rule, way out.
+        ConfigError: it cannot be used; the message has the values, the rule and a remedy.
         CheckpointError: there is no checkpoint.
     """
     for name, size in (("--tensor-model-parallel-size", options.tp_size), ("--sequence-parallel-size", options.sp_size)):
@@ -156,10 +155,10 @@ def check_layout(options: argparse.Namespace, world_size: int, *, copies: bool) 
 
 
 def join(options: argparse.Namespace, launch: Launch) -> Team:
-    """Choose the device and find the other processes. Collective.
+    """Choose the device and join the other processes. Collective.
 
     Raises:
-        PeerError: not all of them came.
+        PeerError: not all of them joined.
     """
     device = choose_device(options.device, launch)
     if options.num_threads or launch.world_size > 1:  # torchrun's default of one thread each wastes the other cores
@@ -177,13 +176,13 @@ def join(options: argparse.Namespace, launch: Launch) -> Team:
 
 
 def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what: str, instead: dict[str, str]) -> Loaded:
-    """This rank's part of a stored model. Collective.
+    """Load this rank's part of a stored model. Collective.
 
     Args:
-        options: of ``add_model_flags``.
-        cls, what, instead: as for ``find_stored`` and ``Stored.load``.
+        options: parsed flags of ``add_model_flags``.
+        cls, what, instead: as in ``find_stored`` and ``Stored.load``.
     Raises:
-        CheckpointError, ConfigError, DataError: what is wrong with model or tokenizer.
+        CheckpointError, ConfigError, DataError: the checkpoint or the tokenizer cannot be used.
     """
     reader = team.checkpointer()
     folder = reader.find(options.load, options.ckpt_step)
@@ -201,12 +200,12 @@ def load(options: argparse.Namespace, team: Team, cls: type[LanguageModel], what
 
 
 def run_tool(body: Callable[[Launch], None]) -> int:
-    """Run a tool's work and leave the process group; whatever a user can meet becomes one message and an exit code.
+    """Run a tool's work and leave the process group; reported errors become one message and an exit code.
 
-    For the ``main`` of a program that is run by ``run_program``.
+    For the ``main`` of a program run by ``run_program``.
 
     Args:
-        body: called with this process's place.
+        body: called with this process's place in the job.
     Returns:
         The exit code.
     """

@@ -1,1 +1,1 @@
-"""GPT, BERT and their heads, as lists of units."""
+"""GPT and BERT models and their heads, as lists of units."""

@@ -1,13 +1,13 @@
-"""BERT: the blocks of ``language_model.py``, each position seeing all others, with a head for masked tokens and one for sentence order.
+"""BERT: the blocks of ``language_model.py`` with bidirectional attention, a masked-token head and a sentence-order head.
 
-    masked tokens    act(dense(x)) -> norm -> the embedding's table, with a bias of its own -> cross entropy at the masked positions
-    order            tanh(pooler(x of position 0)) -> in order or swapped? (on the sp rank that has position 0)
+    masked tokens    act(dense(x)) -> norm -> tied embedding table plus a bias -> cross entropy at the masked positions
+    order            tanh(pooler(x of position 0)) -> two classes, in order or swapped (on the sp rank that has position 0)
 
-With norms in front (Megatron's BERT) there is a norm behind the last block; with norms behind (--norm-placement post, the original BERT,
-arXiv:1810.04805) there is one behind the embedding instead. Parameter names are Megatron-core's, where it has such parameters.
+With pre-norm blocks (Megatron's BERT) there is a norm after the last block; with post-norm blocks (--norm-placement post, the original
+BERT, arXiv:1810.04805) there is one after the embedding instead. Parameter names are Megatron-core's, where it has such parameters.
 
-On tp ranks the head's own layers are whole and work on all positions of the group alike; the table is split as always. On a CPU the head
-sees the masked positions alone, which are few; a GPU would have to tell the host how many there are, and computes them all.
+The head's own layers are replicated on the tp ranks and process all positions of the group; the table is split as usual. On a CPU the
+head computes only the masked positions, which are few; on a GPU it computes all, since the host would have to wait for their number.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BertLoss(NamedTuple):
 
     Attributes:
         masked: loss of the masked tokens, each times its weight in the loss mask.
-        order: loss of the sentence order, of all sequences on the sp rank that has their beginnings, elsewhere 0; None without that head.
-        masked_hits: weights of the masked tokens that were found, detached.
-        order_hits: sequences whose order was found, detached; None without that head.
+        order: sentence-order loss of all sequences on the sp rank that has position 0, elsewhere 0; None without that head.
+        masked_hits: summed weights of the masked tokens predicted correctly, detached.
+        order_hits: number of sequences whose order was predicted correctly, detached; None without that head.
     """
 
     masked: Tensor
@@ -49,7 +49,7 @@ class BertLoss(NamedTuple):
 
 
 class Dense(nn.Module):
-    """A linear layer that every tp rank has whole, for inputs that all of them have."""
+    """A linear layer replicated on the tp ranks, for inputs that are the same on all of them."""
 
     def __init__(
         self, name: str, in_features: int, out_features: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext
@@ -64,7 +64,7 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return self._specs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Dense(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """What stands between the blocks and the table."""
+    """The layers between the blocks and the embedding table: dense, activation and norm."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class MaskedHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """tanh(dense(the first position))."""
+    """Pooler of the first position: tanh(dense(x))."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Pooler(nn.Module):
 
 
 class VocabBias(nn.Module):
-    """One number for each entry of the vocabulary, split as the table is; its padding is never trained and never written to disk."""
+    """A bias for each vocabulary entry, split like the table; its padding is never trained and never written to disk."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -113,12 +113,12 @@ class VocabBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(mine, dtype=dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return {"bias": self.spec}
 
 
 class BertModel(LanguageModel):
-    """Masked tokens and sentence order; arguments are those of ``LanguageModel``."""
+    """BERT with heads for masked tokens and sentence order; arguments are those of ``LanguageModel``."""
 
     stack_name = "encoder"
     selects_on = ("cpu",)
@@ -155,15 +155,15 @@ class BertModel(LanguageModel):
         self, tokens: Tensor, types: Tensor | None, labels: Tensor, loss_mask: Tensor, order: Tensor | None, ctx: ForwardContext,
         events: UnitEvents | None = None,
     ) -> BertLoss:  # fmt: skip
-        """Loss of this rank's share of a micro-batch.
+        """Compute the loss of this rank's share of a micro-batch.
 
         Args:
             tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
-            types: int64 [b, s], the segment of each token; None: all are of the first.
-            loss_mask: [b, s], not 0 at masked tokens.
-            order: int64 [b], 1 where the two segments are swapped; None only without that head.
+            types: int64 [b, s], the segment of each token; None: all tokens are of segment 0.
+            loss_mask: [b, s], nonzero at masked tokens.
+            order: int64 [b], 1 where the two segments are swapped; may be None only without that head.
             ctx: mask, kernel, dropout.
-            events: told which unit's parameters are used next, and whose gradients are complete.
+            events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
         types = torch.zeros_like(tokens) if types is None else types
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
@@ -180,7 +180,7 @@ class BertModel(LanguageModel):
         return BertLoss(made.sum, order_sum, (made.hits * loss_mask).sum(), order_hits)
 
     def _order(self, x: Tensor, order: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(loss, hits) of the sentence order; x: [s/sp, b, h]."""
+        """Return (loss, hits) of the sentence-order head; x: [s/sp, b, h]."""
         if self.pooler is None or self.binary_head is None:
             return None, None
         if self.layout.sp.rank > 0:
@@ -193,11 +193,11 @@ class BertModel(LanguageModel):
         return F.cross_entropy(logits, order, reduction="sum"), (logits.detach().argmax(1) == order).sum()
 
     def predictions(self, x: Tensor) -> Tensor:
-        """What ``hidden`` gave, of one process -> logits of the vocabulary [..., vocab_size]."""
+        """Compute vocabulary logits [..., vocab_size] from the output of ``hidden``, for a single process."""
         return self.head.logits(self.lm_head(x))
 
     def pooled(self, x: Tensor) -> Tensor:
-        """What ``hidden`` gave, of one process [s, b, h] -> [b, h]."""
+        """Compute the pooler's output [b, h] from the output of ``hidden`` [s, b, h], for a single process."""
         if self.pooler is None:
             raise ValueError("this model has no pooler: it was made with --bert-no-binary-head")
         return self.pooler(x[0])

@@ -1,4 +1,4 @@
-"""BERT with a head that tells classes of texts apart: dropout and one linear layer on what the pooler makes of the first position."""
+"""BERT for text classification: dropout and one linear layer on the pooler's output."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NEW_PARAMETERS = ("classification_head.", "pooler.")
 
 
 class ClassifierLoss(NamedTuple):
-    """Of a micro-batch; on the sp ranks behind the first all is zero, and ``logits`` None.
+    """Loss of a micro-batch; on all sp ranks but the first the sums are zero and ``logits`` is None.
 
     Attributes:
         sum: cross entropy of each sequence times its weight, summed, fp32 or wider.
-        hits: weights of the sequences whose class was found, detached.
+        hits: summed weights of the sequences classified correctly, detached.
         logits: [b, classes], detached.
     """
 
@@ -36,7 +36,7 @@ class ClassifierLoss(NamedTuple):
 
 
 class BertClassifier(LanguageModel):
-    """Arguments are those of ``LanguageModel``, and ``num_classes``."""
+    """BERT with a classification head; arguments are those of ``LanguageModel``, plus ``num_classes``."""
 
     stack_name = "encoder"
 
@@ -64,14 +64,14 @@ class BertClassifier(LanguageModel):
     def forward(
         self, tokens: Tensor, types: Tensor, label: Tensor, weight: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
     ) -> ClassifierLoss:
-        """Loss of a micro-batch.
+        """Compute the loss of a micro-batch.
 
         Args:
             tokens, types: int64 [b, s], the same on every rank of the tp and sp groups.
-            label: int64 [b], numbers of classes.
-            weight: [b], of the sequences in the loss.
+            label: int64 [b], class indices.
+            weight: [b], weights of the sequences in the loss.
             ctx: mask, kernel, dropout.
-            events: told which unit's parameters are used next, and whose gradients are complete.
+            events: notified which unit's parameters are used next, and which unit's gradients are complete.
         """
         x = gather_positions(self.hidden(tokens, ctx, events, types), self.layout.tp)  # [s/sp, b, h]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

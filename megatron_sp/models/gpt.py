@@ -1,7 +1,7 @@
 """GPT: the blocks of ``language_model.py`` with a head that predicts the next token.
 
-The same class is GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each head, attention beside the MLP),
-Llama (rotary, RMSNorm, SwiGLU, grouped queries) and Mistral (a sliding window); ``ModelConfig`` says which.
+The same class implements GPT-2 (learned positions, LayerNorm, GELU, tied head), GPT-NeoX (rotary on a part of each head, attention
+parallel to the MLP), Llama (rotary, RMSNorm, SwiGLU, grouped-query attention) and Mistral (a sliding window), as set in ``ModelConfig``.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class GPTModel(LanguageModel):
     def forward(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, ctx: ForwardContext, events: UnitEvents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Loss of this rank's positions of a micro-batch.
+        """Compute the loss of this rank's positions of a micro-batch.
 
         Args:
             tokens, labels: int64 [b, s], whole sequences, the same on every rank of the tp and sp groups.
             loss_mask: [b, s].
             ctx: mask, kernel, dropout.
-            events: told which unit's parameters are used next, and whose gradients are complete.
+            events: notified which unit's parameters are used next, and which unit's gradients are complete.
         Returns:
-            (sum of masked token losses of this rank's positions, scalar, the same on every tp rank; loss of each of them
-            [s/sp, b], detached).
+            (sum of the masked token losses of this rank's positions, a scalar, the same on every tp rank; loss of each of these
+            positions [s/sp, b], detached).
         """
         made = self._head_loss(tokens, labels, loss_mask, ctx, events)
         return made.sum, made.tokens
 
     @torch.no_grad()
     def score(self, tokens: Tensor, labels: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """How likely the model finds each label, for evaluation.
+        """Compute the loss of each label and whether it is the model's most likely token, for evaluation.
 
         Args:
             tokens, labels: int64 [b, s], as for ``forward``.
             ctx: mask and kernel.
         Returns:
-            (loss of each label [b, s], fp32 or wider; whether no other token is likelier, bool [b, s]), the same on every rank of the tp
+            (loss of each label [b, s], fp32 or wider; True where no other token is likelier, bool [b, s]), the same on every rank of the tp
             and sp groups.
         """
         made = self._head_loss(tokens, labels, torch.ones_like(labels), ctx, None)
@@ -83,15 +83,15 @@ class GPTModel(LanguageModel):
         return self.head.loss(x, labels, loss_mask)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., h], the same on every tp rank -> [..., vocab_size], for generation."""
+        """Compute logits [..., vocab_size] from x [..., h], which must be the same on every tp rank; for generation."""
         return self.head.logits(x)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Behind the last of the tokens [b, s] -> [b, vocab_size], on every rank of the tp and sp groups."""
+        """Compute the logits after the last of the tokens [b, s]: [b, vocab_size], on every rank of the tp and sp groups."""
         return self.logits(last_position(self.hidden(tokens, ctx), tokens.shape[1], self.layout))
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Behind each of the tokens [b, s] -> [s, b, vocab_size], on every rank of the tp and sp groups; mind the memory."""
+        """Compute the logits after each of the tokens [b, s]: [s, b, vocab_size] (large), on every rank of the tp and sp groups."""
         return self.logits(whole_sequence(self.hidden(tokens, ctx), tokens.shape[1], self.layout))

@@ -1,4 +1,4 @@
-"""What GPT and BERT have in common: embedding and blocks, as a list of units; a subclass adds the head."""
+"""Base class of GPT and BERT: embedding and blocks, as a list of units; a subclass adds the head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnUnit = Callable[["LanguageModel", Unit], None]
 
 
 class Embedding(nn.Module):
-    """Word plus position embedding, for BERT plus that of the segment; normed where the blocks norm their outputs."""
+    """Sum of word and position embeddings (in BERT also segment embeddings), followed by a norm if the blocks are post-norm."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ class Embedding(nn.Module):
         """Embed this rank's positions.
 
         Args:
-            tokens: ids [s, b] of the tp group's positions.
-            positions: of this rank, [s/parts] or [s/parts, b].
-            ctx: of the pass.
+            tokens: ids of the tp group's positions, [s, b].
+            positions: position ids of this rank, [s/parts] or [s/parts, b].
+            ctx: context of the forward pass.
             types: segments of this rank's positions, [s/parts, b].
         Returns:
             [s/parts, b, h].
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
 
 
 class Stack(nn.Module):
-    """The blocks, which ``LanguageModel`` puts in, and the norm behind them, if their own stand in front."""
+    """The blocks, which ``LanguageModel`` adds, and the final norm, if the blocks are pre-norm."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -87,16 +87,16 @@ class Stack(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks and the norm behind them; a head comes from the subclass.
+    """Embedding, blocks and final norm; the subclass adds a head.
 
     Args:
         config: shape; ``vocab_size`` must be set.
         kernels: recomputation and chunking.
-        seed: of the initial weights.
-        dtype: of parameters and activations.
-        layout: which part of the model, and of each sequence, this rank works on; without one, all of it.
-        on_unit: called with the model, so far as it is built, and each unit as soon as it is there: whoever takes parameters away from it
-            then (ZeRO) never has the whole model in memory.
+        seed: for the initial weights.
+        dtype: dtype of parameters and activations.
+        layout: the part of the model and of each sequence that this rank works on; None: all of it.
+        on_unit: called with the partly built model and each unit as soon as it is built, so that a unit can be sharded (ZeRO) at once
+            and the whole model is never in memory.
     """
 
     stack_name = "decoder"
@@ -125,16 +125,16 @@ class LanguageModel(nn.Module):
         return cast("Stack", getattr(self, self.stack_name))
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:
-        """Make what stands behind the blocks."""
+        """Create the head's modules."""
         raise NotImplementedError
 
     def _head_modules(self) -> dict[str, nn.Module]:
-        """Of the head, without the norm behind the blocks."""
+        """Return the head's modules by name, without the final norm."""
         raise NotImplementedError
 
     @property
     def is_tied(self) -> bool:
-        """The head reads the embedding's table."""
+        """True if the head uses the embedding's table."""
         raise NotImplementedError
 
     def _block(self, layer: int) -> Unit:
@@ -145,25 +145,25 @@ class LanguageModel(nn.Module):
         return Unit("head", nn.ModuleDict(({} if norm is None else {"final_layernorm": norm}) | self._head_modules()))
 
     def units(self) -> list[Unit]:
-        """The parts of the model in the order of the forward pass; every parameter is in exactly one."""
+        """Return the model's units in the order of the forward pass; every parameter is in exactly one."""
         return [Unit("embedding", self.embedding), *(self._block(i) for i in range(len(self.stack.layers))), self._head()]
 
     def unit_order(self, *, backward: bool) -> list[int]:
-        """Indices of units in the order in which a pass reads their parameters, as it tells its ``UnitEvents``.
+        """Return the unit indices in the order in which a pass reads their parameters, as it reports them to ``UnitEvents``.
 
         Args:
-            backward: with the backward pass; else the forward pass alone.
+            backward: include the backward pass; else the forward pass only.
         """
         layers, again = len(self.stack.layers), self._reads_embedding_again
         return unit_order(self.kernels, layers, tied=self.is_tied, backward=backward, embedding_again=again)
 
     @property
     def _reads_embedding_again(self) -> bool:
-        """The norm of the embedding needs its weight in backward; a table that the head reads keeps the embedding whole until then."""
+        """True if backward must fetch the embedding again for its norm's weight; with a tied head the embedding is still whole then."""
         return self.embedding.layernorm is not None and not self.is_tied
 
     def hidden(self, tokens: Tensor, ctx: ForwardContext, events: UnitEvents | None = None, types: Tensor | None = None) -> Tensor:
-        """[b, s] token ids (and segments) -> [s/(sp * parts), b, h], this rank's positions after the norm behind the blocks."""
+        """Compute the final hidden states [s/(sp * parts), b, h] of this rank's positions from token ids (and segments) [b, s]."""
         cut = self.layout.cut(tokens.shape[1])
         positions = self._positions(tokens, ctx)
         ctx = self._prepare(ctx, positions, cut)
@@ -197,20 +197,20 @@ class LanguageModel(nn.Module):
         return x
 
     def _positions(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of the tokens in their sequences: [s], or [s, b] where they differ."""
+        """Return the position ids of the tokens: [s], or [s, b] if they differ between sequences."""
         if ctx.cache is not None:
             return ctx.cache.positions(tokens.shape[1], tokens.device).t()
         return torch.arange(tokens.shape[1], device=tokens.device) if ctx.positions is None else ctx.positions.t()
 
     def _offload_pass(self, x: Tensor, ctx: ForwardContext) -> OffloadPass | None:
-        """For this forward pass, if activations are kept in host memory (--offload-activations)."""
+        """Return the offload of this forward pass, or None unless activations are kept in host memory (--offload-activations)."""
         if not self.kernels.offload_activations or not torch.is_grad_enabled():
             return None
         self._offload = self._offload or ActivationOffload(x.device)
         return self._offload.forward_pass(ctx.rotary or ())
 
     def _prepare(self, ctx: ForwardContext, positions: Tensor, cut: SequenceCut) -> ForwardContext:
-        """Add what is computed once per forward pass and shared by all layers."""
+        """Return ``ctx`` with the values that are computed once per forward pass and shared by all layers."""
         dtype = self.embedding.word_embeddings.weight.dtype
         ctx = replace(ctx, length=cut.length)
         if ctx.dropout is not None:
@@ -231,7 +231,7 @@ def _run_layers(
     layers: list[TransformerBlock], which: range, x: Tensor, ctx: ForwardContext, events: UnitEvents | None,
     offload: OffloadPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """The blocks ``which``, whose units are numbered from 1; whoever calls sets the boundary in front of them."""
+    """Run the blocks ``which``, whose units are numbered from 1; the caller sets the unit boundary before the first."""
     for layer in which:
         if layer > which.start:
             x = unit_boundary(x, events, layer + 1, layer)

@@ -1,4 +1,4 @@
-"""Rotary positions as a model's configuration has them."""
+"""Rotary position tables from a model's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_sp.ops.rotary import RotaryStretch, rotary_tables
 
 
 def rotary_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """cos and sin for the positions, int64 [s] or [s, b], of activations in ``dtype``; None for a model that rotates nothing."""
+    """Return cos and sin for positions, int64 [s] or [s, b], and activations of ``dtype``; None for a model without rotary embedding."""
     if config.position_embedding_type != "rope":
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -18,7 +18,7 @@ def rotary_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tup
 
 
 def stretch_of(config: ModelConfig) -> RotaryStretch:
-    """How the frequencies are stretched."""
+    """Return the scaling of the rotary frequencies that the configuration asks for."""
     if not config.use_rope_scaling:
         return RotaryStretch(config.rotary_seq_len_interpolation_factor)
     return RotaryStretch(

@@ -4,9 +4,9 @@
     parallel    x + attention(norm(x)) + mlp(norm'(x))
     post-norm   y = norm(x + attention(x)), then norm(y + mlp(y))
 
-Activations are [s, b, h], s a rank's share of the positions. Parameter names are Megatron-core's. The ops underneath write weight
-gradients into ``self.main_grad`` when one has been attached (``attach_main_grad``); everything a forward pass needs beside x travels in one
-``ForwardContext``. Each layer knows its part of its weights (``shard_specs``); the groups come in one ``ParallelContext``.
+Activations are [s, b, h], where s is a rank's share of the positions. Parameter names are Megatron-core's. The ops write weight
+gradients into ``self.main_grad`` if one has been attached (``attach_main_grad``); everything that a forward pass needs besides x is in one
+``ForwardContext``. Each layer describes its part of its weights (``shard_specs``); the process groups are in one ``ParallelContext``.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class SelfAttention(nn.Module):
         self.chunks = layout.plan(self.queries_per_group, self.num_groups)
 
     def forward(self, x: Tensor, ctx: ForwardContext, norm: NormInFront | None, dropout: ResidualDropout | None) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> [s, b, h]: x + attention(norm(x)), or without a norm x + attention(x); and x again, for whoever else reads it.
+        """Return x + attention(norm(x)), without a norm x + attention(x), both [s, b, h], and x itself for its other consumers.
 
-        The gradient that arrives at the second one is added in here, so that of x comes once, when all that reads it is through.
+        The gradient of that second output is added inside this op, so the gradient of x is complete at once, after all its consumers.
         """
         qkv, proj = self.linear_qkv, self.linear_proj
         plan = AttentionPlan(self.chunks, self.head_dim, ctx.length, self.layout.tp, self.layout.sp, add_input=dropout is None)
@@ -90,11 +90,11 @@ class SelfAttention(nn.Module):
         return out if dropout is None else dropped_onto(x, out, dropout), x
 
     def draws_random(self, ctx: ForwardContext) -> bool:
-        """Whether attention dropout happens inside a kernel, by torch's generator instead of by hash."""
+        """Return whether attention dropout happens inside a kernel, with torch's generator instead of the hash."""
         return ctx.dropout is not None and self.attention_dropout > 0 and ctx.kernel != "reference"
 
     def mask(self, ctx: ForwardContext, groups: int) -> AttentionMask:
-        """Of the pass, for so many groups of heads, with this layer's window."""
+        """Return the attention mask of the forward pass for ``groups`` groups of heads, with this layer's window."""
         mask = fold_mask(ctx.mask, groups)
         if self.window is None:
             return mask
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
 
 
 class AttentionCore:
-    """What a layer does with the heads that the exchanges bring (``parallel.ulysses.Core``)."""
+    """Core attention of a layer on the heads that arrive from the exchanges (implements ``parallel.ulysses.Core``)."""
 
     def __init__(self, layer: SelfAttention, ctx: ForwardContext) -> None:
         self.layer, self.ctx, self.r, self.d = layer, ctx, layer.queries_per_group, layer.head_dim
@@ -112,7 +112,7 @@ class AttentionCore:
         self.parameters = [p for norm in norms if norm.main_grad is None for p in norm.parameters()]
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries, keys and values as the attention wants them; see ``parallel.ulysses.Core``."""
+        """Return queries, keys and values in the layout of the attention kernels; see ``parallel.ulysses.Core``."""
         queries, groups = len(share.queries), len(share.keys)
         rotates_inside = self.ctx.rotary is not None and not self.layer.qk_layernorm
         fused = recv_buffers.get("qkv")
@@ -137,7 +137,7 @@ class AttentionCore:
         return q, self._repeated(k, share), self._repeated(v, share)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        """See ``parallel.ulysses.Core``; with a cache the keys and values are those of all positions so far."""
+        """Compute attention; with a KV cache over the keys and values of all positions so far. See ``parallel.ulysses.Core``."""
         if self.ctx.cache is not None:
             k, v = self.ctx.cache.extend(self.layer.layer, k, v)
         if self.ctx.recompute_core:
@@ -160,16 +160,16 @@ class AttentionCore:
         return apply_rotary(x, *self.ctx.rotary, self.d, heads=heads, rotated=rotated)
 
     def _grouped(self, q: Tensor, share: Share) -> Tensor:
-        """[s, b, queries*d] -> [s, b*g, r, d]; each query by itself where groups are uneven."""
+        """Reshape queries [s, b, queries*d] to [s, b*g, r, d]; if the groups are uneven, each query is a group of its own."""
         each = len(share.queries) // len(share.uses) if is_uniform(share, self.r) else 1
         return q.reshape(q.shape[0], -1, each, self.d)
 
     def _apart(self, x: Tensor, groups: int) -> Tensor:
-        """[s, b, g*d] -> [s, b*g, 1, d]."""
+        """Reshape keys or values [s, b, g*d] to [s, b*g, 1, d]."""
         return x.reshape(x.shape[0], x.shape[1] * groups, 1, self.d)
 
     def _repeated(self, x: Tensor, share: Share) -> Tensor:
-        """[s, b*g, 1, d] -> [s, b*queries, 1, d]: the key or value head of each query."""
+        """Repeat keys or values [s, b*g, 1, d] to [s, b*queries, 1, d]: one head for each query."""
         places = key_of_each_query(share, self.r)
         by_group = x.view(x.shape[0], -1, len(share.uses), self.d)
         # not an index: it would have to travel to the GPU each time, and the host to wait for it
@@ -178,7 +178,7 @@ class AttentionCore:
 
 
 class MLP(nn.Module):
-    """fc1, activation, fc2; where it is gated fc1's rows are [gate | up]."""
+    """MLP: fc1, activation, fc2; if it is gated, the rows of fc1 are [gate | up]."""
 
     def __init__(self, config: ModelConfig, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -198,10 +198,10 @@ class MLP(nn.Module):
     def forward(
         self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]: x + mlp(norm(x)), or without a norm x + mlp(x), over so many pieces of the positions.
+        """Return x + mlp(norm(x)), or without a norm x + mlp(x), [s, b, h], computed in ``chunks`` pieces of the positions.
 
         Args:
-            onto: what the branch is added to instead of x.
+            onto: added to the MLP's output instead of x.
         """
         if chunks > 1:
             return self._chunked(x, norm, dropout, chunks, onto)
@@ -222,15 +222,15 @@ class MLP(nn.Module):
 
 
 def dropped_onto(stream: Tensor, branch: Tensor, dropout: ResidualDropout) -> Tensor:
-    """The residual stream plus what dropout leaves of a branch."""
+    """Return the residual stream plus dropout(branch)."""
     return hash_dropout(branch, dropout.rate, dropout.row_keys, residual=stream)
 
 
 class TransformerBlock(nn.Module):
-    """One block: its norms in front of attention and MLP, or (--norm-placement post) behind them, on the residual stream.
+    """One transformer block, with norms before attention and MLP, or (--norm-placement post) after them on the residual stream.
 
-    With --use-parallel-residual the MLP reads what attention reads. Backward still reaches the block's input last: attention's op hands its
-    input on to the MLP, and waits for the gradient of both.
+    With --use-parallel-residual the MLP has the same input as attention. Backward still reaches the block's input last: the attention op
+    passes its input on to the MLP, and waits for the gradients of both.
     """
 
     def __init__(self, config: ModelConfig, layer: int, name: str, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
@@ -252,7 +252,7 @@ class TransformerBlock(nn.Module):
             self.post_mlp_layernorm = Norm(config, config.hidden_size, dtype, layout)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """Apply the block to x [s, b, h]; the result has the same shape."""
         if self.post:
             x = self.post_attention_layernorm(self.self_attention(x, ctx, None, self._dropout(ctx, SITE_ATTENTION_OUTPUT))[0])
             return self.post_mlp_layernorm(self.mlp(x, None, self._dropout(ctx, SITE_MLP_OUTPUT), ctx.mlp_chunks))

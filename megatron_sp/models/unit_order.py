@@ -1,4 +1,4 @@
-"""In which order a pass uses the parts of a model: plain numbers, for runs and for plans alike.
+"""Order in which a pass uses the units of a model, as plain numbers, for training and for planning.
 
 Units: 0 is the embedding, 1 to ``num_layers`` are the blocks, ``num_layers + 1`` is the head.
 """
@@ -9,7 +9,7 @@ from megatron_sp.config.schema import KernelConfig
 
 
 def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, int, bool]]:
-    """(first layer, last layer + 1, recompute it?) for consecutive runs of layers."""
+    """Return (first layer, last layer + 1, whether to recompute) for consecutive groups of layers."""
     if kernels.recompute_granularity != "full":
         return [(0, num_layers, False)]
     number = kernels.recompute_num_layers or 1
@@ -20,14 +20,14 @@ def recompute_plan(kernels: KernelConfig, num_layers: int) -> list[tuple[int, in
 
 
 def unit_order(kernels: KernelConfig, num_layers: int, *, tied: bool, backward: bool, embedding_again: bool = False) -> list[int]:
-    """Units in the order in which a pass reads their parameters.
+    """Return the units in the order in which a pass reads their parameters.
 
     Args:
-        kernels: what is recomputed.
-        num_layers: blocks.
-        tied: the head reads the embedding's table.
-        backward: with the backward pass; else the forward pass alone.
-        embedding_again: the embedding reads parameters in backward too, and is not there still for the head.
+        kernels: recomputation settings.
+        num_layers: number of blocks.
+        tied: the head uses the embedding's table.
+        backward: include the backward pass; else the forward pass only.
+        embedding_again: backward reads the embedding's parameters too, and no tied head has kept them whole.
     """
     forward = list(range(num_layers + 2)) + ([0] if tied else [])
     if not backward:

@@ -1,1 +1,1 @@
-"""Local maths of one device, each operation with a plain PyTorch form."""
+"""Operations local to one device, each also in plain PyTorch."""

@@ -1,7 +1,7 @@
-"""Activations of the MLP as pairs of plain functions, forward and backward.
+"""Activation functions of the MLP, each as a pair of plain functions, forward and backward.
 
-They are not autograd functions: ``ops/linear.py`` calls them inside its own, keeps only the input of the activation and
-computes the activation again in backward (one elementwise pass) instead of storing it: a quarter of a block's memory.
+They are not autograd functions: ``parallel/linear.py`` calls them inside its own, saves only the input of the activation and
+recomputes the output in backward (one elementwise pass) instead of saving it, which takes a quarter of a block's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_sp.ops.memory import blocks, empty
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation; ``width_factor`` is how many times wider its input is than its output."""
+    """One activation function; ``width_factor`` is its input width divided by its output width."""
 
     name: ActivationName
 
@@ -32,11 +32,11 @@ class Activation:
 
     @property
     def _approximate(self) -> str:
-        """Which GELU, as torch calls it."""
+        """Torch's ``approximate`` argument of the GELU."""
         return "tanh" if self.name.endswith("_tanh") else "none"
 
     def forward(self, u: Tensor) -> Tensor:
-        """[..., width_factor * f] -> [..., f]; the input of a gated one is [gate | up]."""
+        """Apply the activation: [..., width_factor * f] -> [..., f]; the input of a gated one is [gate | up]."""
         if self._is_gated:
             return self._gated(u)
         if self.name == "squared_relu":
@@ -47,7 +47,7 @@ class Activation:
         return torch.ops.aten.gelu.out(u, approximate=self._approximate, out=out)
 
     def backward_(self, grad: Tensor, u: Tensor) -> Tensor:
-        """Gradient of the input, from the gradient of the output, whose memory may be reused, and the input."""
+        """Return the gradient of the input, given that of the output, whose memory may be reused, and the input."""
         if self._is_gated:
             return self._gated_backward(grad, u)
         if self.name == "squared_relu":
@@ -57,7 +57,7 @@ class Activation:
         return torch.ops.aten.gelu_backward.grad_input(grad, u, approximate=self._approximate, grad_input=grad)
 
     def _gated(self, u: Tensor) -> Tensor:
-        """By blocks of rows: what lies between gate and product stays in the cache."""
+        """Compute a gated activation by blocks of rows, so that intermediate values stay in the cache."""
         width = u.shape[-1] // 2
         out = empty((*u.shape[:-1], width), dtype=u.dtype, device=u.device)
         rows, out_rows = u.reshape(-1, 2 * width), out.view(-1, width)
@@ -77,7 +77,7 @@ class Activation:
         return grad_u
 
     def _gate(self, gate: Tensor, out: Tensor) -> Tensor:
-        """What the gate lets through."""
+        """Apply SiLU or GELU to the gate, into ``out``."""
         if self.name == "swiglu":
             return torch.ops.aten.silu.out(gate, out=out)
         return torch.ops.aten.gelu.out(gate, approximate=self._approximate, out=out)

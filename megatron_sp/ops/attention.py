@@ -1,15 +1,15 @@
-"""Attention on the fused QKV tensor: one facade, three kernels.
+"""Attention on the fused QKV tensor: one interface, three kernels.
 
-``attention`` takes the QKV projection as it comes out of the GEMM, rows in group order, and returns what the output
-projection wants; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
-queries and one key and value each), so grouped queries need neither a copy nor a special case.
+``attention`` takes the output of the QKV projection's GEMM, rows in group order, and returns the input of the output
+projection; no kernel-specific layout leaves this file. Groups are folded into the batch ([s, b*g, r+2, d], r
+queries and one key and value each), so grouped-query attention needs neither a copy nor a special case.
 
-A sliding window (--window-size) is part of the mask. flash-attn and torch's own flash kernel on a GPU know it; torch's CPU kernel gets
-tiles of queries (``packed_attention.in_windows``); elsewhere each tile goes with a mask of its own.
+A sliding window (--window-size) is part of the mask. flash-attn and torch's flash kernel on a GPU support it; torch's CPU kernel is called
+on tiles of queries (``packed_attention.in_windows``); elsewhere each tile has a mask of its own.
 
 Kernels: ``flash`` (flash-attn, CUDA), ``sdpa`` (torch's scaled_dot_product_attention, fused on CPU and CUDA) and
-``reference`` (plain matrix products; the only one that implements attention dropout by hash, and so the only one whose
-dropout is the same in every layout).
+``reference`` (plain matrix products; the only one with hash-based attention dropout, and so the only one whose
+dropout is the same in every parallel layout).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ KernelName = Literal["flash", "sdpa", "reference"]
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Who may see whom, as one small object instead of an s x s tensor.
+    """Attention mask as a small object instead of an s x s tensor.
 
     Attributes:
-        causal: a query sees keys up to its own position; with fewer queries than keys the *last* query sees all keys.
-        key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and never seen. None: no padding.
-        lengths: the same on the host, one for each of the b sequences, so that nobody has to ask a GPU: the kernels then work on real keys
-            alone, instead of with a mask [b, s, s]. None: taken from ``key_lengths`` where these are on the CPU.
-        documents: for each of the b sequences, where its documents end (the last end is the sequence's); a query sees keys of its own
-            document only. None: one document. Not together with ``key_lengths``.
-        window: a query sees itself and the ``window`` - 1 keys before it, no others; with ``causal``. None: all before it.
-        key_starts: int64 [b], with ``key_lengths`` and one query for each sequence, its last position: keys before are not seen.
+        causal: a query attends to keys up to its own position; with fewer queries than keys the *last* query attends to all keys.
+        key_lengths: int64 [b]; keys at or beyond a sequence's length are padding and masked out. None: no padding.
+        lengths: the same on the host, one for each of the b sequences, so that the host need not wait for the GPU: the kernels then
+            process only real keys, instead of using a mask [b, s, s]. None: taken from ``key_lengths`` if that is on the CPU.
+        documents: for each of the b sequences, the ends of its documents (the last is the end of the sequence); a query attends only to
+            keys of its own document. None: one document. Cannot be combined with ``key_lengths``.
+        window: a query attends only to itself and the ``window`` - 1 keys before it; requires ``causal``. None: to all keys before it.
+        key_starts: int64 [b], with ``key_lengths`` and one query per sequence, at its last position: keys before are masked out.
     """
 
     causal: bool = True
@@ -64,7 +64,7 @@ class AttentionMask:
     key_starts: Tensor | None = None
 
     def lengths_on_host(self) -> tuple[int, ...] | None:
-        """Of the keys, if they are known without waiting for a device."""
+        """Return the key lengths, or None if getting them would mean waiting for a device."""
         if self.lengths is not None or self.key_lengths is None or self.key_lengths.device.type != "cpu":
             return self.lengths
         return tuple(self.key_lengths.tolist())
@@ -72,22 +72,22 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel that has been chosen, and why."""
+    """The chosen kernel, and the reason for the choice."""
 
     name: KernelName
     reason: str
 
 
 def choose_kernel(backend: str, device_type: str, dtype: torch.dtype, dropout: float) -> AttentionKernel:
-    """Resolve --attention-backend.
+    """Choose the kernel for --attention-backend.
 
     Args:
         backend: auto, flash, fused, unfused or local.
         device_type: "cpu" or "cuda".
-        dtype: of activations.
-        dropout: attention dropout of training.
+        dtype: dtype of the activations.
+        dropout: attention dropout in training.
     Raises:
-        RuntimeError: ``flash`` was demanded where flash-attn cannot run.
+        RuntimeError: ``flash`` was requested but flash-attn cannot run.
     """
     chosen = _choose(backend, device_type, dtype, dropout)
     if dropout > 0 and chosen.name != "reference":
@@ -125,16 +125,16 @@ def attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for every head.
+    """Compute softmax(q k^T / sqrt(d)) v for every head.
 
     Args:
         qkv: [s, b, g * (r + 2) * d], contiguous, rows in group order: r queries, key, value.
         queries_per_group: r.
         head_dim: d.
-        mask: who sees whom.
-        kernel: which implementation.
-        dropout: on the probabilities; 0 when not training.
-        dropout_rows: int32 [s, b] row keys, needed by the reference when dropout > 0.
+        mask: attention mask.
+        kernel: implementation to use.
+        dropout: dropout rate of the probabilities; 0 when not training.
+        dropout_rows: int32 [s, b] row keys, required by the reference kernel if dropout > 0.
     Returns:
         [s, b, g * r * d].
     """
@@ -149,11 +149,11 @@ def attention(
 def split_qkv(
     qkv: Tensor, queries_per_group: int, head_dim: int, rotary: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the fused tensor: q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once.
+    """Return views of the fused tensor, q [s, b*g, r, d], k and v [s, b*g, 1, d]; backward packs the three gradients once.
 
     Args:
-        rotary: cos and sin, by which queries and keys are turned first, in place. Backward turns the packed gradient, which nobody else
-            has, and so takes no copy of it as ``apply_rotary`` must.
+        rotary: cos and sin, by which queries and keys are rotated first, in place. Backward rotates the packed gradient in place; unlike
+            ``apply_rotary`` it needs no copy, since nothing else uses that gradient.
     """
     return _SplitQKV.apply(qkv, queries_per_group, head_dim, rotary)
 
@@ -187,15 +187,15 @@ class _SplitQKV(torch.autograd.Function):
 def core_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: KernelName, dropout: float = 0.0, dropout_rows: Tensor | None = None
 ) -> Tensor:
-    """Attention of m independent groups.
+    """Compute attention of m independent groups.
 
     Args:
         q: [s_q, m, r, d].
         k, v: [s_k, m, 1, d], one key and value head for r query heads.
-        mask: with key_lengths [m].
-        dropout_rows: int32 [m, r, s_q], for the reference.
+        mask: its ``key_lengths``, if any, are [m].
+        dropout_rows: int32 [m, r, s_q], for the reference kernel.
     Returns:
-        [s_q, m, r, d]; zero for a query that sees no key (all padding, or causal with more queries than keys).
+        [s_q, m, r, d]; zero for a query without keys (all padding, or causal with more queries than keys).
     """
     assert mask.window is None or mask.causal, "a window is for causal attention"
     if mask.window is not None and mask.window >= k.shape[0]:
@@ -219,7 +219,7 @@ def _by_segment(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, mask: AttentionMask, kernel: KernelName, dropout: float,
     dropout_rows: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """No work on pairs that do not see each other; ``each``: columns of a sequence; of the mask causality and window within a segment."""
+    """Compute attention within segments only; ``each``: columns of m per sequence; of ``mask``, ``causal`` and ``window`` apply."""
     causal, window = mask.causal, mask.window
     if kernel == "sdpa" and q.device.type == "cpu" and dropout == 0.0 and _HAS_CPU_FLASH:
         return cpu_flash(q, k, v, segments if window is None else in_windows(segments, window), each, causal)
@@ -240,7 +240,7 @@ def _by_segment(
 
 
 def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, dropout: float) -> Tensor:
-    """Query i sees keys 0 to i, of which there are fewer than queries: the queries in front, and those that see all keys."""
+    """Causal attention where query i attends to keys 0 to i and there are more queries than keys: the rest attend to all keys."""
     n = k.shape[0]
     parts = [core_attention(q[:n], k, v, AttentionMask(True), kernel=kernel, dropout=dropout)]
     parts.append(core_attention(q[n:], k, v, AttentionMask(False), kernel=kernel, dropout=dropout))
@@ -248,7 +248,7 @@ def _causal_from_the_start(q: Tensor, k: Tensor, v: Tensor, kernel: KernelName, 
 
 
 def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, window: int | None) -> Callable[..., Tensor] | None:
-    """A kernel that takes all documents at once (``packed_attention.varlen``); None: there is none for these."""
+    """Return a kernel for all documents at once (``packed_attention.varlen``), or None if there is none for these arguments."""
     if kernel == "flash":
         flash, more = availability.load("flash_attn").flash_attn_varlen_func, _window_of_flash(window)
         return lambda q, k, v, ends, longest: flash(q, k, v, ends, ends, longest, longest, dropout_p=dropout, causal=causal, **more)
@@ -262,21 +262,21 @@ def _varlen_kernel(q: Tensor, causal: bool, kernel: KernelName, dropout: float, 
 
 
 def _window_of_flash(window: int | None) -> dict[str, tuple[int, int]]:
-    """As flash-attn takes it: how many keys before and behind a query's own."""
+    """Return flash-attn's window argument: the number of keys before and after a query's own."""
     return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _flash_of_torch(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool, window: int | None
 ) -> Tensor:
-    """torch's own flash kernel on a GPU, without SDPA in front of it, which knows neither lengths added up nor windows."""
+    """Call torch's flash kernel on a GPU directly, since SDPA supports neither cumulative sequence lengths nor windows."""
     more = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, max_q, max_k, dropout, causal, False, **more)[0]
     return out
 
 
 def torch_has_varlen(q: Tensor) -> bool:
-    """Whether torch's own flash kernel takes [s, m, r, d] like these, as lengths added up: what its SDPA asks for."""
+    """Return whether torch's flash kernel supports q like this with cumulative sequence lengths, by the conditions of SDPA."""
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -289,7 +289,7 @@ def torch_has_varlen(q: Tensor) -> bool:
 
 
 def document_ends(documents: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """Where the documents of each sequence end, from the number of each token's document, int [b, s]; None if each has only one."""
+    """Return the ends of the documents of each sequence, given the document index of each token, int [b, s]; None if each has only one."""
     b, s = documents.shape
     last = torch.ones(b, s, dtype=torch.bool, device=documents.device)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
@@ -319,16 +319,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) 
 
 
 def _any_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout: float, causal: bool = False) -> Tensor:
-    """torch's choice of a kernel: [s, m, r, d] -> [m, r, s, d] and back are views, the kernels take strides."""
+    """Call SDPA with torch's choice of kernel; [s, m, r, d] -> [m, r, s, d] and back are views, since the kernels take strides."""
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] > 1)
     return out.permute(2, 0, 1, 3)
 
 
 def _sdpa_in_windows(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
-    """Causal attention in a window that is shorter than the keys.
+    """Causal attention with a sliding window shorter than the keys.
 
-    Where no kernel knows windows (fp32 on a GPU, dropout on the CPU), tiles of queries and what they see go one by one, each with a mask.
+    Where no kernel supports windows (fp32 on a GPU, dropout on the CPU), tiles of queries are computed one by one, each with a mask.
     """
     s_q, s_k = q.shape[0], k.shape[0]
     if s_q < s_k:  # generation: the last queries of all
@@ -354,9 +354,9 @@ _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 
 
 class _CPUFlash(torch.autograd.Function):
-    """torch's fused CPU kernel, called below scaled_dot_product_attention to store its output once.
+    """torch's fused CPU kernel, called directly instead of through scaled_dot_product_attention to save its output only once.
 
-    SDPA keeps the output in the kernel's layout for backward, and the output projection a contiguous copy; here both use the copy.
+    SDPA saves the output in the kernel's layout for backward, and the output projection saves a contiguous copy; here both use the copy.
     """
 
     @staticmethod
@@ -395,7 +395,7 @@ class _CPUFlash(torch.autograd.Function):
 
 
 def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, m, r|1, d] -> [m, r, s, d] without a copy."""
+    """Permute [s, m, r|1, d] to [m, r, s, d] without a copy."""
     r = q.shape[2]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     return q, k.expand(-1, r, -1, -1), v.expand(-1, r, -1, -1)
@@ -419,7 +419,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: fl
 
 
 def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> Tensor | None:
-    """bool, broadcastable to [m, r, s_q, s_k]; None when everybody sees everybody."""
+    """Return the mask as bool, broadcastable to [m, r, s_q, s_k], True where attention is allowed; None if nothing is masked."""
     allowed = None
     if mask.causal:
         allowed = torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q)
@@ -437,14 +437,14 @@ def _allowed(mask: AttentionMask, s_q: int, s_k: int, device: torch.device) -> T
 
 
 def fold_mask(mask: AttentionMask, groups: int) -> AttentionMask:
-    """The mask of b sequences for their b * groups groups of heads."""
+    """Return the mask of b sequences expanded to their b * groups groups of heads."""
     if mask.key_lengths is None:
         return mask
     return replace(mask, key_lengths=mask.key_lengths.repeat_interleave(groups), lengths=mask.lengths_on_host())
 
 
 def head_row_keys(rows: Tensor, groups: int, queries_per_group: int, first_head: int = 0) -> Tensor:
-    """Row keys of attention dropout, one for each head of each query: int32 [s, b] -> [b*g, r, s]; heads are numbered over the model."""
+    """Return row keys for attention dropout, one per query and head: int32 [s, b] -> [b*g, r, s]; head numbers are global."""
     s, b = rows.shape
     heads = torch.arange(first_head, first_head + groups * queries_per_group, device=rows.device, dtype=torch.int64)
     mixed = (rows.to(torch.int64)[..., None] * 0x10001 + heads + 1) * -7046029254386353131  # 2^64 / golden ratio, odd

@@ -1,10 +1,10 @@
-"""Optional packages: what is there, which version, and if not, why. The only place that tries to import them.
+"""Optional packages: which are available, in which version, or why not. The only module that tries to import them.
 
 ``installed`` only looks at files and metadata and runs no foreign code; ``find`` imports. A missing package is normal and
-an ImportError; anything else that an import raises means a broken installation, and its text is kept as the reason.
+raises ImportError; any other exception means a broken installation, and its text is kept as the reason.
 
-PyPI's package ``apex`` has nothing to do with NVIDIA's, which is installed from its repository: it is told apart by the
-files it brings, before anything of it is executed.
+PyPI's package ``apex`` is unrelated to NVIDIA's, which is installed from its repository: they are distinguished by their
+files, before any of their code is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is known of one optional package; ``reason`` is empty when it is available."""
+    """Availability of one optional package; ``reason`` is empty if it is available."""
 
     name: str
     available: bool
@@ -51,10 +51,10 @@ FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that
 
 @cache
 def installed(name: str) -> Kernel:
-    """Whether a package is there, without running any of it.
+    """Return whether a package is installed, with its version, without running any of its code.
 
     Args:
-        name: a top-level package in this module's table, such as ``flash_attn``.
+        name: a package in this module's table, such as ``flash_attn``.
     """
     entry = _OPTIONAL[name]
     spec = importlib.util.find_spec(name)
@@ -68,7 +68,7 @@ def installed(name: str) -> Kernel:
 
 @cache
 def find(name: str) -> Kernel:
-    """Whether a package can be imported; the answer of the first call is kept."""
+    """Return whether a package can be imported, with its version; the result of the first call is cached."""
     kernel = installed(name)
     if not kernel.available:
         return kernel
@@ -82,10 +82,10 @@ def find(name: str) -> Kernel:
 
 
 def load(name: str, module: str | None = None) -> ModuleType:
-    """The module itself, or another one of its package.
+    """Import and return the package's module in the table, or another module of the package.
 
     Raises:
-        RuntimeError: it is not available; the reason.
+        RuntimeError: the package is not available; the message is the reason.
     """
     kernel = find(name)
     if not kernel.available:

@@ -1,7 +1,7 @@
-"""A backward pass of its own in the middle of another one, from gradients that are there already.
+"""Separate backward pass inside another one, from gradients that have been computed already.
 
-``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes by torch's symbolic ones, and for that loads sympy: half a second at the
-first step of every process. Here the gradients are handed over by the backward of a scalar, which needs no such comparison.
+``torch.autograd.grad(outputs, leaves, gradients)`` compares shapes as symbolic shapes, for which it imports sympy: half a second in the
+first step of every process. Here the backward of a scalar passes the gradients on, which needs no such comparison.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 def gradients_of(
     leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, allow_unused: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of ``leaves``; with ``allow_unused`` None for one that no output uses.
+    """Return the gradients of ``leaves``; with ``allow_unused``, None for one that no output uses.
 
     Args:
-        leaves: each used for one of the outputs, or ``allow_unused``.
-        outputs: that require gradients.
-        gradients: of the outputs, of their shapes; None where an output has none.
+        leaves: tensors that the outputs depend on; others only with ``allow_unused``.
+        outputs: tensors that require gradients.
+        gradients: gradients of the outputs, of the same shapes; None where an output has none.
     """
     with torch.enable_grad():  # a backward pass is run without
         seed = _Seed.apply(tuple(gradients), *outputs)
@@ -29,7 +29,7 @@ def gradients_of(
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
-    """Put gradients into the ``.grad`` of everything behind ``output``."""
+    """Backpropagate ``gradient`` from ``output``, accumulating into the ``.grad`` of its leaves."""
     with torch.enable_grad():
         seed = _Seed.apply((gradient,), output)
     torch.autograd.backward(seed)

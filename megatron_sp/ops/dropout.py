@@ -1,12 +1,12 @@
-"""Dropout without random state: the mask is a hash of what is being dropped.
+"""Dropout without random state: the mask is a hash of the element's identity.
 
-Whether an element is kept depends on (seed, step, global sample index, layer, site, position, channel) and on nothing
-else. So the mask is the same for every layout of ranks, in recomputation and after a resume; there is no state to save,
-and backward computes the mask again instead of storing it.
+Whether an element is kept depends only on (seed, step, global sample index, layer, site, position, channel). So the mask
+is the same in every parallel layout, in recomputation and after a resume; there is no state to save, and backward
+recomputes the mask instead of saving it.
 
 The hash has two parts. A row key mixes everything but the channel, in 64-bit arithmetic on a small tensor [s, b]. Each
 element then mixes its row key with its channel in int32 arithmetic (two odd multiplications around one xor-shift), and the
-signed result is compared with a threshold, so the best-mixed upper bits decide. int32 is what CPUs and GPUs are fast at.
+signed result is compared with a threshold, so the best-mixed upper bits decide. int32 arithmetic is fast on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Names the tokens of one micro-batch for dropout.
+    """Keys that identify the tokens of one micro-batch for dropout.
 
     Attributes:
-        token_keys: int64 [s, b], one well-mixed key for each token of this step.
+        token_keys: int64 [s, b], one well-mixed key per token.
     """
 
     token_keys: Tensor
 
     @classmethod
     def create(cls, seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> DropoutKeys:
-        """Keys of a micro-batch.
+        """Compute the keys of a micro-batch.
 
         Args:
-            seed: of the run.
+            seed: seed of the run.
             step: optimizer step, from 0.
             sample_ids: int64 [b], the samples' global indices.
             positions: int64 [s], global positions of this rank's tokens.
@@ -42,18 +42,18 @@ class DropoutKeys:
         return cls(_mix64(keys[None, :] ^ _mix64(positions + 0x5851F42D)[:, None]))
 
     def row_keys(self, layer: int, site: int) -> Tensor:
-        """int32 [s, b], the keys of one dropout site of one layer."""
+        """Return the keys of one dropout site of one layer, int32 [s, b]."""
         return fold32(_mix64(self.token_keys + _mix64_int((layer << 8) + site + 1)))
 
 
 def hash_dropout(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int = 0, residual: Tensor | None = None) -> Tensor:
-    """Dropout on the last dim, scaled by 1/(1-rate); with ``residual`` the sum of both.
+    """Apply dropout, scaled by 1/(1-rate), and add ``residual`` if given.
 
     Args:
         x: [..., c].
-        rate: share of elements set to zero, in [0, 1).
-        row_keys: int32, the shape of x without its last dim (or one that broadcasts to it).
-        first_channel: global index of x's first channel, where channels are sharded.
+        rate: probability of an element to be zeroed, in [0, 1).
+        row_keys: int32, of the shape of x without its last dim (or one that broadcasts to it).
+        first_channel: global index of x's first channel, if channels are sharded.
         residual: [..., c], added after dropout.
     """
     if rate == 0.0:
@@ -62,7 +62,7 @@ def hash_dropout(x: Tensor, rate: float, row_keys: Tensor, *, first_channel: int
 
 
 def keep_mask(row_keys: Tensor, num_channels: int, rate: float, first_channel: int = 0) -> Tensor:
-    """bool [*row_keys.shape, num_channels]: True with probability 1 - rate."""
+    """Return the dropout mask, bool [*row_keys.shape, num_channels]: True (keep) with probability 1 - rate."""
     channels = torch.arange(first_channel, first_channel + num_channels, device=row_keys.device, dtype=torch.int64)
     channel_keys = fold32(_mix64(channels + 1))
     h = row_keys[..., None] ^ channel_keys
@@ -92,19 +92,19 @@ class _HashDropout(torch.autograd.Function):
 
 
 def fold32(keys: Tensor) -> Tensor:
-    """int64 -> int32: the upper half."""
+    """Return the upper 32 bits of int64 keys as int32."""
     return (keys >> 32).to(torch.int32)
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """splitmix64's finalizer on int64 tensors (products wrap)."""
+    """Apply splitmix64's finalizer to an int64 tensor (products wrap)."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def _mix64_int(x: int) -> int:
-    """The same on a Python integer, so that a layout's scalars cost no kernel; non-negative, below 2^62."""
+    """Apply splitmix64's finalizer to a Python integer, so that scalars need no kernel; the result is in [0, 2^62)."""
     x &= (1 << 64) - 1
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)

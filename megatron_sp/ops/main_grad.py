@@ -1,9 +1,9 @@
-"""Where weight gradients go: straight into a flat buffer when there is one, through autograd when there is none.
+"""Destination of weight gradients: directly into a flat buffer if there is one, else through autograd.
 
-Every op of ours that owns a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's gradient
-into the main_grad's view and returns None for it, so that a gradient is produced once, at its final place and in its final
+Every op of ours with a weight takes an optional ``MainGrad``. With a main_grad its backward writes the weight's gradient
+into the main_grad's view and returns None for it, so that a gradient is produced once, in its final place and its final
 dtype: no temporary of the weight's size, no zero-fill before the first micro-batch, no copy into a bucket afterwards.
-Without a main_grad (unit tests, foreign code) the same backward returns an ordinary gradient.
+Without a main_grad (unit tests, external code) the same backward returns an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from torch import Tensor
 
 
 class MainGrad(Protocol):
-    """What an op needs to know of the flat gradient buffers (``optim/flat.py`` implements it)."""
+    """Interface of the flat gradient buffers for ops (implemented in ``optim/gradients.py``)."""
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """The buffer view for ``param`` and whether this is the step's first gradient for it (then overwrite, else add).
+        """Return the buffer view for ``param`` and whether to overwrite it (first gradient of the step) or to add to it.
 
-        None: the parameter is not held by the main_grad; return its gradient to autograd instead.
+        Returns None if the main_grad does not hold the parameter; the op must then return its gradient to autograd.
         """
 
     def reserve_ahead(self, param: Tensor) -> Tensor | None:
-        """As ``reserve``, already in the forward pass, for an op that knows its gradient then (the LM head).
+        """Reserve a view like ``reserve``, but in the forward pass, for an op that computes its gradient there (the LM head).
 
-        Nobody else may write to the view before the op's backward has finished the gradient and called ``finish``.
+        Nothing else may write to the view before the op's backward has completed the gradient and called ``finish``.
 
         Returns:
-            The view, to be overwritten; None: there is a gradient in it already, or the main_grad does not hold it. Use a buffer then.
+            The view, to be overwritten; None if it already contains a gradient or the main_grad does not hold the parameter: then the op
+            needs a buffer of its own.
         """
 
     def finish(self, param: Tensor) -> None:
-        """The gradient reserved ahead is complete."""
+        """Mark a gradient reserved by ``reserve_ahead`` as complete."""
 
 
 def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor, x: Tensor) -> Tensor | None:
-    """Weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
+    """Compute the weight gradient of ``y = x @ weight.T``: grad_out.T @ x.
 
     Args:
         weight: [out, in].
         grad_out: [tokens, out].
         x: [tokens, in].
     Returns:
-        None if the main_grad took it, else the gradient [out, in].
+        None if it was written to the main_grad, else the gradient [out, in].
     """
     reserved = main_grad.reserve(weight) if main_grad is not None else None
     if reserved is None:
@@ -55,9 +56,9 @@ def put_weight_grad(main_grad: MainGrad | None, weight: Tensor, grad_out: Tensor
 
 
 def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], into ``view`` [out, in], which may be wider than they.
+    """Write (``fresh``) or add grad_out.T @ x, [tokens, out] and [tokens, in], to ``view`` [out, in], which may have a wider dtype.
 
-    The tensor cores of a GPU accumulate in fp32: those bits go straight into an fp32 view, with no product of the weight's size beside it.
+    The tensor cores of a GPU accumulate in fp32: the result goes directly into an fp32 view, without a temporary of the weight's size.
     """
     if view.dtype == grad_out.dtype:
         torch.addmm(view, grad_out.t(), x, beta=0.0 if fresh else 1.0, out=view)
@@ -71,14 +72,14 @@ def put_product(view: Tensor, grad_out: Tensor, x: Tensor, *, fresh: bool) -> No
 
 
 def weight_product(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad_out.T @ x, [tokens, out] and [tokens, in] -> [out, in], on its way into a buffer of ``dtype``."""
+    """Return grad_out.T @ x, [tokens, out] and [tokens, in] -> [out, in], to be stored in a buffer of ``dtype``."""
     if x.is_cuda and dtype == torch.float32 != x.dtype:
         return torch.mm(grad_out.t(), x, out_dtype=torch.float32)  # the tensor cores accumulate in fp32: keep those bits
     return grad_out.t() @ x
 
 
 def put_grad(main_grad: MainGrad | None, param: Tensor, grad: Tensor) -> Tensor | None:
-    """Hand over a gradient that has been computed already (biases, norms); returns it if there is no main_grad for it."""
+    """Store an already computed gradient (bias, norm) in the main_grad; return it if no main_grad holds the parameter."""
     reserved = main_grad.reserve(param) if main_grad is not None else None
     if reserved is None:
         return grad.to(param.dtype)

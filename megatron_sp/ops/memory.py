@@ -1,11 +1,11 @@
-"""Large CPU tensors from memory that is kept: what CUDA's caching allocator does on a GPU.
+"""Caching allocator for large CPU tensors, the counterpart of PyTorch's CUDA caching allocator.
 
-glibc hands blocks of many megabytes back to the kernel and asks for them again, one page fault for every 4 KiB, and where it keeps
-them its aligned allocation cannot reuse a hole of exactly the size that left it. A training step frees and takes the same few hundred
-megabytes thousands of times, so both cost: for a 124M model peak memory went from 3.10 to 2.84 GiB (docs/LOG.md).
+glibc returns blocks of many megabytes to the kernel and requests them again, with a page fault for every 4 KiB; where it keeps them,
+its aligned allocation cannot reuse a hole of exactly the size that was freed. A training step frees and allocates the same few hundred
+megabytes thousands of times, so both matter: for a 124M model peak memory went from 3.10 to 2.84 GiB (docs/LOG.md).
 
-Here one address range is reserved, and blocks of it are lent out best fit, lowest address first, and joined with their neighbours
-when they come back. A block comes back when the last tensor on it is gone, views and saved tensors included. Memory that was used
+Here one address range is reserved; blocks of it are allocated best fit, lowest address first, and merged with free neighbours when
+they are freed. A block is freed when the last tensor on it is gone, views and saved tensors included. Memory that was used
 once stays with the process; peak memory is the highest address ever in use.
 """
 
@@ -29,7 +29,7 @@ _ALIGN = 4096
 
 
 def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.empty``; large CPU tensors come from the kept memory."""
+    """Return an uninitialized tensor, as ``torch.empty``; large CPU tensors come from the cache."""
     count = 1
     for size in shape:
         count *= size
@@ -45,10 +45,10 @@ def empty(shape: tuple[int, ...] | torch.Size, *, dtype: torch.dtype, device: to
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor in host memory that ``device`` copies from and to without help of the host: pinned, if that is a GPU.
+    """Return an uninitialized tensor in host memory for copies from and to ``device``: pinned, if that is a GPU.
 
-    Where so much memory cannot be pinned (``ulimit -l``, containers), it is ordinary memory: the same values, and copies that the host
-    waits for. Said once.
+    If it cannot be pinned (``ulimit -l``, containers), it is ordinary memory, with a warning: results are the same, but the host waits
+    for copies.
     """
     if device.type == "cuda":
         try:
@@ -62,10 +62,10 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: 
 
 
 def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice elsewhere.
+    """Split ``count`` equal pieces of work into slices whose results take about 1 MiB on the CPU; one slice on other devices.
 
-    torch's own kernels put their results where they like. Small enough, these stay in the cache until they are copied to their place, and
-    leave no holes of many megabytes in the heap. Each slice has work for every thread.
+    torch's own kernels allocate their results. Small results stay in the cache until they are copied to their place, and leave no holes
+    of many megabytes in the heap. Each slice has work for every thread.
     """
     threads = torch.get_num_threads()
     step = max(1, _MIN_BYTES // max(1, bytes_each * threads)) * threads if device.type == "cpu" else max(1, count)
@@ -74,10 +74,10 @@ def blocks(count: int, bytes_each: int, device: torch.device) -> Iterator[slice]
 
 
 class Arena:
-    """Blocks of one reserved address range.
+    """Allocator of blocks in one reserved address range.
 
     Args:
-        capacity: bytes of addresses; memory is used only where blocks are written.
+        capacity: size of the range in bytes; memory is used only where blocks are written.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -88,7 +88,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """A block as uint8 [num_bytes], aligned to a page; None when there is no room (or no such memory on this system)."""
+        """Allocate a page-aligned block, uint8 [num_bytes]; None if there is no room (or the range cannot be reserved)."""
         size = (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
         with self._lock:
             if self._range is None and not self._reserve():

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dim, statistics in fp32 (or wider), weight gradients into the main_grad.
 
-``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for ``ops/linear.py``, which can
-put a norm in front of a linear layer and compute it again in backward instead of storing its output.
+``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for ``parallel/linear.py``, which can
+fuse a norm with the linear layer after it and recompute it in backward instead of saving its output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_sp.ops.memory import blocks, empty
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Which norm.
+    """Kind and options of a norm.
 
     Attributes:
         kind: LayerNorm, (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm, x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467).
         eps: added to the variance, or to the mean square.
-        zero_centered: the stored weight is weight - 1 (--apply-layernorm-1p), so that weight decay pulls to the identity.
+        zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the identity.
     """
 
     kind: Literal["LayerNorm", "RMSNorm"]
@@ -33,7 +33,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class NormInFront:
-    """A norm with its parameters, [h] each, as an argument of ``linear``."""
+    """A norm before a linear layer with its parameters, [h] each, as an argument of ``linear``."""
 
     spec: NormSpec
     weight: Tensor
@@ -41,7 +41,7 @@ class NormInFront:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, *, main_grad: MainGrad | None = None) -> Tensor:
-    """The norm of x [..., h] over its last dim; ``weight`` and ``bias`` [h], the bias for LayerNorm only."""
+    """Normalize x [..., h] over its last dim; ``weight`` and ``bias`` are [h], the bias for LayerNorm only."""
     return _Norm.apply(x, weight, bias, spec, main_grad)
 
 
@@ -67,7 +67,7 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(the normed x in x's dtype, the statistics that ``norm_backward`` wants)."""
+    """Return (the normalized x in x's dtype, the statistics for ``norm_backward``)."""
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -91,9 +91,9 @@ def norm_backward(
     need: tuple[bool, bool, bool],
     add: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x (in its dtype), weight and bias (in fp32 or wider where they were summed so); None where not needed.
+    """Return the gradients of x (in its dtype), weight and bias (in fp32 or wider if they were summed so); None where not needed.
 
-    ``add``: another gradient of x, added to the first.
+    ``add``: another gradient of x, to be added to the first.
     """
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
@@ -117,7 +117,7 @@ def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, tuple[Tenso
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, need: tuple[bool, bool, bool], add: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx = rstd * (g - normed * mean(g * normed)), g = grad * scale."""
+    """Compute dx = rstd * (g - normed * mean(g * normed)), where g = grad * scale, and the gradient of scale."""
     width = x.shape[-1]
     grad2, x2, add2 = grad.reshape(-1, width), x.reshape(-1, width), None if add is None else add.reshape(-1, width)
     grad_x = empty(x.shape, dtype=x.dtype, device=x.device) if need[0] else None
@@ -164,12 +164,12 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
-    """The factor itself, in fp32 or wider."""
+    """Return the actual scale factor, in fp32 or wider."""
     return _widen(weight) + 1 if zero_centered else _widen(weight)
 
 
 def _layer_norm_operands(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, scale and shift as torch's kernel takes them: all wide on the CPU, all of x's dtype on CUDA (which computes wide inside)."""
+    """Return x, scale and shift for torch's kernel: in fp32 or wider on the CPU, in x's dtype on CUDA (which computes in fp32 inside)."""
     scale = _scale(weight, zero_centered)
     if x.is_cuda:
         return x, scale.to(x.dtype), bias

@@ -1,19 +1,20 @@
-"""Attention of packed documents, and of sequences with padding behind: work on pairs that see each other alone, results straight in place.
+"""Attention of packed documents and of right-padded sequences, computed only on pairs that attend to each other.
 
-Both are lists of ``Segment``: some queries of a sequence with some of its keys. A document sees itself; of a sequence with padding all
-queries see the real keys. Gradients are written into one tensor at the segment's place: slices under autograd would make a tensor of
-zeros of the full size for each of them, and a concatenation a copy.
+Both are lists of ``Segment``: some queries of a sequence with some of its keys. A document attends to itself; in a padded sequence all
+queries attend to the real keys. Gradients are written directly into one tensor at the segment's place: slices under autograd would need
+a zero tensor of the full size for each of them, and a concatenation a copy.
 
-On the CPU (``cpu_flash``) long segments go to torch's fused kernel as views, one call each. Short ones, whose call costs more than their
-work, go in batches of about the same length: copied side by side, padded behind to the longest. Causal attention never looks at what is
-behind, and its gradient is zero, so the padding changes nothing; without the causal mask only segments of one length share a batch.
+On the CPU (``cpu_flash``) long segments are passed to torch's fused kernel as views, one call each. Short ones, whose call costs more than
+their work, are batched with others of about the same length: copied side by side, right-padded to the longest. Causal attention never
+sees later positions, and their gradient is zero, so the padding has no effect; without the causal mask only segments of the same
+length share a batch.
 
-A sliding window cuts a longer segment into tiles of queries, each with the keys that its windows reach (``in_windows``): work grows with
-the length times the window. All tiles but the first and the last have one shape, and one mask for it; their keys overlap, and gradients add
-up.
+A sliding window splits a longer segment into tiles of queries, each with the keys that its windows reach (``in_windows``): work is
+proportional to the length times the window. All tiles but the first and the last have the same shape and share a mask; their keys
+overlap, so their gradients are added.
 
-On a GPU (``varlen``) one kernel takes all documents of the batch, as lengths added up. Everything else (``one_by_one``) calls a kernel
-of the caller's for each segment.
+On a GPU (``varlen``) one kernel call takes all documents of the batch, with cumulative lengths. In all other cases (``one_by_one``) the
+caller's kernel is called for each segment.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _SHORT = 8  # up to here all lengths share a batch: it is calls that cost
 
 
 class Segment(NamedTuple):
-    """Rows ``start`` to ``start + queries`` of a sequence that see its ``keys`` rows from ``start - before`` on.
+    """Query rows ``start`` to ``start + queries`` of a sequence, which attend to its ``keys`` rows from ``start - before`` on.
 
-    With ``before``, each query sees itself and as many keys before it: a sliding window.
+    With ``before`` > 0, each query attends to itself and ``before`` keys before it: a sliding window.
     """
 
     sequence: int
@@ -53,7 +54,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segment], Tensor]
 
 @lru_cache(maxsize=16)
 def segments_of_documents(documents: tuple[tuple[int, ...], ...]) -> Segments:
-    """From where the documents of each sequence end."""
+    """Return the segments of packed documents, given the ends of the documents of each sequence."""
     return tuple(
         Segment(sequence, start, end - start, end - start)
         for sequence, ends in enumerate(documents) for start, end in zip((0, *ends), ends, strict=False)
@@ -61,14 +62,14 @@ def segments_of_documents(documents: tuple[tuple[int, ...], ...]) -> Segments:
 
 
 def segments_of_lengths(lengths: Sequence[int], s: int) -> Segments:
-    """All ``s`` queries of each sequence see its first ``length`` keys; a sequence without keys has no segment."""
+    """Return segments in which all ``s`` queries of a sequence attend to its first ``length`` keys; none for a sequence of length 0."""
     return tuple(Segment(sequence, 0, s, min(length, s)) for sequence, length in enumerate(lengths) if length > 0)
 
 
 @lru_cache(maxsize=16)
 def in_windows(segments: Segments, window: int) -> Segments:
-    """Causal segments, those that are longer than the window in tiles: its first ``window`` queries, which see all before them, then a few
-    at a time."""
+    """Split causal segments longer than the window into tiles: the first ``window`` queries, which attend to all keys before them, and
+    then a few queries at a time."""
     tile, found = window_tile(window), list[Segment]()
     for segment in segments:
         end = segment.start + segment.queries
@@ -82,7 +83,7 @@ def in_windows(segments: Segments, window: int) -> Segments:
 
 @lru_cache(maxsize=16)
 def batches_of(segments: Segments, causal: bool) -> tuple[Segments, ...]:
-    """Segments that can be computed side by side, longest first; behind them the tiles of windows, which overlap, one by one."""
+    """Group segments into batches to compute together, longest first; then window tiles, which overlap, one by one."""
     found: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda g: (g.before > 0, -g.queries, -g.keys, g)):
         longest = found[-1][0] if found and not segment.before else None
@@ -97,7 +98,7 @@ def batches_of(segments: Segments, causal: bool) -> tuple[Segments, ...]:
 
 
 class _Call(NamedTuple):
-    """Segments of one call of a kernel, the first one the longest, and which columns of a sequence: all, if they are several."""
+    """Segments of one kernel call, longest first, and the columns of a sequence to compute: all, if there are several segments."""
 
     segments: Segments
     each: int
@@ -105,7 +106,7 @@ class _Call(NamedTuple):
 
 
 def _calls(segments: Segments, causal: bool, q: Tensor, each: int) -> Iterator[_Call]:
-    """Each call has results of about 1 MiB (``ops/memory.py :: blocks``), or is a segment alone."""
+    """Yield kernel calls whose results take about 1 MiB each (``ops/memory.py :: blocks``); a long segment has calls of its own."""
     row = q.shape[2] * q.shape[3] * q.element_size()
     for batch in batches_of(segments, causal):
         of_one = batch[0].queries * each * row
@@ -117,11 +118,11 @@ def _calls(segments: Segments, causal: bool, q: Tensor, each: int) -> Iterator[_
 
 
 class _Places:
-    """Where the rows of a call are in a tensor [s, m, r, d], and how they get side by side and back.
+    """Gather and scatter of the rows of a kernel call, in tensors [s, m, r, d].
 
     Args:
-        call: its segments.
-        keys: the rows of the keys; else those of the queries.
+        call: the kernel call.
+        keys: True for the rows of the keys; else those of the queries.
     """
 
     def __init__(self, call: _Call, keys: bool) -> None:
@@ -140,7 +141,7 @@ class _Places:
         self.columns = torch.tensor([segment.sequence * call.each for segment in call.segments])[:, None] + torch.arange(call.each)
 
     def take(self, x: Tensor, zero_behind: bool = False) -> Tensor:
-        """[s, m, r, d] -> [n * each, r, longest, d]; a view for one segment."""
+        """Gather rows: [s, m, r, d] -> [n * each, r, longest, d]; a view for one segment."""
         if self.alone is not None:
             return x[self.alone].permute(1, 2, 0, 3)
         taken = x[self.rows[:, None, :], self.columns[:, :, None]]  # [n, each, longest, r, d]
@@ -149,7 +150,7 @@ class _Places:
         return taken.flatten(0, 1).transpose(1, 2)
 
     def put(self, into: Tensor, x: Tensor) -> None:
-        """[n * each, r, longest, d] into its places in [s, m, r, d]; what a window's keys get is added."""
+        """Scatter rows [n * each, r, longest, d] into ``into`` [s, m, r, d]; those of a window tile's keys are added."""
         if self.alone is not None:
             place = into[self.alone]
             place.add_(x.permute(2, 0, 1, 3)) if self.adds else place.copy_(x.permute(2, 0, 1, 3))
@@ -163,16 +164,16 @@ class _Places:
 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, causal: bool) -> Tensor:
-    """Attention by torch's fused CPU kernel.
+    """Compute attention with torch's fused CPU kernel.
 
     Args:
         q: [s, m, r, d].
         k, v: [s, m, 1, d].
-        segments: none of them overlap, but for the keys of ``in_windows``.
-        each: columns of m for a sequence, one after another.
-        causal: within a segment.
+        segments: non-overlapping, except for the keys of ``in_windows``.
+        each: consecutive columns of m per sequence.
+        causal: causal mask within a segment.
     Returns:
-        [s, m, r, d]; zero for queries of no segment.
+        [s, m, r, d]; zero for queries outside all segments.
     """
     return _CPUSegments.apply(q, k, v, segments, each, causal)
 
@@ -210,27 +211,27 @@ class _CPUSegments(torch.autograd.Function):
 
 
 def _mask_of(call: _Call, causal: bool, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """(whether the kernel's own causal mask is wanted, else a mask to add): the latter for a tile of windows."""
+    """Return (whether to use the kernel's causal mask, additive mask or None); only a window tile has an additive mask."""
     segment = call.segments[0]
     return (False, _window_mask(segment.queries, segment.before, dtype)) if segment.before else (causal, None)
 
 
 @lru_cache(maxsize=4)
 def _window_mask(queries: int, before: int, dtype: torch.dtype) -> Tensor:
-    """[queries, before + queries]: 0 where query i sees key j, i <= j <= i + before, else -inf."""
+    """Return an additive mask [queries, before + queries]: 0 where query i attends to key j, i <= j <= i + before, else -inf."""
     distance = torch.arange(before + queries) - torch.arange(queries)[:, None]
     hidden = (distance < 0) | (distance > before)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, call: _Call, queries: _Places) -> tuple[Tensor, Tensor, Tensor]:
-    """As the kernel takes them: [n * each, r, longest, d] all three; keys and values are not copied for their queries."""
+    """Return q, k and v for the kernel, all [n * each, r, longest, d]; keys and values are expanded over r without a copy."""
     keys, r = _Places(call, keys=True), q.shape[2]
     return queries.take(q), keys.take(k).expand(-1, r, -1, -1), keys.take(v).expand(-1, r, -1, -1)
 
 
 def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for them, zero where no segment is. Parts of the fused QKV get one tensor in its layout, and packing costs nothing."""
+    """Allocate the gradients, zero outside the segments; for views of a fused QKV as views of one tensor in its layout, ready packed."""
     s, m, r, d = q.shape
     if q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
         packed = empty((s, m, r + 2, d), dtype=q.dtype, device=q.device)
@@ -243,7 +244,7 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int
 
 
 def _zero_outside(x: Tensor, segments: Segments, each: int, keys: bool) -> None:
-    """Fill what no segment writes: all rows behind the segments of each sequence, which are one after another from the first row on."""
+    """Zero the rows that no segment writes: those after the segments of each sequence, which are contiguous from the first row on."""
     if keys and any(segment.before for segment in segments):  # added up
         x.zero_()
         return
@@ -256,17 +257,17 @@ def _zero_outside(x: Tensor, segments: Segments, each: int, keys: bool) -> None:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kernel: Callable[..., Tensor]) -> Tensor:
-    """All documents in one call of a GPU kernel.
+    """Compute the attention of all documents in one call of a GPU kernel.
 
-    One sequence with one query for each key goes through without a copy; else the kernel's layout, tokens of one sequence after those
-    of another and the groups of heads side by side, takes one of each operand.
+    A single sequence with one query head per key head needs no copies; otherwise the kernel's layout, with the tokens of one sequence
+    after those of another and the groups of heads side by side, takes a copy of each operand.
 
     Args:
         q: [s, m, r, d].
         k, v: [s, m, 1, d].
         segments: documents, in order, which cover every row.
-        each: columns of m for a sequence.
-        kernel: of (q [tokens, heads, d], k and v [tokens, groups, d], ends of the documents int32 [n + 1], longest document).
+        each: columns of m per sequence.
+        kernel: function of (q [tokens, heads, d], k, v [tokens, groups, d], cumulative lengths int32 [n + 1], longest length).
     """
     s, m, r, d = q.shape
     b = m // each
@@ -278,22 +279,22 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, kerne
 
 @lru_cache(maxsize=4)
 def _ends(segments: Segments, s: int, device: torch.device) -> Tensor:
-    """int32 [n + 1]: 0, and where the documents end in the row of all sequences; once for all layers. The host waits for nothing."""
+    """Return cumulative document lengths over all sequences, int32 [n + 1], cached for all layers; the host does not wait."""
     ends = torch.tensor([0, *(segment.sequence * s + segment.start + segment.queries for segment in segments)], dtype=torch.int32)
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends.to(device)
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, each: int, attend: Attend) -> Tensor:
-    """Attention by any kernel, one call for each segment.
+    """Compute attention with any kernel, one call per segment.
 
     Args:
         q: [s, m, r, d].
         k, v: [s, m, 1, d].
-        segments: none of them overlap.
-        each: columns of m for a sequence.
-        attend: of the segment's q [queries, each, r, d], k and v [keys, each, 1, d] and the segment, differentiable.
+        segments: non-overlapping.
+        each: columns of m per sequence.
+        attend: differentiable function of the segment's q [queries, each, r, d], k and v [keys, each, 1, d], and the segment.
     Returns:
-        [s, m, r, d]; zero for queries of no segment.
+        [s, m, r, d]; zero for queries outside all segments.
     """
     return _OneByOne.apply(q, k, v, segments, each, attend, torch.is_grad_enabled())
 
@@ -334,6 +335,6 @@ class _OneByOne(torch.autograd.Function):
 
 
 def _runs(segment: Segment, each: int) -> tuple[slice, slice, slice]:
-    """(rows of its queries, of its keys, its columns)."""
+    """Return (query rows, key rows, columns) of a segment."""
     start, first = segment.start, segment.sequence * each
     return slice(start, start + segment.queries), slice(start, start + segment.keys), slice(first, first + each)

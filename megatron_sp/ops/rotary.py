@@ -1,7 +1,7 @@
-"""Rotary position embedding, applied in place to queries and keys, also where they lie inside the fused QKV tensor.
+"""Rotary position embedding, applied in place to queries and keys, even inside the fused QKV tensor.
 
-The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In place,
-because nothing else needs the unrotated values: a rotation is inverted by the opposite angle, which is also its backward.
+The pairs are (i, i + rotated/2), the "half" convention of GPT-NeoX, Llama and Megatron (arXiv:2104.09864). In-place rotation
+is possible because nothing else needs the unrotated values: backward is the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotaryStretch:
-    """Slower rotation for sequences longer than those of pretraining.
+    """RoPE scaling: slower rotation for sequences longer than those of pretraining.
 
-    A frequency turns original_length / wavelength times over a sequence of pretraining. Those that turn less than ``low`` times have never
-    been seen all around, and are divided by ``factor``; those that turn more than ``high`` times tell neighbours apart, and stay; between
-    the two the share that stays grows evenly. ``low`` and ``high`` infinite: all are divided, which is as good as dividing the positions.
+    A frequency makes original_length / wavelength turns over a pretraining sequence. Frequencies with fewer than ``low`` turns are divided
+    by ``factor``; those with more than ``high`` turns, which distinguish neighbouring positions, are kept; in between, the two are
+    interpolated linearly. With infinite ``low`` and ``high`` all are divided, which is equivalent to dividing the positions.
 
     Source: arXiv:2306.15595 (all divided); Llama 3.1's model card and released code (by wavelength).
     """
@@ -31,7 +31,7 @@ class RotaryStretch:
     original_length: int = 1
 
     def apply(self, frequencies: Tensor) -> Tensor:
-        """Radians per position, [n] -> [n]."""
+        """Scale frequencies in radians per position, [n] -> [n]."""
         slow = frequencies / self.factor
         if math.isinf(self.low):
             return slow
@@ -46,16 +46,16 @@ NOT_STRETCHED = RotaryStretch()
 def rotary_tables(
     positions: Tensor, rotated_dim: int, base: float, dtype: torch.dtype = torch.float32, stretch: RotaryStretch = NOT_STRETCHED
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i/rotated_dim), the frequencies stretched.
+    """Compute cos and sin of position * base^(-2i/rotated_dim), with scaled frequencies.
 
     Args:
-        positions: int64 [s], global positions, or [s, b] where they differ from sequence to sequence.
-        rotated_dim: how many channels of each head are rotated; even.
+        positions: int64 [s], global positions, or [s, b] if they differ between sequences.
+        rotated_dim: number of rotated channels of each head; even.
         base: theta.
-        dtype: of the tables; angles are computed in fp64 so that position 1,000,000 is as exact as position 1.
-        stretch: of the frequencies.
+        dtype: dtype of the tables; angles are computed in fp64 so that position 1,000,000 is as accurate as position 1.
+        stretch: scaling of the frequencies.
     Returns:
-        two tensors [*positions.shape, rotated_dim / 2].
+        Two tensors [*positions.shape, rotated_dim / 2].
     """
     exponent = torch.arange(0, rotated_dim, 2, device=positions.device, dtype=torch.float64) / rotated_dim
     angles = positions.to(torch.float64)[..., None] * stretch.apply(base**-exponent)
@@ -66,11 +66,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, *, heads: i
     """Rotate heads of ``x`` in place and return it.
 
     Args:
-        x: [s, ..., c], contiguous, c a multiple of heads * head_dim; the next dim after s is b, or b times something.
+        x: [s, ..., c], contiguous, where c is a multiple of heads * head_dim; the next dim after s is a multiple of b.
         cos, sin: [s, rotated/2] or [s, b, rotated/2] from ``rotary_tables``.
         head_dim: channels of a head.
-        heads, rotated: of every run of ``heads`` heads the first ``rotated`` turn: r + 2 and r + 1 in the fused QKV, in which r queries,
-            a key and a value follow each other.
+        heads, rotated: of every ``heads`` consecutive heads the first ``rotated`` are rotated: r + 2 and r + 1 in the fused QKV, in which
+            r queries, a key and a value follow each other.
     """
     return _Rotary.apply(x, cos, sin, head_dim, heads, rotated)
 
@@ -93,12 +93,12 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turning(x: Tensor, head_dim: int, heads: int, rotated: int) -> Tensor:
-    """[s, ..., c] -> [s, runs of heads, rotated, head_dim], a view."""
+    """Return a view of the heads to rotate: [s, ..., c] -> [s, runs of heads, rotated, head_dim]."""
     return x.view(x.shape[0], x[0].numel() // (heads * head_dim), heads, head_dim)[:, :, :rotated]
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place; m is a multiple of b where the tables have a dim for it."""
+    """Rotate the first 2 * cos.shape[-1] channels of x [s, m, n, d] in place; m must be a multiple of b if the tables have a dim b."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     if cos.ndim == 3:

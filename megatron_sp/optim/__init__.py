@@ -1,1 +1,1 @@
-"""Flat buffers, ZeRO, optimizers, gradient norm, learning rate."""
+"""Flat buffers, ZeRO, optimizers, gradient norm and learning rate schedule."""

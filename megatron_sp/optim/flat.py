@@ -1,13 +1,13 @@
-"""Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each, whole or sharded (ZeRO, arXiv:1910.02054).
+"""Flat buffers: all parameters, gradients and optimizer state of a unit in one tensor each, full or sharded (ZeRO, arXiv:1910.02054).
 
-A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. One collective, one norm
-and one fused optimizer kernel then serve a whole unit. Order within a unit: parameters with weight decay first, then those without, each
-aligned to 64 bytes; the unit is padded so that the ranks it is sharded over get ranges of the same size. Padding stays zero.
+A parameter of the model is a view of its unit's parameter buffer, its gradient a view of the gradient buffer. So one collective, one norm
+and one fused optimizer kernel handle a whole unit. Order within a unit: parameters with weight decay first, then those without, each
+aligned to 64 bytes; the unit is padded so that it can be sharded into ranges of the same size. Padding stays zero.
 
     stage 0   every rank has everything
-    stage 1   master weights and optimizer state: this rank's range; parameters and, while they are being made, gradients: whole
-    stage 2   the same; gradients are reduced to the ranges after every micro-batch, so that few units have them whole at a time
-    stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` makes a unit whole for as long as it is used
+    stage 1   master weights and optimizer state: this rank's range; parameters and, until they are reduced, gradients: full
+    stage 2   the same; gradients are reduced to the ranges in every micro-batch, so that few units have full gradients at a time
+    stage 3   parameters too: a rank keeps its range; ``optim/weights.py`` gathers a unit for as long as it is used
 
 Gradients of bf16 and fp16 parameters are accumulated in fp32; the fp32 master copy is what the optimizer updates.
 """
@@ -31,11 +31,11 @@ _ALIGN_BYTES = 64  # a vector register: the fused optimizer rounds the rest behi
 
 @dataclass(frozen=True)
 class Zero:
-    """Over whom, and how far, units are sharded.
+    """ZeRO stage, and the group over which units are sharded.
 
     Attributes:
         stage: 0 to 3.
-        group: the ranks that have the same parameters; rank r keeps the r-th range of every unit.
+        group: the ranks with the same parameters; rank r keeps the r-th range of every unit.
     """
 
     stage: int = 0
@@ -43,12 +43,12 @@ class Zero:
 
     @property
     def parts(self) -> int:
-        """Ranges of a unit."""
+        """Number of ranges of a unit."""
         return self.group.size() if self.stage > 0 else 1
 
     @property
     def part(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's range."""
         return self.group.rank() if self.stage > 0 else 0
 
 
@@ -75,11 +75,11 @@ class Slot:
         return self.start + self.numel
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its part of a whole buffer."""
+        """Return the parameter's view in a full buffer."""
         return flat[self.start : self.stop].view(self.shape)
 
     def counted(self) -> Iterator[range]:
-        """The elements that this tp rank adds to a sum, as ranges of a whole buffer: over all tp ranks every element of the whole once."""
+        """Yield the elements this tp rank adds to a sum over tp ranks, as ranges of a full buffer; each element is counted on one rank."""
         if not self.shape:
             yield range(self.start, self.stop if self.spec.counted else self.start)
             return
@@ -91,17 +91,17 @@ class Slot:
 
 
 def is_decayed(param: Tensor) -> bool:
-    """Weight decay is for matrices; biases and norm weights go without."""
+    """Return whether a parameter has weight decay: matrices do, biases and norm weights do not."""
     return param.ndim >= 2
 
 
 class FlatLayout:
-    """Who lies where in a flat buffer.
+    """Layout of the parameters in a flat buffer.
 
     Attributes:
-        slots: in order.
-        num_decayed: elements before this index are decayed.
-        numel: of the whole buffer, with padding.
+        slots: places of the parameters, in order.
+        num_decayed: elements before this index have weight decay.
+        numel: number of elements of the full buffer, with padding.
         shard: this rank's range.
     """
 
@@ -125,7 +125,7 @@ class FlatLayout:
         self._nothing: Tensor | None = None
 
     def zero_padding(self, flat: Tensor) -> None:
-        """Clear what belongs to no parameter in a whole buffer."""
+        """Zero the padding of a full buffer."""
         at = 0
         for slot in self.slots:
             flat[at : slot.start].zero_()
@@ -133,14 +133,14 @@ class FlatLayout:
         flat[at:].zero_()
 
     def filled(self, like: Tensor) -> Tensor:
-        """A whole buffer with the parameters' values, zero between them."""
+        """Return a new full buffer with the parameters' values and zero padding."""
         flat = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
         for slot in self.slots:
             slot.view(flat).copy_(slot.param.detach())
         return flat
 
     def bind(self, flat: Tensor, *, lasting: bool = True) -> None:
-        """Make the parameters views of a whole buffer; of one that lasts as long as the run they are built once and kept."""
+        """Make the parameters views of a full buffer; with ``lasting`` (a buffer kept for the whole run) the views are cached."""
         views = self._views.get(flat.data_ptr()) if lasting else None
         if views is None:
             views = [slot.view(flat) for slot in self.slots]
@@ -150,7 +150,7 @@ class FlatLayout:
             slot.param.data = view
 
     def unbind(self) -> None:
-        """Leave the parameters without contents: whoever uses one now gets an error, not somebody else's weights."""
+        """Leave the parameters empty, so that using one is an error instead of reading other weights."""
         if not self.slots:
             return
         if self._nothing is None:
@@ -160,27 +160,27 @@ class FlatLayout:
 
 
 class FlatUnit:
-    """The buffers of one unit.
+    """Flat buffers of one unit.
 
-    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay where they are, outside; at stage 3 they are
+    Frozen parameters (``requires_grad`` False) have no gradient and no state. They stay outside the buffers; only at stage 3 they are
     sharded too, in a buffer of their own.
 
     Args:
-        name: of the unit.
+        name: name of the unit.
         named_params: its parameters.
-        specs: where they lie in the whole parameters; one that is missing is whole here.
+        specs: tensor-parallel placement of the parameters, by name; a parameter without one is not split.
         zero: sharding.
-        offload: master weights are in host memory (``optim/offload.py``).
+        offload: keep master weights in host memory (``optim/offload.py``).
 
     Attributes:
-        layout: who lies where; ``slots``, ``numel``, ``num_decayed`` and ``shard`` are its.
-        params: [n], the model's dtype, and the model's parameters are views of it; None at stage 3.
-        local_params: [n / ranks], this rank's range of them.
+        layout: layout of the buffers; ``slots``, ``numel``, ``num_decayed`` and ``shard`` are its attributes.
+        params: [n], in the model's dtype; the model's parameters are views of it. None at stage 3.
+        local_params: [n / ranks], this rank's range of the parameters.
         master: [n / ranks], what the optimizer updates: ``local_params`` itself, or an fp32 copy of 16-bit parameters; with ``offload``
             always a copy, on the host.
-        grads: [n], fp32 (fp64 for an fp64 model); memory exists from the first gradient on to the reduction, at stage 0 to the next step.
+        grads: [n], fp32 (fp64 for an fp64 model); allocated from the first gradient until the reduction, at stage 0 until the next step.
         grad_shard: [n / ranks], the step's reduced gradients.
-        frozen, local_frozen: layout and range of the frozen parameters, at stage 3; else None.
+        frozen, local_frozen: layout and local range of the frozen parameters, at stage 3; else None.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class FlatUnit:
         return self._grad_shard
 
     def add_to_shard(self, reduced: Tensor) -> None:
-        """Take in the reduced gradients of the micro-batches since the last time; the whole ones are gone."""
+        """Accumulate newly reduced gradients into ``grad_shard``, and free the full gradients."""
         self._grads = None
         if self._grad_shard is None:
             self._grad_shard = reduced
@@ -266,19 +266,19 @@ class FlatUnit:
             self._grad_shard.add_(reduced)
 
     def release_grads(self) -> None:
-        """Give the gradients' memory back.
+        """Free the gradients.
 
-        A step then holds activations at the end of its forward passes and gradients at the end of its backward passes, each
-        backward freeing the ones while it makes the others, instead of both at once.
+        So a step holds activations at the end of forward and gradients at the end of backward, which frees the former while it
+        produces the latter, instead of both at once.
         """
         self._grads = self._grad_shard = None
 
     def gathered(self, flat: Tensor) -> Tensor:
-        """All ranks' ranges in one whole buffer. Collective."""
+        """Gather all ranks' ranges into one full buffer. Collective."""
         return all_gather_async(flat, self.zero.group).wait() if self.zero.stage > 0 else flat
 
     def counted(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """By parameter, what this rank's range (``master``, ``grad_shard``) adds to a sum over all ranks: every element once."""
+        """Yield (slot, part of ``flat``, this rank's range) to add to a sum over all ranks, in which each element must count once."""
         for slot in self.slots:
             for elements in slot.counted():
                 part = within(elements, self.shard)
@@ -286,26 +286,26 @@ class FlatUnit:
                     yield slot, flat[part.start : part.stop]
 
     def refresh_params(self) -> None:
-        """Round the master weights into this rank's range of the parameters."""
+        """Copy the master weights, rounded, into this rank's range of 16-bit parameters."""
         if self.is_16_bit:
             self.local_params.copy_(self.master)
 
     def refresh_master(self) -> None:
-        """Take the model's parameters as the master weights (after loading a checkpoint that has no others)."""
+        """Copy the model's parameters to the master weights (after loading a checkpoint without master weights)."""
         if self.master is not self.local_params:
             self.master.copy_(self.local_params)
 
 
 def within(elements: range, shard: range) -> range:
-    """What lies in both, counted from the start of ``shard``."""
+    """Return the intersection of the two ranges, relative to the start of ``shard``."""
     start, stop = max(elements.start, shard.start), min(elements.stop, shard.stop)
     return range(start - shard.start, max(start, stop) - shard.start)
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Sum of squares as an fp64 scalar tensor; partial sums of 4096 elements keep fp32 input exact to about 1e-7.
+    """Return the sum of squares as an fp64 scalar tensor; partial sums of 4096 elements keep fp32 input accurate to about 1e-7.
 
-    fp32 elements beyond 1e17 give infinity: gradients that large count as non-finite.
+    fp32 elements beyond 1e17 may give infinity: gradients that large count as non-finite.
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=x.device)

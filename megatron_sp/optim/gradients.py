@@ -1,14 +1,14 @@
-"""The main-gradient buffer of a model: weight gradients go into flat buffers and are summed over the ranks, whole or to shards.
+"""Main gradients of a model: weight gradients accumulate in flat buffers and are all-reduced or reduce-scattered over the ranks.
 
-``start_step`` opens a step; ops ``reserve`` views; when a backward leaves a unit, ``unit_done`` may start the unit's collective under the
-rest of backward; ``finish_step`` waits for all of them.
+``start_step`` begins a step; ops ``reserve`` views; when backward has finished a unit, ``unit_done`` may start the unit's collective, which
+overlaps with the rest of backward; ``finish_step`` waits for all collectives.
 
     stage 0   all_reduce in the last micro-batch, in place
-    stage 1   reduce_scatter in the last micro-batch; micro-batches add up in the whole buffers
-    stage 2,3 reduce_scatter in every micro-batch; they add up in the shards
+    stage 1   reduce_scatter in the last micro-batch; micro-batches accumulate in the full buffers
+    stage 2,3 reduce_scatter in every micro-batch; micro-batches accumulate in the shards
 
-Gradients are summed over ``group``, never averaged: the loss was divided by the global token count already. What tp ranks hold in common
-but use on different positions or heads (``ShardSpec.sums``) is summed over ``tp`` before.
+Gradients are summed over ``group``, never averaged: the loss is already divided by the global token count. Rows that several tp ranks
+hold but use on different positions or heads (``ShardSpec.sums``) are summed over ``tp`` first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _IN_FLIGHT = 2  # units whose whole gradients exist while they are reduced to ra
 
 
 class FlatGradients:
-    """Gradients of one model.
+    """Main gradients of one model (implements ``ops.main_grad.MainGrad``).
 
     Args:
-        units: the buffers; all of one stage.
-        group: over which gradients are summed, and sharded from stage 1 on.
+        units: the flat units, all of the same ZeRO stage.
+        group: the group over which gradients are summed, and sharded from stage 1 on.
         tp: ranks that hold other parts of the same parameters.
         overlap: start a unit's collective as soon as its gradients are complete; else all after backward.
-        reduce_dtype: in which gradients travel; None: as they are.
-        host: where reduced gradients go at once (``--offload-optimizer``); None: they stay.
+        reduce_dtype: dtype in which gradients are reduced; None: that of the buffers.
+        host: receives reduced gradients at once (``--offload-optimizer``); None: they stay on the device.
 
     Raises:
         ValueError: a parameter is in two units.
@@ -64,7 +64,7 @@ class FlatGradients:
         self._last: set[int] = set()  # units whose reduction under way is the step's last
 
     def start_step(self) -> None:
-        """Forget the previous step's gradients; the first write to each buffer overwrites it."""
+        """Discard the previous step's gradients; the first gradient written to each view overwrites it."""
         assert not self._handles, "finish_step() was not called"
         self._written.clear()
         self._ahead.clear()
@@ -79,7 +79,7 @@ class FlatGradients:
                 slot.param.grad = None
 
     def last_micro_batch(self) -> None:
-        """The next backward is the step's last: units may be reduced as they complete."""
+        """Announce that the next backward pass is the step's last, so that units may be reduced as they complete."""
         self._last_micro_batch = True
 
     def reserve(self, param: Tensor) -> tuple[Tensor, bool] | None:
@@ -109,12 +109,12 @@ class FlatGradients:
         return slot.view(self.units[index].grads)
 
     def unit_done(self, index: int) -> None:
-        """All gradients of unit ``index`` of this micro-batch are there."""
+        """Report that all gradients of unit ``index`` of this micro-batch are complete; may start their reduction."""
         if self.overlap and (self._last_micro_batch or self.stage >= 2):
             self._reduce(index)
 
     def finish_micro_batch(self) -> None:
-        """Call after each backward: what the units have been told is complete, and the rest, goes on its way."""
+        """Start the reduction of the units not reduced yet (stages 2 and 3); to be called after each backward pass."""
         if self.stage < 2:
             return
         for index in reversed(range(len(self.units))):
@@ -132,7 +132,7 @@ class FlatGradients:
             self._wait(index)
 
     def poison(self) -> None:
-        """Put a NaN where a fault on purpose wants one."""
+        """Write NaN into the gradients, for fault injection."""
         index = next(i for i, unit in enumerate(self.units) if unit.slots)
         if index in self._handles:
             self._wait(index)
@@ -173,7 +173,7 @@ class FlatGradients:
             self.host.fetch(index)
 
     def _sum_over_tp(self, unit: FlatUnit) -> None:
-        """One all_reduce for all rows that need it, each at its own place: ranks that hold other rows leave zeros there."""
+        """Sum rows shared by tp ranks in one all_reduce; each has a place of its own, where ranks with other rows contribute zeros."""
         if self.tp.size() == 1:
             return
         parts = [(s, slot.view(unit.grads).narrow(slot.spec.dim, s.start, s.length)) for slot in unit.slots for s in slot.spec.sums]
@@ -191,7 +191,7 @@ class FlatGradients:
             view.copy_(place)
 
     def _collect(self, slot: Slot) -> None:
-        """Take in what autograd left in ``p.grad`` (ops that are not ours); zero what got no gradient."""
+        """Add the gradient that autograd has left in ``p.grad`` (external ops); zero the view of a parameter without a gradient."""
         key = id(slot.param)
         view = slot.view(self.units[self._slots[key][0]].grads)
         if slot.param.grad is not None:

@@ -1,9 +1,9 @@
-"""Learning rate and weight decay as pure functions of how far the run is.
+"""Learning rate and weight decay as pure functions of the run's progress.
 
-Progress is counted in samples whichever unit the flags use, so that a batch ramp-up or another number of ranks does not bend
-the curve. A length in steps is what those steps consume, a ramp-up included: a warm-up of N steps reaches the peak when N steps are done.
-A step goes by what the steps *before* it consumed, so a warm-up begins at its start value; a step that was skipped counts for nothing.
-Shapes, names and, without a ramp-up in steps, every bit are Megatron's (optimizer_param_scheduler.py).
+Progress is counted in samples whatever unit the flags use, so that a batch size ramp-up or another number of ranks does not distort
+the curve. A length in steps is converted to the samples of these steps, including a ramp-up: a warm-up of N steps reaches the peak after
+N steps. The value of a step depends on the samples of the steps *before* it, so a warm-up begins at its start value; skipped steps do not
+count. Shapes and names are Megatron's, and without a ramp-up in steps the values are bitwise the same (optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LRSchedule:
 
     Attributes:
         peak, floor, start: learning rate at the end of warm-up, at the end of decay, at the start of warm-up.
-        warmup, horizon: samples of warm-up and of warm-up plus decay.
+        warmup, horizon: samples of warm-up, and of warm-up plus decay.
         style, wsd_style, wsd_length: shape of the decay.
-        decay_start, decay_end, decay_style: ramp of the weight decay over the horizon of the run.
+        decay_start, decay_end, decay_style: ramp of the weight decay over the ``length`` of the run.
         length: samples of the run.
     """
 
@@ -43,7 +43,7 @@ class LRSchedule:
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, batch: BatchConfig, samples_after: Callable[[int], int]) -> LRSchedule:
-        """Resolve the flags; ``samples_after`` says how many samples the first so many steps consume."""
+        """Create the schedule from the flags; ``samples_after(n)`` returns the number of samples of the first n steps."""
 
         def samples(iters: int | None, in_samples: int | None) -> int | None:
             return in_samples if in_samples else samples_after(iters) if iters else None
@@ -68,7 +68,7 @@ class LRSchedule:
         )  # fmt: skip
 
     def lr(self, samples: int) -> float:
-        """Learning rate of a step before which the others consumed ``samples``."""
+        """Return the learning rate of a step, given the ``samples`` consumed before it."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.start + (self.peak - self.start) * samples / self.warmup
         if self.style == "constant":
@@ -97,7 +97,7 @@ class LRSchedule:
         return 2.0 * 0.5**done - 1.0  # exponential, shifted so that it ends at 0
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay of a step before which the others consumed ``samples``."""
+        """Return the weight decay of a step, given the ``samples`` consumed before it."""
         if self.decay_style == "constant" or samples > self.length:
             return self.decay_end
         done = samples / self.length
@@ -105,5 +105,5 @@ class LRSchedule:
         return self.decay_start + share * (self.decay_end - self.decay_start)
 
     def state(self) -> dict[str, Any]:
-        """As stored in a checkpoint."""
+        """Return the schedule as it is stored in a checkpoint."""
         return asdict(self)

@@ -2,13 +2,13 @@
 
     device   gradients of a unit, reduced ----copy----> |                                            |  parameters of a unit ---->
     host                                                | clip, AdamW on the shard, round            |----copy----^
-    when     under the rest of the last backward pass   | after the norm is known, unit by unit      | under the update of the next unit
+    when     during the rest of the last backward pass  | after the norm is known, unit by unit      | during the update of the next unit
 
-The copies run on a stream of their own, between pinned host memory and the device. On a CPU they are plain copies at the same places, so
-the same code runs there and gives the same bits as without offload. The update itself is that of ``optimizer.py``: torch's fused kernels on
-the host, with the host's rounding; on a GPU the last bits may differ from those of a run without offload.
+The copies run on a stream of their own, between pinned host memory and the device. On a CPU they are plain copies at the same points, so
+the same code runs there, with results bitwise equal to those without offload. The update itself is that of ``optimizer.py``: torch's fused
+kernels on the host, with the host's rounding; on a GPU the last bits may differ from those of a run without offload.
 
-The norm is taken of the gradients on the device, as always. They stay there until the next step, so that a bad step can be looked into.
+The norm is computed from the gradients on the device, as always. They stay there until the next step, so that a bad step can be inspected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_sp.optim.flat import FlatUnit
 
 
 class CopyStream:
-    """Copies between a device and the host, in order, beside the computation of the device's current stream."""
+    """Side stream for in-order copies between a device and the host, concurrent with the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
 
     def copy(self, source: Tensor, to: Tensor) -> torch.cuda.Event | None:
-        """Start a copy behind all that the current stream has been given; neither tensor may change before it is waited for.
+        """Start a copy after all work queued on the current stream; neither tensor may change before it has been waited for.
 
         Returns:
-            what to wait for; None: it is done.
+            An event to wait for; None if the copy is complete.
         """
         if self._stream is None:
             to.copy_(source)
@@ -42,16 +42,16 @@ class CopyStream:
             return self._stream.record_event()
 
     def join(self) -> None:
-        """The current stream goes on behind all copies."""
+        """Make the current stream wait for all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class HostCopies:
-    """The host's side of flat units: their gradients, and their new parameters on the way back.
+    """Host copies of the gradients of flat units, and the transfer of updated parameters back to the device.
 
     Args:
-        units: whose master weights are on the host (``FlatUnit(offload=True)``).
+        units: flat units with master weights on the host (``FlatUnit(offload=True)``).
     """
 
     def __init__(self, units: list[FlatUnit]) -> None:
@@ -64,13 +64,13 @@ class HostCopies:
         self._leaving: dict[int, torch.cuda.Event] = {}
 
     def start_step(self) -> None:
-        """Gradients that nobody asked for (of a step that was skipped) are not waited for; their device memory may be used again."""
+        """Start a step: forget fetched gradients that were not used (of a skipped step), so that their device memory can be reused."""
         if self._copies is not None:
             self._copies.join()
         self._arriving.clear()
 
     def fetch(self, index: int) -> None:
-        """The step's gradients of unit ``index`` are reduced: bring this rank's range to the host."""
+        """Start copying this rank's range of the reduced gradients of unit ``index`` to the host."""
         assert self._copies is not None
         unit, grads = self.units[index], self._grads[index]
         if grads is None:
@@ -78,7 +78,7 @@ class HostCopies:
         self._arriving[index] = self._copies.copy(unit.grad_shard, grads)
 
     def grads(self, index: int) -> Tensor:
-        """[n / ranks], on the host; waits for them."""
+        """Return the gradients of unit ``index`` on the host, [n / ranks]; waits for their copy."""
         if index not in self._arriving:
             self.fetch(index)
         arrived, grads = self._arriving.pop(index), self._grads[index]
@@ -88,15 +88,15 @@ class HostCopies:
         return grads
 
     def start_update(self, index: int) -> None:
-        """The host is about to overwrite the master weights of unit ``index``: what the last update sent must have left."""
+        """Wait until the last copy of unit ``index`` to the device is complete, as the host is about to overwrite its master weights."""
         left = self._leaving.pop(index, None)
         if left is not None:
             left.synchronize()
 
     def send(self, index: int) -> None:
-        """The master weights of unit ``index`` are new: round them, and start them on their way into this rank's range of the parameters.
+        """Round the updated master weights of unit ``index`` and start copying them to this rank's range of the parameters.
 
-        Whatever the current stream does next with these parameters comes after them.
+        Later work on the current stream waits for the copy.
         """
         assert self._copies is not None
         unit, rounded = self.units[index], self._rounded[index]

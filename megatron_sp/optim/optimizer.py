@@ -1,8 +1,8 @@
-"""AdamW and SGD on flat buffers, with clipping, unscaling and skipping decided once for all ranks.
+"""AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
-The update is torch's fused kernel, called through its functional form on two slices of each unit (decayed, not decayed), so
-that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss scale;
-there is no other scaling anywhere.
+The update is torch's fused kernel, called through its functional form on two slices of each unit (with and without weight decay),
+so that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss scale;
+there is no other scaling of gradients.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_sp.optim.offload import HostCopies
 
 @dataclass
 class UnitState:
-    """Optimizer state of one unit, each of the shape of its master weights; ``exp_avg_sq`` is absent for SGD."""
+    """Optimizer state of one unit, in tensors of the shape of its master weights; ``exp_avg_sq`` is None for SGD."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
 
 
 class FlatOptimizer:
-    """Updates the master weights of flat units.
+    """Optimizer of the master weights of flat units.
 
     Args:
-        units: the buffers; of each the rank's range (from ZeRO stage 1 on) is updated.
-        config: hyperparameters; learning rate and weight decay come with each step.
+        units: the flat units; from ZeRO stage 1 on only this rank's range of each is updated.
+        config: hyperparameters; learning rate and weight decay are arguments of each step.
         tp: ranks that hold other parts of the same parameters.
-        everybody: all ranks between which units are split, by tp or in ranges.
-        host: brings gradients to master weights on the host, and parameters back; None: all is where the model is.
+        everybody: all ranks over which units are split, by tp or into ranges.
+        host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on the model's device.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FlatOptimizer:
         ]
 
     def grad_norm(self) -> Tensor:
-        """L2 norm of all (reduced, still scaled) gradients, an fp64 scalar tensor; the same bits on every rank."""
+        """Compute the L2 norm of all (reduced, still scaled) gradients: an fp64 scalar tensor, bitwise equal on all ranks. Collective."""
         if self.tp.size() == 1:
             squares = [squared_norm(u.grad_shard) for u in self.units if u.slots]
         else:
@@ -69,14 +69,14 @@ class FlatOptimizer:
     def step(
         self, lr: float, weight_decay: float, grad_norm: float, grad_scale: float = 1.0, updated: Callable[[int], None] | None = None
     ) -> None:
-        """Clip, unscale, update.
+        """Clip and unscale the gradients, and update the parameters.
 
         Args:
             lr: learning rate of this step.
-            weight_decay: of this step.
-            grad_norm: of the unscaled gradients; finite.
-            grad_scale: what the loss was multiplied by.
-            updated: told the index of each unit when this rank's range of its parameters is new.
+            weight_decay: weight decay of this step.
+            grad_norm: norm of the unscaled gradients; finite.
+            grad_scale: factor by which the loss was multiplied.
+            updated: called with the index of each unit when this rank's range of its parameters has been updated.
         """
         multiplier = 1.0 / grad_scale
         clip = self.config.clip_grad
@@ -97,7 +97,7 @@ class FlatOptimizer:
                 updated(index)
 
     def _grads(self, index: int) -> Tensor:
-        """This rank's range of a unit's gradients, where the master weights are."""
+        """Return this rank's range of a unit's gradients, on the device of the master weights."""
         if self.host is None:
             return self.units[index].grad_shard
         self.host.start_update(index)
@@ -128,7 +128,7 @@ class FlatOptimizer:
 
 
 class LossScaler:
-    """Loss scale of fp16 training: fixed, or halved after ``hysteresis`` overflows and doubled after a window of good steps.
+    """Loss scale of fp16 training: fixed, or halved after ``hysteresis`` overflows and doubled after ``window`` good steps in a row.
 
     Outside fp16 the scale is 1 and never changes. Source: Micikevicius et al., arXiv:1710.03740.
     """
@@ -140,7 +140,7 @@ class LossScaler:
         self.good_steps, self.hysteresis_left = 0, hysteresis
 
     def update(self, overflow: bool) -> bool:
-        """Record a step; returns whether an overflow is an ordinary one, that is, the scale could still go down."""
+        """Record a step; return False for an overflow at the minimum scale, or if the scale is not dynamic, else True."""
         if not self.dynamic:
             return False
         if not overflow:
@@ -160,7 +160,7 @@ class LossScaler:
         return {"dynamic": self.dynamic, "scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from a dynamic scale; the 1 of a bf16 run says nothing about what fp16 gradients need."""
+        """Continue from a stored dynamic scale; that of a run without one, such as the 1 of a bf16 run, is ignored."""
         if self.dynamic and state.get("dynamic", True):
             self.scale = float(state["scale"])
             self.good_steps, self.hysteresis_left = int(state["good_steps"]), int(state["hysteresis_left"])

@@ -1,10 +1,10 @@
-"""Which unit's whole parameters lie in which buffer (ZeRO stage 3), and what to fetch next.
+"""Assignment of units' full parameters to buffers (ZeRO stage 3), and what to fetch next.
 
-The order in which a step uses its units is known before it runs, so the best possible replacement is too: a buffer is taken from the unit
-whose next use is farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: fetch the next block while one
-computes, keep the last ones for the backward pass.
+The order in which a step uses its units is known in advance, so the optimal replacement is too: evict the unit whose next use is
+farthest away (Belady 1966). With two buffers for the blocks this is the usual scheme: prefetch the next block while one
+computes, and keep the last ones for the backward pass.
 
-Plain Python: the same object drives a run (``optim/weights.py``) and counts the fetches of a run that is only planned.
+Plain Python: the same object drives a run (``optim/weights.py``) and counts the fetches of a planned run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOOK_AHEAD = 2  # micro-batches: each unit that comes again comes within this
 
 @dataclass(frozen=True)
 class Pool:
-    """Units that share ``num_buffers`` buffers, each as large as the largest of them.
+    """Units that share ``num_buffers`` buffers, each as large as the largest unit.
 
     Attributes:
-        lasting: the buffers stay as long as the run; else one exists while its unit is used or next.
+        lasting: the buffers live as long as the run; else a buffer exists only while its unit is in use or next.
     """
 
     units: tuple[int, ...]
@@ -29,14 +29,14 @@ class Pool:
 
 
 def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: bool = False) -> list[Pool]:
-    """The pools of a model's units.
+    """Return the pools of a model's units.
 
     Args:
-        alike: of each unit, whether it is one of the blocks, which share ``num_buffers``.
-        num_buffers: for the blocks.
-        tied: the head reads the embedding's table, so both are whole at once and each has a buffer. Otherwise they are used once in a
-            micro-batch, far from each other (backward does not read the embedding), and have one for just that time.
-        keep_all: nobody gives way to another.
+        alike: for each unit, whether it is one of the blocks, which share ``num_buffers``.
+        num_buffers: number of buffers for the blocks.
+        tied: the head uses the embedding's table, so both are full at the same time and each has a buffer of its own. Otherwise they are
+            used far apart in a micro-batch, and share one buffer that exists only during their use.
+        keep_all: give every unit a buffer of its own, without eviction.
     """
     blocks = tuple(unit for unit, is_block in enumerate(alike) if is_block)
     others = tuple(unit for unit, is_block in enumerate(alike) if not is_block)
@@ -45,10 +45,10 @@ def pools_of(alike: Sequence[bool], num_buffers: int, *, tied: bool, keep_all: b
 
 
 class Residency:
-    """Who is where. Buffers are numbered through all pools.
+    """Current assignment of units to buffers, which are numbered consecutively over all pools.
 
     Args:
-        pools: every unit is in one.
+        pools: every unit must be in exactly one.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
@@ -63,26 +63,26 @@ class Residency:
         self.place: dict[int, int] = {}  # unit -> buffer
 
     def buffers_of(self, unit: int) -> range:
-        """Where a unit may lie."""
+        """Return the buffers that a unit may use."""
         return self._buffers[unit]
 
     def take(self, unit: int, upcoming: Sequence[int]) -> int:
-        """Give a unit that is nowhere a buffer, for it is used now.
+        """Assign a buffer to a unit that has none and is used now.
 
         Args:
-            unit: that is used.
+            unit: the unit in use.
             upcoming: the uses that follow, in order.
         """
         buffers = self._buffers[unit]
         return self._give(unit, max(buffers, key=lambda buffer: self._next_use(buffer, upcoming)))
 
     def admit(self, unit: int, upcoming: Sequence[int], busy: Collection[int] = ()) -> int | None:
-        """Give a unit that is nowhere a buffer before it is used; None if all of its pool hold ``busy`` units, or one needed before it.
+        """Assign a buffer to a unit that has none, ahead of its use; None if all buffers hold ``busy`` units or units needed earlier.
 
         Args:
-            unit: to come.
+            unit: the unit to prefetch.
             upcoming: the uses that follow, in order.
-            busy: units that stay where they are.
+            busy: units that must keep their buffers.
         """
         free = [b for b in self._buffers[unit] if self.holds[b] not in busy or self.holds[b] is None]
         if not free:
@@ -107,29 +107,29 @@ class Residency:
         return buffer
 
     def passing(self, unit: int, upcoming: Sequence[int]) -> list[int]:
-        """Units whose buffers do not last and that are neither used now, nor next."""
+        """Return the units in temporary buffers that are neither used now nor next."""
         return [other for other in self.place if other in self._passing and other != unit and other not in upcoming[:1]]
 
     def leave(self, unit: int) -> int:
-        """A unit gives its buffer back, which is returned."""
+        """Free a unit's buffer and return its number."""
         buffer = self.place.pop(unit)
         self.holds[buffer] = None
         return buffer
 
 
 def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, *, ahead: bool = True) -> list[tuple[int, bool]]:
-    """The fetches of a step.
+    """Return the fetches of a step.
 
-    Nobody looks ahead farther than ``LOOK_AHEAD`` micro-batches, so once the same units lie in the same buffers as at the start of an
-    earlier micro-batch, everything between repeats: a step of a thousand micro-batches costs as much as one of a few.
+    The look-ahead is limited to ``LOOK_AHEAD`` micro-batches, so once the same units are in the same buffers as at the start of an
+    earlier micro-batch, the fetches repeat: simulating a step of a thousand micro-batches costs as much as one of a few.
 
     Args:
         pools: as in the run.
-        order: uses within a micro-batch.
-        num_micro_batches: of the step.
-        ahead: the next unit is fetched while one is used.
+        order: uses of units within a micro-batch.
+        num_micro_batches: number of micro-batches of the step.
+        ahead: prefetch the next unit while one is used.
     Returns:
-        (unit, whether it was fetched while another one was used), one after another.
+        A list of (unit, whether it was prefetched while another one was in use), in order.
     """
     residency, fetched = Residency(pools), list[tuple[int, bool]]()
     seen: dict[tuple[int | None, ...], tuple[int, int]] = {}  # who lay where -> micro-batch, number of fetches before it
@@ -158,11 +158,11 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
 
 
 def count_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, frozen: Collection[int] = ()) -> dict[int, int]:
-    """How often each unit is fetched in a step.
+    """Return how often each unit is fetched in a step.
 
     Args:
         pools, order, num_micro_batches: as in ``list_fetches``.
-        frozen: units without anything to fetch.
+        frozen: units that have nothing to fetch.
     """
     counts = dict.fromkeys(range(max(order) + 1), 0)
     for unit, _ in list_fetches(pools, order, num_micro_batches):

@@ -1,13 +1,13 @@
-"""Parameters made whole before they are used (ZeRO, arXiv:1910.02054).
+"""Gathering of parameters before they are used (ZeRO, arXiv:1910.02054).
 
-    stage 0      they are whole
-    stages 1, 2  after the update each rank's range goes to all others, unit by unit, straight into the parameters, under the next
-                 forward pass
-    stage 3      a unit is fetched into one of a few buffers, the next one under its computation; those of the blocks live as long as
-                 the run; ``optim/residency.py`` says which unit lies where
+    stage 0      parameters are always full
+    stages 1, 2  after the update the ranks' ranges are all-gathered, unit by unit, directly into the parameters, overlapped with the
+                 next forward pass
+    stage 3      a unit is fetched into one of a few buffers while the unit before it computes; the buffers of the blocks live as long
+                 as the run; ``optim/residency.py`` decides which unit is in which buffer
 
-Nothing is copied or cut on the way: a fetch is one all_gather whose result *is* the parameters. The all_reduce fetch (DeepSpeed #5420)
-moves twice the bytes; it is there to be measured.
+Nothing is copied or split: a fetch is one all_gather whose result *is* the parameters. The all_reduce fetch (DeepSpeed #5420)
+moves twice the bytes; it exists for comparison.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Fetch = Literal["all_gather", "all_reduce"]
 
 
 class WholeWeights:
-    """The parameters of a model, whole when needed.
+    """Parameters of a model, gathered when needed.
 
     Args:
-        units: the buffers; all of one stage.
+        units: the flat units, all of the same ZeRO stage.
         pools: units that share buffers (stage 3).
         order: the uses of units in one micro-batch, forward and backward (stage 3).
-        overlap: gathers run under computation; else each is waited for as soon as it has been started.
-        fetch: the collective of stage 3.
+        overlap: overlap gathers with computation; else wait for each when it is started, and prefetch nothing.
+        fetch: the collective to use at stage 3.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WholeWeights:
             self._buffers = [self._make_buffers(pool) if pool.lasting else None for pool in self._pools]
 
     def _make_buffers(self, pool: Pool) -> tuple[Tensor, Tensor | None]:
-        """For the trainable and the frozen parameters of a pool's units."""
+        """Allocate a buffer for the trainable and one for the frozen parameters of a pool's units."""
         units = [self.units[index] for index in pool.units]
         like = units[0].local_params
         alone = self.zero is not None and self.zero.group.size() == 1  # then a unit's range is the unit
@@ -61,24 +61,24 @@ class WholeWeights:
         return like.new_empty(size), like.new_empty(frozen) if frozen else None
 
     def start_step(self, num_micro_batches: int, order: Sequence[int] | None = None) -> None:
-        """Say what will be used, and how often.
+        """Announce the uses of units to come.
 
         Args:
-            num_micro_batches: to come.
-            order: the uses in one; None: a training step's.
+            num_micro_batches: number of micro-batches to come.
+            order: the uses in one micro-batch; None: those of a training step.
         """
         if self.stage == 3:
             self._uses, self._at = list(self._order if order is None else order) * num_micro_batches, 0
 
     def need(self, index: int) -> None:
-        """Unit ``index`` is used next: make it whole, and start on the one after it."""
+        """Gather unit ``index``, which is used next, and start prefetching the one after it."""
         if self.stage == 3:
             self._need_fetched(index)
         for handle in self._handles.pop(index, ()):
             handle.wait()
 
     def refresh(self, index: int) -> None:
-        """This rank's range of unit ``index`` has changed."""
+        """Start gathering unit ``index`` after this rank's range of it has changed (stages 1 and 2)."""
         unit = self.units[index]
         if self.stage in (1, 2) and unit.params is not None:
             self._handles[index] = [all_gather_async(unit.local_params, unit.zero.group, out=unit.params)]
@@ -86,13 +86,13 @@ class WholeWeights:
                 self.need(index)
 
     def refresh_all(self) -> None:
-        """All ranges have changed."""
+        """Gather all units anew (stage 3: release them) after all ranges have changed."""
         for index in range(len(self.units)):
             self.refresh(index)
         self.forget()
 
     def forget(self) -> None:
-        """Stage 3: no unit is whole any more."""
+        """Release all gathered units (stage 3)."""
         if self.stage != 3:
             return
         self.settle()
@@ -125,7 +125,7 @@ class WholeWeights:
                 self._start(upcoming[0], free, held[free])
 
     def _start(self, index: int, buffer: int, evicted: int | None) -> None:
-        """Fetch a unit into the buffer that it has been given, where ``evicted`` was."""
+        """Start fetching a unit into its assigned buffer, which held ``evicted``."""
         if evicted is not None:
             for handle in self._handles.pop(evicted, ()):  # fetched, and never used
                 handle.wait()
@@ -139,7 +139,7 @@ class WholeWeights:
         self.num_fetches += 1
 
     def _gather(self, unit: FlatUnit, layout: FlatLayout, local: Tensor, flat: Tensor | None, lasting: bool) -> Handle:
-        """Start a fetch and make the parameters views of where it will be."""
+        """Start a fetch and make the parameters views of its destination."""
         if unit.zero.group.size() == 1:
             layout.bind(local)
             return all_gather_async(local, unit.zero.group)
@@ -153,7 +153,7 @@ class WholeWeights:
         return all_reduce_async(whole, unit.zero.group)
 
     def _release(self, index: int) -> None:
-        """A unit is not whole any more, and a buffer that does not last is gone."""
+        """Release a gathered unit, and free its buffer if that is temporary."""
         for handle in self._handles.pop(index, ()):  # fetched, and never used
             handle.wait()
         self._unbind(index)
@@ -169,21 +169,21 @@ class WholeWeights:
 
     @property
     def whole_units(self) -> list[str]:
-        """Names of the units that are whole (stage 3)."""
+        """Names of the units that are gathered (stage 3)."""
         return [self.units[index].name for index in sorted(self._residency.place)] if self.stage == 3 else []
 
 
 class UnitWork:
-    """What happens to units as a pass goes through them (``models.transformer.UnitEvents``)."""
+    """Handler of the events of a pass through the units (implements ``parallel.forward_context.UnitEvents``)."""
 
     def __init__(self, weights: WholeWeights, gradients: FlatGradients | None) -> None:
         self._weights, self._gradients = weights, gradients
 
     def before_use(self, unit: int) -> None:
-        """A unit's parameters are about to be read, in either direction."""
+        """Gather a unit whose parameters are about to be read, in either direction."""
         self._weights.need(unit)
 
     def backward_done(self, unit: int) -> None:
-        """A unit's gradients of this micro-batch are complete."""
+        """Report that a unit's gradients of this micro-batch are complete."""
         if self._gradients is not None:
             self._gradients.unit_done(unit)

@@ -1,1 +1,1 @@
-"""Parallel layers (`layers.py`), tensor and Ulysses sequence parallelism: comm and ops put together."""
+"""Parallel layers (`layers.py`), tensor parallelism and Ulysses sequence parallelism, built on comm and ops."""

@@ -1,19 +1,19 @@
-"""A block's MLP over pieces of the positions: the wide activation of one piece exists at a time, forward and backward (--mlp-chunks).
+"""MLP computed over chunks of the positions, so that the wide activation exists for one chunk at a time (--mlp-chunks).
 
-    x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f where it is gated
+    x + dropout(leave(act(enter(norm(x)) @ W1.T + b1) @ W2.T) + b2)        x [s/parts, b, h], wide [s, b, f], 2f if it is gated
 
-Every step works on positions by themselves, so any cut of them gives the same numbers. One autograd function keeps x, which is the residual
-stream and kept anyway, and computes fc1 again in backward: a third product more for each weight of fc1, for an activation that is four or
-more times as wide as the stream and that would otherwise wait in every block.
+Every step treats positions independently, so any split of them gives the same result. One autograd function saves x, which is the residual
+stream and kept anyway, and recomputes fc1 in backward: a fourth product besides the three of fc1, in exchange for an activation typically
+four or more times as wide as the stream that would otherwise be saved in every block.
 
-Under tensor parallelism each piece enters and leaves by itself: gathering all positions once would bring a tensor tp times as wide as the
-stream back into memory, and there would be nothing to overlap. There are as many times more collectives, of the same bytes in all.
-Forward, with pieces 0, 1, 2 (g gathers, r reduces):
+Under tensor parallelism each chunk is gathered and reduced separately: gathering all positions at once would need a tensor tp times the
+size of x, and would leave nothing to overlap. The number of collectives grows with the chunks, their total size does not.
+Forward, with chunks 0, 1, 2 (g: gather, r: reduce):
     before:  g | fc1 fc2 | r
-    now:     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 under piece 0, r0 under piece 1, ...
-Backward is drawn the same way: the gathers of the piece behind, and the reduction of the piece before, run under a piece's products.
+    now:     g0 | fc1 fc2 0 | fc1 fc2 1 | fc1 fc2 2 | r2         g1 during chunk 0, r0 during chunk 1, ...
+Backward is the same: the gathers of the next chunk and the reduction of the previous one overlap with a chunk's products.
 
-Weight gradients of the pieces are added up in the main_grad, the first one overwriting; without a main_grad in fp32 or wider.
+The weight gradients of the chunks accumulate in the main_grad, where the first one overwrites; without a main_grad in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 @dataclass(frozen=True)
 class MLPPlan:
-    """How an MLP is computed.
+    """Options of a chunked MLP.
 
     Attributes:
-        spec: the norm in front; None: there is none.
-        activation: between the two products.
-        chunks: into how many pieces the positions are cut, at most one for each position.
-        tp: the group.
-        rate: of the dropout behind it.
+        spec: the norm before the MLP; None if there is none.
+        activation: activation between fc1 and fc2.
+        chunks: number of chunks, limited to one per position.
+        tp: the tp group.
+        rate: rate of the dropout after the MLP.
     """
 
     spec: NormSpec | None
@@ -54,7 +54,7 @@ class MLPPlan:
     rate: float = 0.0
 
     def pieces(self, positions: int) -> list[slice]:
-        """Runs of positions that differ by one at most; the same on every rank, which all have as many positions."""
+        """Return contiguous chunks of positions whose lengths differ by at most one; the same on every rank."""
         count = max(1, min(self.chunks, positions))
         return [slice(i * positions // count, (i + 1) * positions // count) for i in range(count)]
 
@@ -63,17 +63,17 @@ def chunked_mlp(
     x: Tensor, norm: NormInFront | None, fc1: tuple[Tensor, Tensor | None], fc2: tuple[Tensor, Tensor | None], plan: MLPPlan,
     *, row_keys: Tensor | None = None, onto: Tensor | None = None, main_grad: MainGrad | None = None,
 ) -> Tensor:  # fmt: skip
-    """x + mlp(norm(x)) without the wide activation of all positions.
+    """Compute x + mlp(norm(x)) without the wide activation of all positions.
 
     Args:
         x: [s/parts, b, h].
-        norm: in front of fc1, its weights whole on every rank; or None.
-        fc1: weight [f/tp, h] ([2*f/tp, h] where it is gated), bias or None.
+        norm: norm before fc1, with weights replicated on all ranks; or None.
+        fc1: weight [f/tp, h] ([2*f/tp, h] if it is gated), bias or None.
         fc2: weight [h, f/tp], bias [h] or None, added once, after the sum over ranks.
-        plan: pieces, group, dropout.
+        plan: chunks, group, dropout.
         row_keys: int32 [s/parts, b], for dropout.
-        onto: like x; what the branch is added to instead of x.
-        main_grad: receives the gradients of all parameters; else they go through autograd.
+        onto: of the shape of x; the MLP's output is added to it instead of x.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         [s/parts, b, h].
     """
@@ -123,7 +123,7 @@ class _ChunkedMLP(torch.autograd.Function):
 
 
 def _entering(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: MLPPlan) -> Iterator[tuple[slice, Handle]]:
-    """Each piece and its normed positions of all tp ranks, under way one piece ahead where there is somebody to wait for."""
+    """Yield each chunk with the handle of its normed, gathered positions; the gather is started one chunk ahead if there is one."""
     pieces = plan.pieces(x.shape[0])
     ahead = plan.tp.parts > 1
     coming: list[Handle] = []
@@ -134,14 +134,14 @@ def _entering(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: MLPPl
 
 
 def _wide(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """fc1."""
+    """Compute fc1."""
     u = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     multiply(rows_of(a), weight, bias, out=rows_of(u))
     return u
 
 
 def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None, row_keys: Tensor | None, rate: float) -> None:
-    """A piece's branch has left: y = x + dropout(branch + bias)."""
+    """Finish a chunk once its reduction is complete: y = x + dropout(branch + bias)."""
     piece, branch = left[0], left[1].wait()
     if bias is not None:
         branch.add_(bias)
@@ -153,7 +153,7 @@ def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None,
 
 
 class _Backward:
-    """One backward pass: what is summed over the pieces, and the piece whose reduction is under way."""
+    """State of one backward pass: the sums over the chunks, and the chunk whose reduction is in flight."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self.x, self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.row_keys = ctx.saved_tensors
@@ -190,7 +190,7 @@ class _Backward:
         return self.grad_x, *found, self.grad_onto, None, None, None
 
     def _enter(self, piece: slice) -> tuple[Handle, Handle, tuple[Tensor, ...]]:
-        """Start a piece: (its normed positions, the gradient behind fc2, both of all tp ranks; the norm's statistics)."""
+        """Start the gathers of a chunk; return (handle of its normed input, handle of fc2's output gradient, the norm's statistics)."""
         grad = self._behind_dropout(piece)
         if self.need[5]:
             self._add(5, column_sum(rows_of(grad)))
@@ -198,14 +198,14 @@ class _Backward:
         return self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats
 
     def _behind_dropout(self, piece: slice) -> Tensor:
-        """The gradient of a piece's branch."""
+        """Return the gradient of a chunk's branch, before dropout."""
         grad, rate = self.grad[piece], self.plan.rate
         if self.row_keys is None or rate == 0.0:
             return grad
         return (grad * keep_mask(self.row_keys[piece], grad.shape[-1], rate)).mul_(1.0 / (1.0 - rate))
 
     def _products(self, a: Tensor, grad: Tensor) -> Handle | None:
-        """A piece's products: fc1 again, gradients of both weights, and that of the normed positions on its way."""
+        """Compute a chunk's products: fc1 again, both weight gradients, and the normed input's gradient, whose reduction is started."""
         activation: Activation = self.plan.activation
         grad2, reduced = rows_of(grad), None
         u = _wide(a, self.w1, self.b1)
@@ -227,7 +227,7 @@ class _Backward:
         return reduced
 
     def _norm(self, piece: slice, reduced: Handle, stats: tuple[Tensor, ...]) -> None:
-        """The gradient of a piece's input, with that of the residual branch."""
+        """Compute the gradient of a chunk's input, including that of the residual branch."""
         need = self.need_x, self.need[0], self.need[1]
         passed = None if self.passes is None else self.passes[piece]
         if self.plan.spec is None:
@@ -248,7 +248,7 @@ class _Backward:
 
 
 class _WeightGrad:
-    """The gradient of a weight, added up over pieces: in the main_grad's view, or in a buffer of its own in fp32 or wider."""
+    """Weight gradient accumulated over chunks, in the main_grad's view or in a buffer of its own in fp32 or wider."""
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor) -> None:
         reserved = main_grad.reserve(param) if main_grad is not None else None
@@ -262,5 +262,5 @@ class _WeightGrad:
         self._fresh = False
 
     def result(self) -> Tensor | None:
-        """What autograd gets."""
+        """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view.to(self._param.dtype)

@@ -1,10 +1,10 @@
-"""An exchange of shards that starts in one place of a model and is waited for in another: both ways, and through autograd.
+"""Differentiable exchange of shards that starts at one point of a model and is waited for at another, in forward and backward.
 
     forward    flight.launch(x) starts sending      ...other layers compute...            y = flight.land(token) waits
     backward   waits for its gradient               ...their gradients are computed...    starts sending the gradient back
 
-Between the two travels an empty tensor, which only ties the two ends of the autograd graph together. The autograd engine runs what was made
-last first: of several exchanges that are landed together all gradients leave before the first of them is waited for.
+An empty tensor connects the two points in the autograd graph. The autograd engine runs later nodes first: of several exchanges that land
+together, all gradients are sent before the first of them is waited for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_sp.comm.groups import Group
 
 
 class EarlyExchange:
-    """One exchange of equal parts, and later that of its gradient.
+    """Exchange of equal parts, and later of their gradients.
 
     Args:
-        group: its ranks.
+        group: the ranks that exchange.
     """
 
     def __init__(self, group: Group) -> None:
@@ -32,23 +32,23 @@ class EarlyExchange:
         self._shape = torch.Size()
 
     def launch(self, x: Tensor) -> Tensor:
-        """Start sending ``x`` [ranks, ...], the r-th part to rank r. Returns a token for ``land``."""
+        """Start sending ``x`` [ranks, ...], the r-th part to rank r; return a token for ``land``."""
         token: Tensor = _Launch.apply(x, self)
         return token
 
     def land(self, token: Tensor) -> Tensor:
-        """Wait; [ranks, ...], the r-th part from rank r."""
+        """Wait for the exchange; return [ranks, ...], the r-th part from rank r."""
         landed: Tensor = _Land.apply(token, self)
         return landed
 
     def start(self, x: Tensor) -> Handle:
-        """Begin an exchange of all parts."""
+        """Start an exchange of all parts."""
         self._shape, send = x.shape, x.contiguous().view(-1)
         counts = [send.numel() // self._group.size()] * self._group.size()
         return all_to_all_async(send, counts, torch.empty_like(send), counts, self._group)
 
     def end(self, handle: Handle | None) -> Tensor:
-        """What has arrived."""
+        """Wait for an exchange and return what was received."""
         assert handle is not None, "an exchange was landed twice, or was never launched"
         return handle.wait().view(self._shape)
 

@@ -1,7 +1,7 @@
-"""Rows of a table by index, the gradient added straight into the main_grad.
+"""Embedding lookup whose gradient is added directly to the main_grad.
 
-The table's rows may be split over the tp ranks (arXiv:1909.08053): each looks up what it has, zeros stand for the rest, and the sum over
-the ranks is the lookup.
+The table's rows may be split over the tp ranks (arXiv:1909.08053): each rank looks up the rows it holds and fills in zeros for the others,
+and the sum over the ranks is the result.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
 def embedding(ids: Tensor, weight: Tensor, *, tp: TensorParallel = NO_TP, main_grad: MainGrad | None = None) -> Tensor:
-    """Look rows up.
+    """Look up rows of an embedding table.
 
     Args:
         ids: int64 [s, ...], the same on every rank of the group.
         weight: [rows/tp, h]; rank r holds rows from r * rows/tp on.
         tp: the group over which the rows are split.
-        main_grad: receives the gradient of weight.
+        main_grad: receives the gradient of weight; if None, it goes through autograd.
     Returns:
         [s/parts, ..., h].
     """
@@ -62,7 +62,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _local_rows(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
-    """(row of each id in this rank's part, flat; whether it lies on another rank instead: then the row is any, not always the same)."""
+    """Return (local row of each id, flat; mask of ids on other ranks, whose local rows are arbitrary but spread out; None without tp)."""
     flat = ids.reshape(-1)
     if tp.size == 1:
         return flat, None

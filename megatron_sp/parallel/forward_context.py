@@ -1,7 +1,7 @@
-"""What a forward pass carries beside the activations (``ForwardContext``), and the units in which a model's parameters are handled.
+"""Inputs of a forward pass besides the activations (``ForwardContext``), and the units in which a model's parameters are handled.
 
 A unit is a part of the model whose parameters are reduced, sharded and gathered together: the embedding, each block, the head. Its boundary
-tells the optimizer's side (``UnitEvents``) when its parameters are read next and when its gradients are complete.
+notifies ``UnitEvents`` when its gradients are complete and which unit's parameters are read next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Unit(NamedTuple):
     """A part of the model whose parameters are reduced, sharded and gathered together.
 
     Attributes:
-        alike: one of many of about the same size, which are used one after another and can share buffers.
+        alike: True for one of many units of about the same size, which are used one after another and can share buffers.
     """
 
     name: str
@@ -31,32 +31,32 @@ class Unit(NamedTuple):
 
 
 class Cache(Protocol):
-    """Keys and values of past positions, for generation (``inference/kv_cache.py``)."""
+    """Interface of a KV cache for generation (``inference/kv_cache.py``)."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v [s_new, m, 1, d] of a layer; returns all keys and values so far [s, m, 1, d]."""
+        """Append k and v [s_new, m, 1, d] of a layer; return all keys and values so far [s, m, 1, d]."""
 
     def advance(self, num_positions: int) -> None:
-        """A forward pass over so many positions is through."""
+        """Advance by the positions of a completed forward pass."""
 
     def positions(self, num_new: int, device: torch.device) -> Tensor:
-        """int64 [num_new] or [b, num_new]: where the next positions are in their sequences."""
+        """Return the position ids of the next ``num_new`` tokens, int64 [num_new] or [b, num_new]."""
 
 
 @dataclass
 class ForwardContext:
-    """What a forward pass needs beside the activations.
+    """Inputs of a forward pass besides the activations.
 
     Attributes:
-        mask: who attends to whom.
+        mask: attention mask.
         kernel: attention kernel.
         length: real positions of the sequence; 0: not known yet.
-        positions: int64 [b, s], of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
+        positions: int64 [b, s], position ids of the tokens within their documents; None: 0, 1, 2, ... in every sequence.
         rotary: cos and sin of all positions, each [s, rotated/2] or [s, b, rotated/2], or None.
-        dropout: names of the tokens for dropout; None: no dropout (evaluation). All positions; ``local_dropout`` those of this rank.
-        cache: past keys and values, for generation.
-        recompute_core: compute the attention core again in backward instead of storing it.
-        mlp_chunks: pieces of the positions over which the MLP is computed.
+        dropout: dropout keys of all positions; None: no dropout (evaluation). ``local_dropout``: those of this rank's positions.
+        cache: KV cache, for generation.
+        recompute_core: recompute the core attention in backward instead of saving its intermediates.
+        mlp_chunks: number of chunks of positions in which the MLP is computed.
     """
 
     mask: AttentionMask
@@ -79,10 +79,10 @@ class ResidualDropout(NamedTuple):
 
 
 def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool, kernel: KernelName, causal: bool = True) -> ForwardContext:
-    """The forward context of a micro-batch; ``drops`` says whether dropout is on.
+    """Create the forward context of a micro-batch, with dropout if ``drops``.
 
-    A batch may bring ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
-    sequence, where what follows is padding.
+    A batch may have ``positions`` and ``documents`` [b, s] (--reset-position-ids, --reset-attention-mask), or the ``length`` [b] of each
+    sequence, after which there is padding.
     """
     keys = None
     if drops:
@@ -98,26 +98,26 @@ def micro_batch_context(batch: MicroBatch, *, seed: int, step: int, drops: bool,
 
 
 class UnitEvents(Protocol):
-    """Who wants to know where a pass is (``optim/weights.py`` implements it)."""
+    """Interface for notifications about the progress of a pass (implemented in ``optim/weights.py``)."""
 
     def before_use(self, unit: int) -> None:
-        """The parameters of a unit are about to be read, in a forward or a backward pass."""
+        """Called when the parameters of a unit are about to be read, in a forward or a backward pass."""
 
     def backward_done(self, unit: int) -> None:
-        """All weight gradients of a unit are complete."""
+        """Called when all weight gradients of a unit are complete."""
 
 
 def unit_boundary(x: Tensor, events: UnitEvents | None, unit: int, below: int | None = None) -> Tensor:
-    """Identity on the input of a unit; in backward it tells that all of the unit's weight gradients are complete.
+    """Identity on the input of a unit; in backward it reports that all of the unit's weight gradients are complete.
 
-    They are: every op computes its weight gradient in the same backward that produces its input gradient, and the
-    unit's input gradient comes last.
+    They are complete then because every op computes its weight gradient in the same backward as its input gradient, and the
+    unit's input gradient is computed last.
 
     Args:
-        x: what the unit works on.
-        events: told; None: nobody is.
-        unit: whose input it is.
-        below: the unit whose backward comes next; None: it does not read parameters, or reads them in a forward pass first.
+        x: the unit's input.
+        events: receives the notifications; None: there are none.
+        unit: index of the unit.
+        below: the unit whose backward comes next; None if that reads no parameters, or recomputes its forward pass first.
     """
     return x if events is None or not x.requires_grad else _UnitBoundary.apply(x, events, unit, below)
 

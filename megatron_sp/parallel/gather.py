@@ -1,4 +1,4 @@
-"""What is spread over ranks, whole on every one of them: for heads that all compute alike, and for using a model without training it."""
+"""Gathering of tensors split over ranks, for heads that all ranks compute alike and for inference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_sp.parallel.tensor_parallel import TensorParallel
 
 
 def gather_positions(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[s/parts, ...] -> [s, ...].
+    """Gather the positions of all tp ranks: [s/parts, ...] -> [s, ...].
 
-    Backward takes this rank's positions of the gradient and sums nothing: whatever follows must leave the whole gradient, the same one, on
-    every rank of the group.
+    Backward slices this rank's positions from the gradient, without a sum: later layers must produce the same full gradient on every
+    rank of the group.
     """
     return x if tp.parts == 1 else _GatherPositions.apply(x, tp)
 
@@ -34,21 +34,21 @@ class _GatherPositions(torch.autograd.Function):
 
 
 def whole_sequence(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
-    """[s/sp, ...] of each sp rank -> [length, ...], without padding; for evaluation, there is no backward."""
+    """Gather the positions of all sp ranks, [s/sp, ...] -> [length, ...], without padding; for evaluation, has no backward."""
     return all_gather_async(x.contiguous(), layout.sp.group).wait()[:length]
 
 
 def last_position(x: Tensor, length: int, layout: ParallelContext) -> Tensor:
-    """[s/sp, ...] of each sp rank -> [...], what stands at position ``length - 1``; for generation, there is no backward."""
+    """Broadcast position ``length - 1`` over the sp ranks, [s/sp, ...] -> [...]; for generation, has no backward."""
     owner, at = divmod(length - 1, x.shape[0])
     return broadcast((x[at] if layout.sp.rank == owner else torch.empty_like(x[0])).contiguous(), layout.sp.group, owner)
 
 
 def agreed(value: int, layout: ParallelContext, device: torch.device) -> int:
-    """What the first rank of the tp and sp groups says, on all of them.
+    """Return the value of the first rank of the tp and sp groups, on all their ranks.
 
-    Every rank has computed the same; but should a library round differently on one of them, they would generate different texts and
-    then wait for each other.
+    Every rank has computed the same value; but if a library rounded differently on one of them, they would generate different texts and
+    then hang.
     """
     if layout.tp.size == 1 and layout.sp.size == 1:
         return value

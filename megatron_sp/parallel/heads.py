@@ -1,16 +1,16 @@
-"""Which heads go where: the plan of a Ulysses exchange, as numbers only.
+"""Distribution of heads over sp ranks: the plan of a Ulysses exchange, in plain numbers.
 
 A tp rank's fused QKV weight has one row block for each head, in group order (r queries, key, value, for each of g key/value groups). Its
-n query heads are dealt out over P sp ranks, contiguously, ceil(n/P) to the first ranks; a rank gets the key/value heads that its queries
-use, so those travel as they are, and to several ranks where there are fewer of them than ranks (arXiv:2309.14509).
+n query heads are distributed over P sp ranks in contiguous runs, ceil(n/P) on the first ranks; a rank gets the key/value heads that its
+queries use, so these are sent unexpanded, and to several ranks if they share one (arXiv:2309.14509).
 
-A plan is a list of chunks that follow each other through projection, exchange, attention and the exchange back, and for each chunk the
-messages that bring its q, k and v:
+A plan is a list of chunks, which pass through projection, exchange, attention and the exchange back one after another, and for each chunk
+the messages that carry its q, k and v:
 
     none        one chunk, one message
     split-qkv   one chunk, three messages: q, k, v
-    chunked     G chunks of the rank's query heads, one message each; where a chunk is a part of a group, the group's first chunk
-                brings the key and value for all of them
+    chunked     G chunks of the rank's query heads, one message each; if a group is split into several chunks, its first chunk
+                carries the key and value for all of them
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Share:
-    """What one sp rank works on in one chunk; heads are numbered within the tp rank.
+    """Heads that one sp rank processes in one chunk, numbered within the tp rank.
 
     Attributes:
         queries: query heads; may be empty.
-        keys: key/value heads that come with this chunk.
-        uses: key/value heads that its queries use; other than ``keys`` if an earlier chunk brought them.
+        keys: key/value heads sent with this chunk.
+        uses: key/value heads that its queries use; differs from ``keys`` if an earlier chunk carried them.
     """
 
     queries: range
@@ -43,8 +43,8 @@ class Message:
     """One exchange of projected heads.
 
     Attributes:
-        part: what it carries; "qkv" is everything of the chunk.
-        rows: for each destination, head rows of the fused weight in the order in which they travel.
+        part: what it carries; "qkv" is all of the chunk.
+        rows: for each destination, head rows of the fused weight in the order in which they are sent.
     """
 
     part: Literal["qkv", "q", "k", "v"]
@@ -53,28 +53,28 @@ class Message:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """One pass through the pipeline: the shares of all ranks and the messages that bring them."""
+    """One chunk of the pipeline: the shares of all ranks and the messages that carry them."""
 
     shares: tuple[Share, ...]
     messages: tuple[Message, ...]
 
 
 def deal(count: int, parts: int) -> list[range]:
-    """Cut range(count) into ``parts`` runs, the longer ones first."""
+    """Split range(count) into ``parts`` contiguous runs whose lengths differ by at most one, longer ones first."""
     least, longer = divmod(count, parts)
     starts = [i * least + min(i, longer) for i in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
 
 
 def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: OverlapMode, num_chunks: int = 1) -> list[HeadChunk]:
-    """The plan for one tp rank's heads.
+    """Return the plan for one tp rank's heads.
 
     Args:
         queries_per_group: r.
         num_groups: g, key/value heads of the tp rank.
         sp_size: P.
-        mode: how exchanges are cut.
-        num_chunks: G, for "chunked"; no more than a rank has query heads are made.
+        mode: how exchanges are split.
+        num_chunks: G, for "chunked"; limited to a rank's number of query heads.
     Raises:
         ValueError: there are fewer query heads than ranks.
     """
@@ -96,17 +96,17 @@ def plan_heads(queries_per_group: int, num_groups: int, sp_size: int, mode: Over
 
 
 def is_uniform(share: Share, queries_per_group: int) -> bool:
-    """Whether every key/value head that comes with the chunk serves equally many of its queries: then rows travel in group order."""
+    """Return whether all key/value heads that the share uses serve equally many of its queries, so that rows are in group order."""
     return len(set(_queries_of(share, queries_per_group))) <= 1
 
 
 def key_of_each_query(share: Share, queries_per_group: int) -> list[int]:
-    """For each query of the share, the place of its key/value head among those it uses."""
+    """Return, for each query of the share, the index of its key/value head in ``share.uses``."""
     return [q // queries_per_group - share.uses.start for q in share.queries]
 
 
 def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
-    """A rank's queries as chunks: whole groups where there are enough of them, parts of a group where not."""
+    """Split a rank's queries into chunks: of whole groups if there are enough groups, else of parts of a group."""
     keys = range(queries.start // r, (queries.stop - 1) // r + 1)
     groups = [range(max(queries.start, k * r), min(queries.stop, (k + 1) * r)) for k in keys]
     if num_chunks <= len(groups):
@@ -125,7 +125,7 @@ def _cut(queries: range, r: int, num_chunks: int) -> list[Share]:
 
 
 def _queries_of(share: Share, r: int) -> list[int]:
-    """How many of the share's queries each key/value head serves that it uses."""
+    """Return how many of the share's queries each key/value head in ``share.uses`` serves."""
     counts = [0] * len(share.uses)
     for place in key_of_each_query(share, r):
         counts[place] += 1
@@ -133,7 +133,7 @@ def _queries_of(share: Share, r: int) -> list[int]:
 
 
 def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
-    """Head rows of the fused weight for one destination."""
+    """Return the head rows of the fused weight for one destination."""
     queries = [(q // r) * (r + 2) + q % r for q in share.queries]
     keys = [k * (r + 2) + r for k in share.keys]
     values = [k * (r + 2) + r + 1 for k in share.keys]
@@ -151,7 +151,7 @@ def _rows(share: Share, part: str, r: int) -> tuple[int, ...]:
 
 
 def runs_of(rows: tuple[int, ...]) -> Slices:
-    """Row numbers as the fewest slices, in order."""
+    """Convert row numbers to as few slices as possible, in order."""
     made: list[slice] = []
     for row in rows:
         if made and made[-1].stop == row:

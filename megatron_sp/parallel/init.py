@@ -1,4 +1,4 @@
-"""Initial weights that depend on (seed, parameter name) alone: the same in every layout, whatever is built before.
+"""Weight initialization that depends only on (seed, parameter name): the same in every layout and order of construction.
 
 The full tensor is always drawn, in fp32 on the CPU, from a generator keyed by the name; a sharded layout takes its slice
 afterwards.
@@ -16,17 +16,17 @@ from megatron_sp.ops.memory import empty
 
 
 def name_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for one parameter."""
+    """Return the CPU generator for one parameter."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, name: str) -> Tensor:
-    """The full initial tensor of one parameter: N(0, std^2), fp32 on the CPU."""
+    """Return the full initial tensor of one parameter: N(0, std^2), fp32, on torch's default device (meta: without values)."""
     made = empty(shape, dtype=torch.float32, device=torch.get_default_device())
     return made if made.is_meta else made.normal_(0.0, std, generator=name_generator(seed, name))  # drawing no numbers takes time too
 
 
 def output_std(std: float, num_layers: int) -> float:
-    """Standard deviation of projections that write into the residual stream (GPT-2's 1/sqrt(2 * layers))."""
+    """Return the standard deviation for projections that write to the residual stream (scaled by GPT-2's 1/sqrt(2 * layers))."""
     return std / math.sqrt(2.0 * num_layers)

@@ -1,10 +1,10 @@
-"""The parallel layers: modules that hold a tensor-parallel rank's part of a weight.
+"""Tensor-parallel layers: modules that hold a tp rank's part of a weight.
 
-Activations are [s, b, h]; ``s/parts`` are the positions that a rank keeps between these layers: all of them, or with --sequence-parallel a
-1/tp of them. Shapes of parameters, on each of tp ranks, and what a backward pass must sum over tp beside what the layer itself sums:
+Activations are [s, b, h]; ``s/parts`` are the positions that a rank holds between these layers: all of them, or with --sequence-parallel
+1/tp of them. Shapes of the parameters on each tp rank, and the gradients to be summed over tp besides what the layer itself sums:
 
     layer                    parameter       on a rank            summed over tp
-    Norm                     weight, bias    [h]                  with --sequence-parallel, or where it norms heads
+    Norm                     weight, bias    [h]                  with --sequence-parallel, or if it norms heads
     ColumnParallelLinear     weight          [out/tp, in]         only rows that several ranks hold (shared key/value heads)
                              bias            [out/tp]             likewise
     RowParallelLinear        weight          [out, in/tp]         never
@@ -12,9 +12,9 @@ Activations are [s, b, h]; ``s/parts`` are the positions that a rank keeps betwe
     VocabParallelEmbedding   weight          [rows/tp, h]         never
     Table                    weight          [rows, h]            with --sequence-parallel
 
-Each parameter's ``ShardSpec`` says so (``shard_specs``): optimizer, checkpoints and converters read nothing else. The algebra is that of
-``linear.py``, ``embedding.py`` and ``lm_head.py``. When gradient buffers are attached (``attach_main_grad``) weight gradients are added
-into them, and autograd sees none. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+Each parameter's ``ShardSpec`` describes this (``shard_specs``): optimizer, checkpoints and converters use nothing else. The computation is
+in ``linear.py``, ``embedding.py`` and ``lm_head.py``. If gradient buffers are attached (``attach_main_grad``), weight gradients are added
+to them and not returned to autograd. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from megatron_sp.utils.numbers import round_up
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm; whole on every rank.
+    """LayerNorm or RMSNorm, with parameters replicated on every rank.
 
     Args:
-        sees: "positions" if tp_seq gives each tp rank a share of what is normed, "heads" if tp itself does.
+        sees: what tp ranks have different shares of: "positions" (only with --sequence-parallel) or "heads" (always).
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class Norm(nn.Module):
         return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return {name: self.spec_of_shard for name, _ in self.named_parameters()}
 
     def in_front(self) -> NormInFront:
-        """This norm as the front of a linear layer, which then stores the norm's input instead of its output."""
+        """Return this norm as an argument of the linear layer after it, which then saves the norm's input instead of its output."""
         return NormInFront(self.spec, self.weight, self.bias)
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer of which this rank holds a part: what column- and row-parallel layers have in common.
+    """Base class of column- and row-parallel linear layers: this rank holds a part of the weight.
 
     Args:
-        name: of the layer in the model; with ``seed`` it names the random numbers of the initial weight.
-        weight_spec: which part of the whole weight [out, in] this rank holds; it is drawn as a slice of the whole, in any layout the same.
-        bias_spec: likewise of the bias [out]; None: there is none.
-        std: of the initial weights.
-        layout: the tp group.
+        name: name of the layer in the model; together with ``seed`` it determines the initial weight.
+        weight_spec: placement of this rank's part in the whole weight [out, in]; it is initialized as a slice of the whole in any layout.
+        bias_spec: placement of this rank's part of the bias [out]; None: no bias.
+        std: standard deviation of the initial weight.
+        layout: has the tp group.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class ParallelLinear(nn.Module):
         self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.weight_spec} | ({} if self.bias_spec is None else {"bias": self.bias_spec})
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = norm(x) @ W.T + b with the outputs split over tp: rank r computes the columns of y that its rows of W give.
+    """Column-parallel linear layer, y = norm(x) @ W.T + b: rank r has some rows of W and computes the corresponding columns of y.
 
                  on rank r                 communication
-        x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else there already
+        x        [s/parts, b, in]          gathered over tp along s with --sequence-parallel, else replicated
         W_r      [out/tp, in]              none
         y_r      [s, b, out/tp]            none
 
@@ -121,10 +121,10 @@ class ColumnParallelLinear(ParallelLinear):
                    dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
 
     Args:
-        in_features, out_features: of the whole layer.
-        runs: (first row, number of rows) of the whole weight, for each run of rows that this rank holds.
-        sums: rows that other ranks hold too, and whose gradients are summed over them.
-        counted: runs of this rank's rows that it counts as its own in norms of gradients; None: all of them.
+        in_features, out_features: sizes of the whole layer.
+        runs: (first row, number of rows) in the whole weight, for each run of rows that this rank holds.
+        sums: rows that other ranks hold too, over which their gradients are summed.
+        counted: runs of local rows that this rank counts in the gradient norm; None: all.
     """
 
     def __init__(
@@ -137,25 +137,25 @@ class ColumnParallelLinear(ParallelLinear):
         super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
 
     def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
-        """[s/parts, b, in] -> ([s, b, out/tp]; x again, for the residual branch)."""
+        """Apply the layer to x [s/parts, b, in]; return (y [s, b, out/tp], x for the residual branch)."""
         return column_linear(x, self.weight, self.bias, norm=norm, tp=self.layout.tp, main_grad=self.main_grad)
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = act(x) @ W.T + b with the inputs split over tp: each rank has a partial sum of y, and the layer sums them.
+    """Row-parallel linear layer, y = act(x) @ W.T + b: inputs are split over tp, each rank computes a partial sum, the layer reduces it.
 
                  on rank r                 communication
-        x_r      [s, b, in/tp]             none: a column-parallel layer has made it
+        x_r      [s, b, in/tp]             none: the output of a column-parallel layer
         W_r      [out, in/tp]              none
         y        [s/parts, b, out]         summed over tp: reduce_scatter with --sequence-parallel, else all_reduce
 
         forward    y = sum over r of act(x_r) @ W_r.T, + b (+ residual)
-        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r); dy is whole already without --sequence-parallel
+        backward   dx_r = act'(all_gather(dy) @ W_r),  dW_r = all_gather(dy).T @ act(x_r); no gather without --sequence-parallel
                    db = sum of dy, over this rank's positions
 
     Args:
-        in_features, out_features: of the whole layer.
-        activation: in front of the product; computed again in the backward pass instead of stored.
+        in_features, out_features: sizes of the whole layer.
+        activation: applied to the input; recomputed in backward instead of saved.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class RowParallelLinear(ParallelLinear):
         self.activation = activation
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """[s, b, in/tp] -> [s/parts, b, out], the residual added."""
+        """Apply the layer to x [s, b, in/tp] and add the residual; return [s/parts, b, out]."""
         return row_linear(
             x, self.weight, self.bias, activation=self.activation, residual=residual, tp=self.layout.tp, main_grad=self.main_grad
         )
 
 
 class Table(nn.Module):
-    """An embedding table that every rank holds whole: positions, token types."""
+    """An embedding table replicated on every rank, for positions and token types."""
 
     def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Table(nn.Module):
         self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -194,13 +194,13 @@ class Table(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are split over tp; with tied weights also the LM head (``lm_head.py``), where it is column-parallel.
+    """Embedding with rows split over tp; also the weight of the LM head (``lm_head.py``), where it is column-parallel.
 
         forward    out_r = W_r[ids] where rank r holds the row, else 0;  out = sum over r of out_r: one all_reduce or reduce_scatter
         backward   dW_r[id] = sum of all_gather(d_out) at the positions of id; nothing is communicated without --sequence-parallel
         as head    logits_r = x @ W_r.T; softmax over the ranks' columns by their maxima and sums, logits are never gathered
 
-    The rows are padded to a multiple of ``divisible_by`` * tp; those from ``rows`` on are zero, never trained, never written to disk.
+    The rows are padded to a multiple of ``divisible_by`` * tp; padding rows are zero, never trained and never written to disk.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """Of the parameters, by their names in this module."""
+        """Return the placement of each parameter, by its name in this module."""
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[s, b] ids, the same on every tp rank -> [s/parts, b, h]."""
+        """Look up ids [s, b], the same on every tp rank; return [s/parts, b, h]."""
         return embedding(ids, self.weight, tp=self.tp, main_grad=self.main_grad)
 
 
@@ -263,7 +263,7 @@ class ParallelLMHead:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Where each parameter of a model lies in the whole one, by the parameter's name."""
+    """Return the placement of each of a model's parameters, by the parameter's name."""
     found: dict[str, ShardSpec] = dict(getattr(model, "parameter_specs", {}))  # of a model that is not ours
     for prefix, module in model.named_modules():
         of_module = getattr(module, "shard_specs", None)
@@ -273,7 +273,7 @@ def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 
 def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
-    """Make every layer of ours write its weight gradients into ``main_grad`` (None: through autograd again)."""
+    """Make every layer of ours write its weight gradients to ``main_grad`` (None: return them to autograd again)."""
     for module in model.modules():
         if hasattr(module, "main_grad"):
             module.main_grad = main_grad  # type: ignore[assignment]

@@ -1,15 +1,15 @@
-"""Tensor-parallel linear layers, with the weight gradient written straight into the main-gradient buffer.
+"""Tensor-parallel linear layers whose weight gradients are written directly to the main-gradient buffer.
 
-    column-parallel:  y = enter(norm(x)) @ W.T + b            W [out/tp, in]: each rank computes its own columns of y
-    row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own rows
+    column-parallel:  y = enter(norm(x)) @ W.T + b              W [out/tp, in]: each rank computes its own columns of y
+    row-parallel:     y = leave(act(x) @ W.T) + b (+ residual)  W [out, in/tp]: each rank sums over its own inputs
 
-Own autograd, for overlap and for memory. What stands in front, a norm or an activation, is computed again in backward (one elementwise
-pass) and its output never stored; the gather of tp_seq is done again too. The residual stream is added on top of the result, and where it
-leaves, at a norm, the op hands its input on, so that the two gradients of the stream meet in here and are added in one pass.
+They are custom autograd functions, for overlap and memory. A preceding norm or activation is recomputed in backward (one elementwise
+pass) and its output never saved; the gather of tp_seq is repeated too. The residual is added to the result inside the op; where the
+residual branches off, before a norm, the op returns its input as well, so that the stream's two gradients are added here in one pass.
 
 Backward of the column-parallel layer:
     before:  gather x | dx GEMM | dW GEMM | reduce dx
-    now:     gather x under the dx GEMM; reduce dx under the dW GEMM
+    now:     gather x during the dx GEMM; reduce dx during the dW GEMM
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def column_linear(
     tp: TensorParallel = NO_TP,
     main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A linear layer split by columns, optionally behind a norm.
+    """Column-parallel linear layer, optionally preceded by a norm.
 
     Args:
-        x: [s/parts, ..., in], the same on every rank of the group unless tp_seq cuts it.
+        x: [s/parts, ..., in], the same on every rank of the group unless tp_seq splits it.
         weight: [out/tp, in].
         bias: [out/tp].
-        norm: applied to x first; its weights are whole on every rank.
-        tp: the group.
-        main_grad: receives the gradients of all parameters; else they go through autograd.
+        norm: applied to x first; its weights are replicated on all ranks.
+        tp: the tp group.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
-        ([s, ..., out/tp]; x again, for the residual branch: the gradient that arrives there is added in here).
+        (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
     Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
     norm_weight, norm_bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
@@ -62,16 +62,16 @@ def row_linear(
     tp: TensorParallel = NO_TP,
     main_grad: MainGrad | None = None,
 ) -> Tensor:
-    """A linear layer split by rows, optionally behind an activation.
+    """Row-parallel linear layer, optionally preceded by an activation.
 
     Args:
-        x: [s, ..., in/tp] ([..., 2*in/tp] with swiglu in front).
+        x: [s, ..., in/tp] ([..., 2*in/tp] for a gated activation).
         weight: [out, in/tp].
-        bias: [out], whole on every rank; added once, after the sum over ranks.
+        bias: [out], replicated; added once, after the sum over ranks.
         activation: applied to x first.
         residual: [s/parts, ..., out], added to the result.
-        tp: the group.
-        main_grad: receives the gradients of all parameters; else they go through autograd.
+        tp: the tp group.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
         [s/parts, ..., out].
     Source: as ``column_linear``.
@@ -166,7 +166,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, tp: TensorParallel) -> Tensor:
-    """leave(a @ weight.T) + bias + residual: [s, ..., in/tp] -> [s/parts, ..., out]."""
+    """Compute leave(a @ weight.T) + bias + residual: [s, ..., in/tp] -> [s/parts, ..., out]."""
     y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     if tp.size == 1:  # nothing stands between the GEMM and what is added to it
         multiply(rows_of(a), weight, bias, None if residual is None else rows_of(residual), out=rows_of(y))
@@ -179,7 +179,7 @@ def project_back(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 
 def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, out: Tensor) -> None:
-    """out = a @ weight.T + bias + residual on [tokens, ...] matrices; the GEMM accumulates on top of one of the two."""
+    """Compute out = a @ weight.T + bias + residual on [tokens, ...] matrices; the GEMM accumulates onto one of the two addends."""
     if residual is not None:
         torch.addmm(residual, a, weight.t(), out=out)
         if bias is not None:
@@ -194,14 +194,14 @@ def norm_gradients(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...],
     need: tuple[bool, bool, bool], passed: Tensor | None,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """Backward of a norm in front: (gradient of x with that of the residual branch added, what autograd gets for the norm's parameters)."""
+    """Backward of a preceding norm: (gradient of x plus that of the residual branch, gradients of the norm's parameters for autograd)."""
     grad_x, *grads = norm_backward(grad, x, weight, bias, stats, ctx.spec, need, passed)
     first, second = (None if g is None else put_grad(ctx.main_grad, p, g) for g, p in zip(grads, ctx.params[-2:], strict=True))
     return grad_x, (first, second)
 
 
 def normed_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x behind the norm, and the norm's statistics."""
+    """Return the normed x and the norm's statistics; without a norm (x, ())."""
     if spec is None:
         return x, ()
     assert weight is not None
@@ -209,10 +209,10 @@ def normed_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormS
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., c] -> [tokens, c]."""
+    """Reshape [..., c] to [tokens, c]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def column_sum(x: Tensor) -> Tensor:
-    """[tokens, c] -> [c], accumulated in fp32 (or wider)."""
+    """Sum over tokens, [tokens, c] -> [c], accumulated in fp32 (or wider)."""
     return x.sum(0, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else None)

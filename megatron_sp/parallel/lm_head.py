@@ -1,16 +1,16 @@
-"""LM head and cross entropy as one op that never holds the logits of a sequence.
+"""LM head and cross entropy fused into one op that never materializes the logits of a whole sequence.
 
-Tokens go through in chunks. For each chunk the logits are computed, turned into the loss and at once into the gradients of
-x and W, then forgotten: three GEMMs in all, as many as the unchunked way, and memory for one chunk instead of
-tokens x vocabulary. The gradients are those of the summed loss; backward scales them by whatever arrives there (1/tokens, a
-loss scale), so any later scaling is honoured. Related: Liger's fused linear cross entropy (arXiv:2410.10989), which this
-does without a custom kernel.
+Tokens are processed in chunks. For each chunk the logits are computed, turned into the loss and immediately into the gradients
+of x and W, then freed: three GEMMs in total, as many as without chunks, and memory for one chunk instead of
+tokens x vocabulary. The gradients are those of the summed loss; backward multiplies them by its incoming gradient (1/tokens, a
+loss scale), so any later scaling is respected. Compare Liger's fused linear cross entropy (arXiv:2410.10989); this op
+needs no custom kernel.
 
-The price: the weight's gradient lives from the forward of the head on. It is written straight into the main_grad where that is free (the
-first micro-batch of a step), else into a buffer of its own.
+The cost: the weight's gradient is alive from the head's forward on. It is written directly to the main_grad if that is free (in the
+first micro-batch of a step), else to a buffer of its own.
 
-With the vocabulary split over tp ranks each chunk costs two small reductions, of the rows' maxima and of their sums and label logits; the
-gradient of x, a partial sum on each rank, is reduced once, between the forward and the backward pass.
+With the vocabulary split over tp ranks each chunk needs two small all-reduces, of the row maxima and of the row sums and label logits; the
+gradient of x, a partial sum on each rank, is reduced once, between forward and backward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST_TOKENS = {"cpu": 512, "cuda": 2**20}
 
 
 def default_chunk_tokens(vocab_rows: int, device_type: str = "cpu") -> int:
-    """Tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU): large enough for full-speed GEMMs, small enough not to matter.
+    """Return the number of tokens whose fp32 logits take about 52 MiB (CPU) or 512 MiB (GPU), enough for full-speed GEMMs.
 
-    Each chunk reads and writes the whole gradient of the weight once: with few tokens that takes a GPU longer than the product itself. On a
-    CPU 512 tokens are enough for any vocabulary.
+    Each chunk reads and writes the whole weight gradient once: with few tokens that takes a GPU longer than the product itself. On a
+    CPU 512 tokens are enough for any vocabulary. There are at least 128.
     """
     kind = device_type if device_type in _CHUNK_BYTES else "cuda"
     return min(_MOST_TOKENS[kind], max(128, _CHUNK_BYTES[kind] // (4 * vocab_rows) // 64 * 64))
@@ -52,15 +52,15 @@ def lm_head_loss(
     tp: TensorParallel = NO_TP,
     main_grad: MainGrad | None = None,
 ) -> HeadLoss:
-    """Sum over tokens of loss_mask * cross_entropy(x @ weight.T + bias, labels).
+    """Compute the sum over tokens of loss_mask * cross_entropy(x @ weight.T + bias, labels).
 
     Args:
         x: [s/parts, b, h].
-        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; those of the whole from vocab_size on are padding and get no
+        weight: [rows/tp, h], rank r holds rows from r * rows/tp on; rows of the whole from vocab_size on are padding with zero
             probability.
         labels: int64 [s, b], in [0, vocab_size) wherever loss_mask is not 0.
-        loss_mask: [s, b], a weight for each token.
-        vocab_size: valid rows.
+        loss_mask: [s, b], weight of each token.
+        vocab_size: number of valid rows.
         bias: [rows/tp], or None.
         chunk_tokens: tokens per chunk; None: ``default_chunk_tokens``.
         tp: the group over which the vocabulary is split.
@@ -75,12 +75,12 @@ def lm_head_loss(
 
 
 class HeadLoss(NamedTuple):
-    """What the head makes of its tokens.
+    """Output of the LM head.
 
     Attributes:
-        sum: the same on every rank of the group, a scalar in fp32 or wider that carries the gradient.
-        tokens: the loss of every token [s, b] before weighting, detached.
-        hits: bool [s, b], whether no other entry is likelier than the label (where two are alike to the last bit, both are hits).
+        sum: weighted sum of the losses, a differentiable scalar in fp32 or wider, the same on every rank of the group.
+        tokens: unweighted loss of every token [s, b], detached.
+        hits: bool [s, b], True where no other entry is likelier than the label (ties count as hits).
     """
 
     sum: Tensor
@@ -89,7 +89,7 @@ class HeadLoss(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """This rank's rows of the table: index of the first, how many are not padding, and how many the whole table has without padding."""
+    """This rank's rows of the table: index of the first, number of non-padding rows, and total number of non-padding rows."""
 
     first: int
     valid: int
@@ -176,7 +176,7 @@ class _LMHeadLoss(torch.autograd.Function):
 
 
 def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP) -> Tensor:
-    """[..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group: for generation, where few tokens need logits."""
+    """Compute logits [..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group; for generation, with few tokens."""
     rows = vocab_size if tp.size == 1 else weight.shape[0]
     logits = x @ weight[:rows].t()
     wide = (logits if bias is None else logits + bias[:rows]).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
@@ -187,7 +187,7 @@ def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | No
 
 
 def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tensor, Tensor | None]:
-    """(the row of each label in this rank's part [t, 1], whether it lies on another rank instead [t, 1]: then the row is any)."""
+    """Return (local row of each label [t, 1], mask of labels on other ranks [t, 1], for which the row is arbitrary; None without tp)."""
     valid = labels.clamp(0, rows.vocab_size - 1)[:, None]  # where the mask is 0 a label may be anything
     if tp.size == 1:
         return valid, None
@@ -197,7 +197,7 @@ def _local_labels(labels: Tensor, rows: _Rows, tp: TensorParallel) -> tuple[Tens
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wide: torch.dtype, buffer: Tensor | None) -> Tensor:
-    """[t, rows] in ``wide``; padding rows are -inf. ``buffer`` is reused where it fits."""
+    """Compute logits [t, rows] in dtype ``wide``, with -inf for padding rows; ``buffer`` is reused if it fits."""
     if x.dtype != wide and not x.is_cuda:
         logits = torch.mm(x, weight.t()).to(wide)
     else:
@@ -215,8 +215,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, valid_rows: int, wid
 
 
 def _loss_and_exp_(logits: Tensor, picked: Tensor, elsewhere: Tensor | None, tp: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of each row [t], and whether its label has the row's maximum [t]; turns ``logits`` into exp(logits - row maximum) and
-    returns the row sums of that [t, 1].
+    """Return the cross entropy of each row [t], whether its label has the row's maximum [t], and the row sums [t, 1] of
+    exp(logits - row maximum), which overwrites ``logits``.
     """
     logits.sub_(tp.all_reduce(logits.amax(1, keepdim=True), "max"))
     at_label = logits.gather(1, picked)

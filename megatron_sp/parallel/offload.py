@@ -1,22 +1,22 @@
-"""What blocks save for backward, in host memory while nobody needs it (--offload-activations).
+"""Offload of tensors that blocks save for backward to host memory (--offload-activations).
 
-    forward     block i computes | block i+1 computes                                   | block i+2 computes
-    copies                       | what block i saved goes to the host | its memory is free |
-    backward    block i+1 goes back | block i goes back
-    copies      what block i saved comes | what block i-1 saved comes
+    forward     block i computes    | block i+1 computes                   | block i+2 computes
+    copies                          | tensors of block i to the host       | (device memory of block i is free)
+    backward    block i+1           | block i
+    copies      tensors of block i to the device | tensors of block i-1 to the device
 
-At most one block is on its way out, and one on its way in. The last block stays: backward begins with it. With full recomputation a "block"
-is a run of blocks that keeps its input, and that is what moves.
+At most one block is being copied out, and one in. The last block stays on the device, as backward begins with it. With full recomputation
+a "block" is a group of blocks of which only the input is saved, and that is moved.
 
-What moves are storages, not tensors. Hooks on saved tensors see what autograd saves while a block runs, and hand on the very same
-memory; behind the block each storage seen is copied out and emptied (``resize_``), and filled again before the block's backward. So every
-tensor on it, saved twice, a view, or held by a function of ours beside what it saves (``parallel/ulysses.py`` holds graphs of its own),
-is good again, and a storage moves once. Copies made and unpacked by the hooks would leave those others in place. Never moved: parameters
-and views of flat buffers, and what the caller names as shared by the blocks. A block does not save its output, which the next one needs.
+Storages are moved, not tensors. Saved-tensor hooks record what autograd saves while a block runs, and return the same memory; after the
+block each recorded storage is copied out and freed (``resize_``), and restored before the block's backward. So all tensors on it are valid
+again, also views, tensors saved twice, or those that a function of ours holds outside autograd (``parallel/ulysses.py`` holds graphs of
+its own), and a storage moves once. Copies packed and unpacked by the hooks would leave the memory of those others in use. Never moved:
+parameters, views of flat buffers, tensors that the caller declares as shared by the blocks, and a block's output, which the next one needs.
 
-On a GPU the copies have a stream of their own and pinned memory, and wait by events for the computation and it for them: never the host,
-and memory goes back to the allocator in the order of the computing stream, so that nothing has to be recorded. On the CPU the copies are
-made at the same places, and the same memory is emptied where torch lets it be; host and device are one there, so nothing is saved.
+On a GPU the copies use a stream of their own and pinned memory; copies and computation wait for each other through events, never on the
+host, and memory is freed in the order of the compute stream, so ``record_stream`` is not needed. On the CPU the copies are made at the
+same points, and the same memory is freed where torch allows it; as host and device are the same there, no memory is saved.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron_sp.ops.memory import host_empty
 
 
 class ActivationOffload:
-    """Host memory for the activations of one model, and the stream of the copies; kept from step to step.
+    """Host buffers for the activations of one model, and the stream for the copies; reused in every step.
 
     Args:
-        device: of the activations.
+        device: device of the activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class ActivationOffload:
         self.num_bytes = 0  # of host memory in all
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] in host memory; what was in it may still be on its way out, in the order of the stream."""
+        """Return a host buffer, uint8 [num_bytes]; earlier contents may still be in use by copies queued on the stream."""
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -57,12 +57,12 @@ class ActivationOffload:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def forward_pass(self, shared: Iterable[Tensor]) -> OffloadPass:
-        """For one forward pass and its backward pass; ``shared`` never moves."""
+        """Return the offload of one forward pass and its backward pass; the tensors in ``shared`` are never moved."""
         return OffloadPass(self, shared)
 
 
 class _Moved:
-    """Storages of one block, and where their contents are."""
+    """Storages of one block, and the state of their transfer."""
 
     def __init__(self, pool: ActivationOffload, storages: list[torch.UntypedStorage]) -> None:
         self.pool, self.storages = pool, storages
@@ -75,12 +75,12 @@ class _Moved:
         self._finalizer.atexit = False
 
     def start_out(self) -> None:
-        """Behind all that the current stream has been given."""
+        """Start the copy to the host, after all work queued on the current stream."""
         self._copy([(_bytes_of(storage), host) for storage, host in zip(self.storages, self.host, strict=True)])
         self.state = "leaving"
 
     def finish_out(self) -> None:
-        """The current stream goes on behind the copies, and may use the memory for something else."""
+        """Make the current stream wait for the copies, and free the device memory."""
         self._join()
         for storage in self.storages:
             if storage.resizable():
@@ -126,12 +126,12 @@ def _give_back(pool: ActivationOffload, buffers: list[Tensor]) -> None:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The whole storage as uint8; a tensor of its own, so that writing does not count as changing what was saved."""
+    """Return the whole storage as a new uint8 tensor, so that autograd does not notice writes to it as changes of saved tensors."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 class OffloadPass:
-    """The blocks of one forward pass, in order."""
+    """Offload of the blocks of one forward pass, in order."""
 
     def __init__(self, pool: ActivationOffload, shared: Iterable[Tensor]) -> None:
         self._pool = pool
@@ -139,13 +139,13 @@ class OffloadPass:
         self._blocks: list[_Moved | None] = []
 
     def run(self, block: Callable[[Tensor], Tensor], x: Tensor, parameters: Callable[[], Iterable[Tensor]], *, last: bool) -> Tensor:
-        """``block(x)``, and what it saves moves to the host.
+        """Run ``block(x)``, and offload what it saves.
 
         Args:
-            block: returns what the next block works on.
+            block: returns the next block's input.
             x: its input.
-            parameters: of the block; asked for behind it, when they are where it read them.
-            last: backward begins with this block: it keeps everything.
+            parameters: returns the block's parameters; called after the block, when they are still in the memory it has read.
+            last: this is the last block, with which backward begins: nothing is moved.
         """
         index = len(self._blocks)
         if last:
@@ -166,7 +166,7 @@ class OffloadPass:
         return _BeforeBackward.apply(y, self, index) if y.requires_grad else y
 
     def backward_begins(self, index: int) -> None:
-        """Backward is about to enter block ``index``: its tensors must be there, and those of the block before it are fetched under it."""
+        """Restore the tensors of block ``index``, whose backward begins, and start fetching those of the block before it."""
         mine = self._blocks[index]
         if mine is not None:
             if mine.state != "coming":
@@ -179,9 +179,9 @@ class OffloadPass:
 
 @contextmanager
 def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collects the storages of activations that autograd saves meanwhile, by identity.
+    """Context manager that collects the storages of activations saved by autograd, by identity.
 
-    Numbers alone: masks, keys of dropout and lengths of documents are small, and some serve all blocks.
+    Only of floating-point tensors: masks, dropout keys and document lengths are small, and some are shared by all blocks.
     """
     seen: dict[int, torch.UntypedStorage] = {}
 
@@ -197,7 +197,7 @@ def _seeing() -> Iterator[dict[int, torch.UntypedStorage]]:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """Identity on a block's output; in backward it brings what the block saved."""
+    """Identity on a block's output; its backward restores what the block saved."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, run: OffloadPass, index: int) -> Tensor:

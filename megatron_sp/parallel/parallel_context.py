@@ -1,4 +1,4 @@
-"""The layout of one model on this rank, as the layers see it: the tp and sp groups, and how a sequence is cut over them."""
+"""Parallel layout of a model as the layers on this rank see it: the tp and sp groups, and how a sequence is split over them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_sp.utils.numbers import round_up
 
 
 class SequenceCut(NamedTuple):
-    """Which of a sequence's positions a rank holds.
+    """Positions of a sequence that a rank holds.
 
     Attributes:
         length: real positions of the sequence.
-        padded: with padding at the end, a multiple of all parts.
-        tp_seq_slice: positions between the tensor-parallel parts of the layers.
-        sp_slice: positions inside them, where the whole tp group has the same.
+        padded: length with padding at the end, divisible by the number of parts.
+        tp_seq_slice: this rank's positions outside the tensor-parallel regions.
+        sp_slice: this rank's positions inside them, the same on the whole tp group.
     """
 
     length: int
@@ -32,7 +32,7 @@ class SequenceCut(NamedTuple):
     sp_slice: slice
 
     def pad(self, x: Tensor) -> Tensor:
-        """[length, ...] -> [padded, ...], zeros behind."""
+        """Pad with zeros at the end: [length, ...] -> [padded, ...]."""
         missing = self.padded - self.length
         return x if missing == 0 else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing))
 
@@ -43,8 +43,8 @@ class ParallelContext:
 
     Attributes:
         tp, sp: the groups.
-        mode, num_chunks: how the exchanges of Ulysses are cut (``parallel/heads.py``).
-        recorder: of collectives and computation (--report-overlap).
+        mode, num_chunks: how the Ulysses exchanges are split (``parallel/heads.py``).
+        recorder: recorder of collectives and computation (--report-overlap).
     """
 
     tp: TensorParallel = NO_TP
@@ -62,18 +62,18 @@ class ParallelContext:
         return cls(tp, sp, mode, num_chunks, recorder).in_layer(None)
 
     def in_layer(self, layer: int | None) -> ParallelContext:
-        """The layout as a block sees it: what it does is recorded under its number."""
+        """Return the context for a block, whose collectives and computation are recorded under its number."""
         if self.recorder is None:
             return self
         tp, sp = replace(self.tp, recorder=self.recorder.at("tp", layer)), replace(self.sp, recorder=self.recorder.at("sp", layer))
         return replace(self, tp=tp, sp=sp)
 
     def plan(self, queries_per_group: int, num_groups: int) -> tuple[HeadChunk, ...]:
-        """The way of one tp rank's heads through the exchanges."""
+        """Return the plan of the exchanges of one tp rank's heads."""
         return tuple(plan_heads(queries_per_group, num_groups, self.sp.size, self.mode, self.num_chunks))
 
     def cut(self, length: int) -> SequenceCut:
-        """This rank's positions of a sequence: contiguous runs, over sp first, then over tp where tp_seq is on."""
+        """Return this rank's contiguous positions of a sequence, split over sp first, then over tp with tp_seq."""
         padded = round_up(length, self.sp.size * self.tp.parts)
         num_sp = padded // self.sp.size
         num_tp_seq = num_sp // self.tp.parts

@@ -1,10 +1,10 @@
-"""Activation recomputation (arXiv:1604.06174): a function whose inputs are kept, not what it computes on the way.
+"""Activation recomputation (arXiv:1604.06174): only the inputs of a function are saved, not its intermediate tensors.
 
-Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without stashing generators. The exception is
+Dropout masks are hashes (``ops/dropout.py``), so a recomputed forward pass is the same without saving RNG states. The exception is
 attention dropout inside a fused kernel, which draws from torch's generator.
 
-Not torch's checkpoint: that packs whatever an op saves, and asks for the recomputation once for every autograd graph in it; the attention
-block (``parallel/ulysses.py``) runs graphs of its own. Here the function is simply called twice. Parameters used inside get their gradients
+torch.utils.checkpoint is not used: it packs every saved tensor, and recomputes once for every autograd graph inside; the attention
+block (``parallel/ulysses.py``) has graphs of its own. Here the function is simply called twice. Parameters used inside get their gradients
 through their main_grad or in ``.grad``, as from any ``backward()``.
 """
 
@@ -20,11 +20,11 @@ from megatron_sp.ops.backward import run_backward
 
 
 def recompute(fn: Callable[..., Tensor], *args: Any, draws_random: bool = False) -> Tensor:
-    """Call ``fn(*args)`` without keeping its intermediate tensors; backward calls it again.
+    """Call ``fn(*args)`` without saving its intermediate tensors; backward calls it again.
 
     Args:
         fn: returns one tensor.
-        draws_random: ``fn`` uses torch's generators; their state is kept, so that it draws the same numbers again.
+        draws_random: ``fn`` uses torch's generators; their state is saved, so that it draws the same numbers again.
     """
     if not torch.is_grad_enabled():
         return fn(*args)

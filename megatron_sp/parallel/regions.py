@@ -1,17 +1,17 @@
-"""Collectives between layers of a model that is not ours, along any dim, with their adjoints.
+"""Differentiable collectives along any dim, for use between the layers of an external model.
 
     name             forward           backward
-    copy_to          nothing           all_reduce        Megatron's f: a replicated tensor enters what is split
-    reduce_from      all_reduce        nothing           Megatron's g: partial sums leave it
-    gather_from      all_gather        reduce_scatter    what follows is split, each rank has a part of the gradient
-                                       slice             what follows is the same on every rank, and so is the gradient
+    copy_to          identity          all_reduce        Megatron's f: a replicated tensor enters a split region
+    reduce_from      all_reduce        identity          Megatron's g: partial sums leave it
+    gather_from      all_gather        reduce_scatter    later layers are split, each rank has a partial gradient
+                                       slice             later layers are the same on every rank, and so is the gradient
     scatter_to       slice             all_gather
     reduce_scatter_to  reduce_scatter  all_gather
 
-Like a function of torch, each can be taken over by a ``TorchFunctionMode``: what a check without a job sees of them is their shapes.
+Like torch's functions, each can be intercepted by a ``TorchFunctionMode``, so that shapes can be checked without a job.
 
-All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost one copy where the dims in front of
-them are not 1. Source: arXiv:1909.08053, arXiv:2205.05198; which adjoint is right is the subject of Megatron's tensor_parallel_output_grad.
+All are out of place: neither an operand nor a gradient is ever changed. Dims other than the first cost a copy unless all dims before
+them are 1. Source: arXiv:1909.08053, arXiv:2205.05198; for the choice of the adjoint see Megatron's tensor_parallel_output_grad.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """A function of a tensor that a ``TorchFunctionMode`` sees as one step, as it sees those of torch."""
+    """Make a function of a tensor overridable by a ``TorchFunctionMode``, like torch's own functions."""
 
     @functools.wraps(function)
     def called(x: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -48,9 +48,9 @@ def overridable(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Con
 
 
 class KeptResults:
-    """What all-gathers of one forward pass brought, for a recomputation of it: that one sends nothing for them.
+    """Results of the all-gathers of one forward pass, kept for its recomputation, which then needs no communication for them.
 
-    Both passes gather the same tensors in the same order. A recomputation may run in a thread of its own.
+    Both passes must gather the same tensors in the same order. The recomputation may run in another thread.
     """
 
     _current = threading.local()
@@ -69,11 +69,11 @@ class KeptResults:
             self._current.kept = before
 
     def recording(self) -> Any:
-        """The forward pass runs in here."""
+        """Return a context manager for the forward pass, which records results."""
         return self._as_current(True)
 
     def replaying(self) -> Any:
-        """The recomputation runs in here."""
+        """Return a context manager for the recomputation, which reuses them."""
         return self._as_current(False)
 
     @classmethod
@@ -89,44 +89,44 @@ class KeptResults:
 
 @overridable
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """``x`` itself; in backward the sum of all ranks' gradients."""
+    """Return ``x``; backward sums the gradients of all ranks."""
     return x if group.size() == 1 else _Copy.apply(x, group)
 
 
 @overridable
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' ``x``; in backward the gradient as it is."""
+    """Return the sum of all ranks' ``x``; backward passes the gradient through."""
     return x if group.size() == 1 else _Reduce.apply(x, group)
 
 
 @overridable
 def gather_from(x: Tensor, group: Group, dim: int, grad: GatherGrad) -> Tensor:
-    """All ranks' ``x`` joined along ``dim``.
+    """Concatenate all ranks' ``x`` along ``dim``.
 
     Args:
-        grad: reduce_scatter where ranks use the result differently, slice where all do the same with it.
+        grad: reduce_scatter if ranks use the result differently, slice if all compute the same from it.
     """
     return x if group.size() == 1 else _Gather.apply(x, group, dim % x.ndim, grad)
 
 
 @overridable
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of what all ranks have. Raises ValueError: the dim cannot be cut evenly."""
+    """Return this rank's part of a tensor that is the same on all ranks. Raises ValueError if the dim cannot be split evenly."""
     return x if group.size() == 1 else _Scatter.apply(x, group, dim % x.ndim)
 
 
 @overridable
 def reduce_scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part of the sum of all ranks' ``x``. Raises ValueError: the dim cannot be cut evenly."""
+    """Return this rank's part of the sum of all ranks' ``x``. Raises ValueError if the dim cannot be split evenly."""
     return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim % x.ndim)
 
 
 @overridable
 def all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    """Trade shards: cut along ``split``, one part for each rank, and join what arrives along ``join``; backward trades back.
+    """All-to-all: split ``x`` along ``split``, send one part to each rank, concatenate along ``join``; backward is the inverse.
 
     Raises:
-        ValueError: the dim cannot be cut evenly.
+        ValueError: the dim cannot be split evenly.
     """
     return x if group.size() == 1 else _AllToAll.apply(x, group, split % x.ndim, join % x.ndim)
 
@@ -144,7 +144,7 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _by_rank(x: Tensor, size: int, dim: int) -> Tensor:
-    """[..., n, ...] -> [size, ..., n/size, ...], contiguous."""
+    """Move parts to the front: [..., n, ...] -> [size, ..., n/size, ...], contiguous."""
     each = _require_even(x, size, dim)
     return x.reshape(*x.shape[:dim], size, each, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
 

@@ -1,13 +1,13 @@
-"""Entering and leaving the parts of a layer that tensor parallelism splits (Megatron's f and g, arXiv:1909.08053, 2205.05198).
+"""Entering and leaving tensor-parallel regions (Megatron's f and g, arXiv:1909.08053, 2205.05198).
 
-A column-parallel linear layer opens such a part, a row-parallel one closes it; inside, every rank has all positions and its own columns.
-Between the parts activations are replicated, or, with ``seq`` (--sequence-parallel), each rank has its own run of positions:
+A column-parallel linear layer opens such a region, a row-parallel one closes it; inside, every rank has all positions and its own columns.
+Between the regions activations are replicated, or, with ``seq`` (--sequence-parallel), each rank has its own run of positions:
 
             enter (forward)        leave (forward)
     plain   nothing                all_reduce
     seq     all_gather             reduce_scatter
 
-The backward of one is the other, so the same two calls serve both directions.
+Each is the backward of the other, so the same two calls serve both directions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_sp.ops.memory import empty
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp group and how activations between the parts are kept.
+    """The tp group, and how activations are held between tensor-parallel regions.
 
     Attributes:
-        group: ranks that share each weight.
-        seq: activations between the parts are cut along the sequence over the group (tp_seq).
-        recorder: is told of every collective and of what is computed between them.
+        group: ranks over which weights are split.
+        seq: activations between the regions are split along the sequence over the group (tp_seq).
+        recorder: records every collective and the computation between them.
     """
 
     group: Group = SINGLE_RANK
@@ -47,11 +47,11 @@ class TensorParallel:
 
     @property
     def parts(self) -> int:
-        """Into how many runs of positions activations between the parts are cut."""
+        """Number of parts into which the positions are split between tensor-parallel regions."""
         return self.size if self.seq else 1
 
     def enter_async(self, x: Tensor) -> Handle:
-        """[s/parts, ...] -> [s, ...]; forward of enter, and backward of leave."""
+        """Start entering a region, [s/parts, ...] -> [s, ...]: forward of enter and backward of leave."""
         if not self.seq or self.size == 1:
             return done(x)
         x = x.contiguous()
@@ -60,9 +60,9 @@ class TensorParallel:
         return all_gather_async(x, self.group, out).recorded(flight)
 
     def leave_async(self, x: Tensor) -> Handle:
-        """[s, ...], a partial sum on each rank -> [s/parts, ...], the sum; forward of leave, and backward of enter.
+        """Start reducing partial sums [s, ...] to their sum [s/parts, ...]: forward of leave and backward of enter.
 
-        Without ``seq`` it is done in place.
+        Without ``seq`` it is in place.
         """
         if self.size == 1:
             return done(x)
@@ -74,12 +74,12 @@ class TensorParallel:
         return reduce_scatter_async(x, self.group, out).recorded(flight)
 
     def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Reduce ``x`` over the group in place, at once."""
+        """Reduce ``x`` over the group in place, and wait for the result."""
         flight = None if self.recorder is None or self.size == 1 else self._flight("all_reduce", x, x.numel())
         return all_reduce_async(x, self.group, op).recorded(flight).wait()
 
     def mark(self, label: str) -> None:
-        """Tell the recorder, if there is one, what is computed from here on."""
+        """Record that the computation named ``label`` begins, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.mark(label)
 

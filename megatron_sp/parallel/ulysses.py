@@ -1,19 +1,19 @@
-"""The attention of a block under tensor and Ulysses sequence parallelism, as one autograd function (arXiv:2309.14509).
+"""Attention of a block under tensor and Ulysses sequence parallelism, as one autograd function (arXiv:2309.14509).
 
     x [s/sp, b, h] -> norm -> q, k, v of all heads -> exchange -> [s, b, my heads] -> attention -> exchange -> [s/sp, b, n*d] -> projection
 
-Between the exchanges a rank sees the whole sequence for its share of the heads. The projection writes straight into the send buffer, what
-arrives is the attention's input as it stands, and the attention's output is the send buffer of the way back: nothing is permuted.
+Between the exchanges a rank has the whole sequence for its share of the heads. The projection writes directly to the send buffer, the
+receive buffer is the input of the attention, and the attention's output is the send buffer of the exchange back: nothing is permuted.
 
-The heads go through in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same for all modes:
+The heads are processed in chunks (``parallel/heads.py``), each with one or three messages, and the schedule is the same for all modes:
 
-    forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...       exchanges of chunk i+1 and the way back of
-                   in 0 -----^  in 1 --------^ out 0 ...                            chunk i-1 run under the attention of chunk i
-    backward   the same from the last chunk to the first; dW of the output projection under the first exchange, the
-               gradients of the QKV projection, message by message, under the last ones
+    forward    project 0 | project 1  | attend 0 | project 2 | attend 1 | ...       the exchange of chunk i+1 and the exchange back
+                   in 0 -----^  in 1 --------^ out 0 ...                            of chunk i-1 overlap with the attention of chunk i
+    backward   the same from the last chunk to the first; dW of the output projection overlaps with the first exchange, the
+               gradients of the QKV projection, message by message, with the last ones
 
-Without overlap each exchange is waited for as soon as it has been started. Inside, one chunk's attention is an ordinary autograd graph,
-which backward runs; the exchanges and projections around it are written out. This file does not know what attention is: ``Core`` does.
+Without overlap each exchange is waited for as soon as it has been started. One chunk's attention is an ordinary autograd graph,
+which backward runs; the exchanges and projections around it are differentiated by hand. The attention itself is in a ``Core``.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ PROJECTION, ATTENTION, OUTPUT_PROJECTION, OTHER = "projection", "attention", "ou
 
 
 class Core(Protocol):
-    """What happens to the heads of one chunk between the exchanges."""
+    """Interface of the attention on the heads of one chunk, between the exchanges."""
 
     def prepare(self, recv_buffers: dict[str, Tensor], share: Share) -> Heads:
-        """From what arrived ([s, b, width] for each message's part) to q [s, m, r, d] and k, v [s, m, 1, d], rotated and normed.
+        """Return q [s, m, r, d] and k, v [s, m, 1, d], rotated and normed, from the received parts, [s, b, width] each.
 
-        k and v are None for a chunk that uses those of an earlier one. May write in place.
+        k and v are None for a chunk that uses those of an earlier one. May modify the buffers.
         """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        """Attention: [s, m, r, d], in the order of the share's queries."""
+        """Compute attention [s, m, r, d], in the order of the share's queries."""
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Those that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
+        """Parameters that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The sp group and how its exchanges are run.
+    """The sp group, and how its exchanges are run.
 
     Attributes:
-        group: ranks that share each sequence.
-        overlap: exchanges run under computation; else each is waited for at once.
-        recorder: is told of every exchange and of what is computed between them.
+        group: ranks over which each sequence is split.
+        overlap: overlap exchanges with computation; else wait for each at once.
+        recorder: records every exchange and the computation between them.
     """
 
     group: Group = SINGLE_RANK
@@ -84,7 +84,7 @@ class SequenceParallel:
         return self.group.rank()
 
     def mark(self, label: str) -> None:
-        """Tell the recorder, if there is one, what is computed from here on."""
+        """Record that the computation named ``label`` begins, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.mark(label)
 
@@ -94,14 +94,14 @@ NO_SP = SequenceParallel()
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """One block's attention on this rank.
+    """Plan of one block's attention on this rank.
 
     Attributes:
-        chunks: which heads go where and when.
+        chunks: the exchanges of the heads.
         head_dim: d.
-        seq_length: s, positions that are real; the exchange carries padding to a multiple of the ranks, the attention never sees it.
+        seq_length: s, the real positions; exchanges include padding to a multiple of the ranks, attention does not.
         tp, sp: the groups.
-        add_input: the block's input is added to the result (the residual stream).
+        add_input: add the block's input to the result (the residual stream).
     """
 
     chunks: tuple[HeadChunk, ...]
@@ -116,18 +116,18 @@ def attention_block(
     x: Tensor, norm: NormInFront | None, qkv: tuple[Tensor, Tensor | None], proj: tuple[Tensor, Tensor | None], core: Core,
     plan: AttentionPlan, *, main_grad: MainGrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """proj(attention(qkv(norm(x)))), plus x if the plan says so.
+    """Compute proj(attention(qkv(norm(x)))), plus x with ``plan.add_input``.
 
     Args:
         x: [s/(sp * tp parts), b, h].
-        norm: in front of the QKV projection, or None.
+        norm: norm before the QKV projection, or None.
         qkv: weight [g*(r+2)*d, h] of this tp rank in group order, bias or None.
         proj: weight [h, n*d] of this tp rank, bias [h] or None.
         core: the attention itself.
         plan: groups and heads.
-        main_grad: receives the gradients of all parameters; else they go through autograd.
+        main_grad: receives the gradients of all parameters; if None, they go through autograd.
     Returns:
-        (the result, like x; x again, for a residual branch outside: the gradient that arrives there is added in here).
+        (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
     """
     weight, bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
     return _AttentionBlock.apply(x, weight, bias, *qkv, *proj, spec, core, plan, main_grad, torch.is_grad_enabled(), *core.parameters)
@@ -230,7 +230,7 @@ class _AttentionBlock(torch.autograd.Function):
 
 @dataclass
 class _ChunkState:
-    """What a chunk's backward needs: leaves, the heads made from them, their copies in front of the attention, its output."""
+    """Tensors saved for a chunk's backward: received leaves, heads made from them, the attention's detached inputs, its output."""
 
     recv_buffers: list[Tensor]
     heads: Heads
@@ -239,7 +239,7 @@ class _ChunkState:
 
 
 class _Run:
-    """One pass of a block's heads through exchanges and attention."""
+    """One forward and backward pass of a block's heads through exchanges and attention."""
 
     def __init__(self, plan: AttentionPlan, core: Core, a: Tensor, train: bool) -> None:
         self.plan, self.core, self.train = plan, core, train
@@ -253,7 +253,7 @@ class _Run:
     # forward
 
     def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
-        """a [tokens, h] -> the attention's output for all of this tp rank's heads, on its way back, chunk by chunk."""
+        """Run the forward pass on a [tokens, h]; return the handles of the exchanges back, one for each chunk."""
         chunks = self.plan.chunks
         coming = [self._send_heads(chunks[0], a, weight, bias)]
         going: list[Handle] = []
@@ -282,7 +282,7 @@ class _Run:
         return handles
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """The attention of this rank's share; flat, with padding behind the real positions."""
+        """Return the attention of this rank's share, flat, with padding after the real positions."""
         share = chunk.shares[self.sp.rank]
         if not share.queries:
             self.states.append(None)
@@ -305,7 +305,7 @@ class _Run:
         return x.detach().requires_grad_() if self.train else x
 
     def _padded(self, x: Tensor) -> Tensor:
-        """[s, ...] -> flat, with zeros behind the real positions."""
+        """Flatten [s, ...], with zeros after the real positions."""
         missing = self.padded_length - self.plan.seq_length
         if missing == 0:
             return x.reshape(-1)
@@ -315,10 +315,10 @@ class _Run:
         return whole.view(-1)
 
     def outputs(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
-        """What comes back, as (columns of [tokens, n*d], those columns).
+        """Yield (columns of [tokens, n*d], contents of those columns) of the attention's output as it arrives.
 
-        Few pieces are handed on as they come, and a product with each is added up while the next is under way. Many are put side by side
-        first: a product for each would cost more than the copy. So are those in 16 bits, whose sum would be rounded at every step.
+        A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are concatenated
+        first, since a product for each would cost more than the copy; so are 16-bit pieces, whose sum would be rounded at every step.
         """
         d, chunks = self.plan.head_dim, self.plan.chunks
         pieces = self._pieces(going)
@@ -350,14 +350,14 @@ class _Run:
     def backward_to_messages(
         self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None]
     ) -> tuple[list[tuple[Message, Handle]], Tensor | None, list[Tensor | None]]:
-        """From the gradient behind the projection to those of the heads, on their way back to the ranks of their positions.
+        """Compute the gradients of the heads from that of the output, and start sending them to the ranks of their positions.
 
         Args:
             grad: [tokens, h].
             w_proj: [h, n*d].
-            under_first_exchange: work that nothing here waits for.
+            under_first_exchange: independent work to overlap with the first exchange.
         Returns:
-            ([(message, handle)] in the order in which they were started; what that work returned; gradients of the core's parameters).
+            ([(message, handle)] in the order in which they were started; the result of that work; gradients of the core's parameters).
         """
         chunks = self.plan.chunks
         order = list(reversed(range(len(chunks))))
@@ -407,7 +407,7 @@ class _Run:
     def _attend_backward(
         self, state: _ChunkState, d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Gradients of what arrived for a chunk, flat and padded, and of the core's parameters."""
+        """Return the gradients of a chunk's receive buffers, flat and padded, and those of the core's parameters."""
         s, group = self.plan.seq_length, share.uses.start
         d_out = d_out.view(self.padded_length, -1)[:s].view(state.out.shape)
         d_q, *d_kv = gradients_of(state.leaves, [state.out], [d_out])
@@ -425,9 +425,9 @@ class _Run:
         return [self._padded(g) for g in d_recv_buffers], list(found[len(state.recv_buffers) :])
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
-        """Gradients of a message's heads, flat, rank by rank -> (rows of the weight, [tokens, those rows]), for each rank or in one piece.
+        """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]), for each rank or in one piece.
 
-        Pieces or one, as in ``outputs``.
+        The choice is made as in ``outputs``.
         """
         widths, at = self._widths(message), 0
         blocks = []
@@ -451,7 +451,7 @@ class _Run:
     # both
 
     def rows(self, message: Message) -> list[slice]:
-        """Weight rows of a message, all destinations one after another."""
+        """Return the weight rows of a message, for all destinations one after another."""
         return self._runs(tuple(row for of_rank in message.rows for row in of_rank))
 
     def _runs(self, heads: tuple[int, ...]) -> list[slice]:
@@ -462,7 +462,7 @@ class _Run:
         return [len(rows) * self.plan.head_dim for rows in message.rows]
 
     def _counts_back(self, chunk: HeadChunk) -> tuple[list[int], list[int]]:
-        """Elements of a chunk's attention output: (from this rank to each, from each to this rank)."""
+        """Return the element counts of a chunk's attention output: (from this rank to each, from each to this rank)."""
         per_head = self.tokens * self.plan.head_dim
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
         return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
@@ -481,7 +481,7 @@ class _Run:
 def _project(
     pieces: Iterator[tuple[slice, Tensor]], x: Tensor, weight: Tensor, bias: Tensor | None, plan: AttentionPlan
 ) -> tuple[Tensor, list[tuple[slice, Tensor]]]:
-    """(leave(sum of piece @ weight[:, columns].T) + bias, plus x if the plan says so; the pieces)."""
+    """Return (leave(sum of piece @ weight[:, columns].T) + bias, plus x with ``plan.add_input``; the pieces)."""
     columns, out = next(pieces)
     rest = iter(pieces)
     second = next(rest, None)
@@ -502,7 +502,7 @@ def _project(
 
 
 def _grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: list[tuple[slice, Tensor]]) -> Tensor | None:
-    """Weight gradient of ``_project``: grad.T @ piece in each piece's columns; None if the main_grad took it."""
+    """Compute the weight gradient of ``_project``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
     if len(pieces) == 1:
         return put_weight_grad(main_grad, weight, grad, pieces[0][1])
     reserved = main_grad.reserve(weight) if main_grad is not None else None
@@ -513,7 +513,7 @@ def _grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, p
 
 
 class _RowWiseGrad:
-    """The gradient of a parameter that is found message by message, each for some of its rows."""
+    """Gradient of a parameter computed message by message, each for some of its rows."""
 
     def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
         reserved = main_grad.reserve(param) if main_grad is not None else None
@@ -524,7 +524,7 @@ class _RowWiseGrad:
         self._overwrite = fresh and rows_differ  # every row comes exactly once
 
     def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
-        """Add grad_out.T @ x, whose rows go to ``rows`` one after another."""
+        """Add (or write first) grad_out.T @ x, whose rows go to ``rows`` in order."""
         if len(rows) == 1:
             put_product(self._view[rows[0]], grad_out, x, fresh=self._overwrite)
         else:
@@ -538,12 +538,12 @@ class _RowWiseGrad:
             at += run.stop - run.start
 
     def result(self) -> Tensor | None:
-        """What autograd gets."""
+        """Return the gradient for autograd; None if it is in the main_grad."""
         return None if self._held else self._view
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, not a leaf and not a view: what may be rotated in place and still has a gradient."""
+    """Alias of the same memory that is neither a leaf nor a view, so that it can be rotated in place and still have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -555,12 +555,12 @@ class _Alias(torch.autograd.Function):
 
 
 def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], out: Tensor) -> None:
-    """a @ weight.T + bias, the columns for rank r as the r-th block of ``out``.
+    """Compute a @ weight.T + bias, with the columns for rank r as the r-th block of ``out``.
 
     Args:
         a: [tokens, h].
         weight: [sum(widths), h].
-        out: flat; becomes [tokens, width] for each rank, one after another.
+        out: flat; receives [tokens, width] for each rank, one after another.
     """
     tokens, ranks = a.shape[0], len(widths)
     if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
@@ -578,10 +578,10 @@ def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: lis
 
 
 def take(weight: Tensor, rows: list[slice]) -> Tensor:
-    """Rows of a tensor, in order; a view where they are one run."""
+    """Return rows of a tensor, in order; a view if they are one run."""
     return weight[rows[0]] if len(rows) == 1 else torch.cat([weight[run] for run in rows]) if rows else weight[:0]
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, either of which may be absent."""
+    """Return the sum of two gradients, either of which may be None."""
     return a if b is None else b if a is None else a + b

@@ -1,1 +1,1 @@
-"""Which layout for which GPUs: layouts enumerated, their memory and time predicted, the fastest that fit shown (``megatron-sp plan``)."""
+"""Planner (``megatron-sp plan``): enumerate the layouts of a model on given GPUs, predict memory and time, show the fastest that fit."""

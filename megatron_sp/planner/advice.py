@@ -1,4 +1,4 @@
-"""Nothing fits: by how much, and which changes would help, each tried before it is recommended."""
+"""Advice if no layout fits: the memory that is missing, and changes that help, each evaluated before it is suggested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_GPUS = 8  # doublings
 
 
 class Change(NamedTuple):
-    """What to change, in words or flags; what the layout that needs least needs then; and what a GPU has then."""
+    """A change, in words or flags; the bytes that the smallest layout then needs; and the bytes that a GPU then has."""
 
     what: str
     needs: int
@@ -32,7 +32,7 @@ class Change(NamedTuple):
 
 
 def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, ParallelPlan] | None:
-    """Bytes and layout of what needs least memory of all layouts; None if the rules allow none."""
+    """Return bytes and layout of the layout that needs least memory; None if no layout is valid."""
     found: list[tuple[int, ParallelPlan]] = []
     # how exchanges are overlapped hardly matters here, and tp_seq always saves
     distinct = {(f.tp, f.sp): f for f in reversed(list(frames(base, given, machine.gpus, machine.per_node)))}
@@ -49,7 +49,7 @@ def least_memory(base: Config, given: Given, machine: Machine) -> tuple[int, Par
 
 
 def find_changes(base: Config, given: Given, machine: Machine) -> list[Change]:
-    """Up to three, those that suffice first: each change alone, and if few suffice the gentle ones together with each other."""
+    """Return up to three changes, sufficient ones first: each change alone and, if fewer than three suffice, mild ones combined."""
     now = least_memory(base, given, machine)
     tried = list(_tried(base, given, machine, now[0] if now else 0))
     found = [change for change, _ in tried]
@@ -74,7 +74,7 @@ _State = tuple[Config, Given, Machine]
 
 
 def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[Change, _State]]:
-    """Each change that helps, and what it leads to; ``now``: bytes that are needed without; 0: no layout is possible."""
+    """Yield each change that helps, and the state after it; ``now``: bytes needed without a change; 0: no layout is valid."""
     for what, config, fixed, where in _changes(base, given, machine, now):
         least = least_memory(config, fixed, where)
         if least is not None and (not now or least[0] < 0.97 * now or where.memory_bytes > machine.memory_bytes):
@@ -82,7 +82,7 @@ def _tried(base: Config, given: Given, machine: Machine, now: int) -> Iterator[t
 
 
 def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator[tuple[str, Config, Given, Machine]]:
-    """(words, configuration, fixed fields, machine), the gentlest first; ``now``: bytes that are needed as it is."""
+    """Yield (words, configuration, fixed fields, machine) for each change, mildest first; ``now``: bytes needed without a change."""
     for pair in sorted(given & _LAYOUT_FIELDS):
         yield f"leave --{pair[1].replace('_', '-')} to the planner", _freed(base, pair), given - {pair}, machine
     if base.precision.params_dtype == "float32":
@@ -111,7 +111,7 @@ def _changes(base: Config, given: Given, machine: Machine, now: int) -> Iterator
 
 
 def _more_gpus(base: Config, given: Given, machine: Machine) -> Iterator[tuple[str, Config, Given, Machine]]:
-    """The smallest multiple that suffices, else the largest tried."""
+    """Yield the smallest multiple of the number of GPUs that suffices, else the largest tried."""
     for doublings in range(1, _MOST_GPUS + 1):
         times = 2**doublings
         inside = min(times, max(1, 8 // machine.per_node)) if machine.nodes == 1 else 1

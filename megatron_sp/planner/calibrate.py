@@ -1,9 +1,9 @@
-"""``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all processes at once as in a run.
+"""Calibration for ``--gpu cpu-core``: the rates of this machine's processes, measured in a few seconds, all processes at once as in a run.
 
-Each process has its share of the cores, as ``training/setup.py`` gives it; with more processes than cores the rates come out lower by so
-much. Measured are matrix products and attention of the model's own shape, the activation and a norm, AdamW, and collectives of gloo,
-small and large. Every figure is the median of a few rounds, in which all are measured in turn. Communication hides nothing here: it is
-the same cores that copy and that compute.
+Each process has its share of the cores, as in ``training/setup.py``; with more processes than cores the rates are lower accordingly.
+Matrix products and attention of the model's own shape, the activation and a norm, AdamW, and small and large gloo collectives are measured.
+Every figure is the median of a few rounds, in which all are measured in turn. Hiding communication gains nothing here: the same cores
+copy and compute.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Times = dict[str, float]  # seconds
 
 
 def measure_machine(processes: int, base: Config, reserve_gib: float | None = None, rounds: int = ROUNDS) -> Machine:
-    """So many processes of this machine.
+    """Return this machine with ``processes`` processes, with measured rates.
 
     Raises:
-        ConfigError: there are more than four for each core.
+        ConfigError: there are more than four processes per core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if processes > 4 * cores:
@@ -58,7 +58,7 @@ def measure_machine(processes: int, base: Config, reserve_gib: float | None = No
 
 
 def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu, Link]:
-    """Seconds of the measured things as rates."""
+    """Convert the measured times to rates of a process and a link."""
     shape = _Shape(base)
     matmul = shape.product_flops / times["products"] / 1e12
     large, small = times.get("collective", 0.0), times.get("small collective", 0.0)
@@ -75,7 +75,7 @@ def rates(times: Times, base: Config, memory: int, processes: int) -> tuple[Gpu,
 
 
 class _Shape:
-    """Sizes of what is measured."""
+    """Shapes of the measured operations."""
 
     def __init__(self, base: Config) -> None:
         model = base.model
@@ -129,7 +129,7 @@ def _worker(rank: int, processes: int, threads: int, base: Config, rounds: int, 
 
 
 def _rounds(things: dict[str, Callable[[], object]], groups: ParallelGroups, rounds: int) -> Times:
-    """Medians over rounds of the mean over ranks."""
+    """Run all operations; return for each the median over rounds of the mean time over ranks."""
     found: dict[str, list[float]] = {name: [] for name in things}
     for index in range(rounds + 1):
         for name, thing in things.items():
@@ -143,7 +143,7 @@ def _rounds(things: dict[str, Callable[[], object]], groups: ParallelGroups, rou
 
 
 def _things(shape: _Shape, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
-    """What is measured, by name."""
+    """Return the operations to measure, by name."""
     x, w = torch.randn(shape.tokens, shape.h), torch.randn(shape.f, shape.h)
     y = torch.randn(shape.tokens, shape.f)
 

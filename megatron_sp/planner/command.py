@@ -1,4 +1,4 @@
-"""``megatron-sp plan``: words of the command line to a machine and a model, then the search, then the answer."""
+"""``megatron-sp plan``: parse machine and model from the command line, search, and print the plan."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST_GPUS = 1 << 20
 
 
 def run(args: argparse.Namespace, words: list[str]) -> int:
-    """Print the plan.
+    """Search, and print the plan.
 
     Args:
-        args: the planner's flags.
-        words: those of the model.
+        args: flags of the planner.
+        words: flags of the model.
     Raises:
-        ConfigError: a flag is wrong, or nothing fits.
+        ConfigError: a flag is wrong, or no layout fits.
     """
     _check(args)
     if args.picture is not None:
@@ -64,10 +64,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def read_machine(args: argparse.Namespace, base: Config) -> Machine:
-    """The machine that the flags describe; ``cpu-core`` is measured.
+    """Return the machine that the flags describe; ``cpu-core`` is measured.
 
     Raises:
-        ConfigError: names that nobody knows, or numbers that do not fit together.
+        ConfigError: unknown names, or inconsistent numbers.
     """
     if args.gpu == CPU:
         given = [f"--{name}" for name in ("nodes", "link", "inside-link", "cards") if getattr(args, name.replace("-", "_")) is not None]
@@ -100,7 +100,7 @@ def _cards(between: Link | None, per_node: int) -> int:
 
 
 def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, list[str]]:
-    """The configuration that the flags describe, what of it is fixed, and flags for what the planner has assumed.
+    """Return the configuration that the flags describe, its fixed fields, and flags for the planner's assumptions.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -135,7 +135,7 @@ def read_model(words: list[str], gpus: int, cpu: bool) -> tuple[Config, Given, l
 
 
 def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
-    """The configuration without what is about a number of ranks that the planner has yet to choose."""
+    """Return a copy of the configuration without settings that depend on tp or sp sizes that the planner has yet to choose."""
     config = copy.deepcopy(config)
     parallel = config.parallel
     if ("parallel", "sequence_parallel_size") not in given:
@@ -147,7 +147,7 @@ def _on_trial(config: Config, given: set[tuple[str, str]]) -> Config:
 
 
 def _checked(words: list[str]) -> list[str]:
-    """A mistyped flag of the planner's own is recognised before the model's flags are asked."""
+    """Return the words; raises ConfigError for a mistyped flag of the planner, before the model's flags are parsed."""
     own = ("--gpus", "--gpu", "--nodes", "--link", "--inside-link", "--cards", "--reserve-gib", "--top", "--picture")
     for word in words:
         near = difflib.get_close_matches(word.partition("=")[0], own, n=1, cutoff=0.85)
@@ -157,7 +157,7 @@ def _checked(words: list[str]) -> list[str]:
 
 
 def _fill(config: Config) -> None:
-    """What a run needs and a plan does not."""
+    """Fill in the settings that a run requires but a plan does not."""
     config.optimizer.lr = config.optimizer.lr if config.optimizer.lr is not None else max(1e-4, config.optimizer.min_lr)
     if config.batch.train_iters is None and config.batch.train_samples is None:
         config.batch.train_iters = 10**6

@@ -1,7 +1,7 @@
-"""--dry-run: what a run would take on every rank, for any number of processes, without starting one of them.
+"""Dry run (--dry-run): memory and communication of every rank for any number of processes, without starting any.
 
-Memory comes from ``estimate/memory.py``, traffic from ``estimate/traffic.py``; both are held against real steps by tests. Nothing here
-loads torch, unless the model's shape has to be read from a checkpoint.
+Memory comes from ``estimate/memory.py``, communication from ``estimate/traffic.py``; tests compare both with real steps. Nothing here
+imports torch, unless a checkpoint has to be read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_sp.utils.format import format_bytes, format_count
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run on paper.
+    """Predicted needs of a run.
 
     Attributes:
-        num_params: of the whole model, without padding rows of the vocabulary.
-        params_of_rank: elements in the flat buffers of one tp rank, whole; ``kept_params`` of them stay on a rank.
+        num_params: number of parameters of the whole model, without padding rows of the vocabulary.
+        params_of_rank: number of elements in the flat buffers of one tp rank, unsharded; a rank holds ``kept_params`` of them.
         remedies: changes that lower the peak.
-        copy_of_saves: bytes of host memory that --async-save keeps; on CPUs they are among those of ``memory``.
-        notes: flags that are ignored, and where the run starts if that is not plain.
+        copy_of_saves: bytes of host memory for the copy of --async-save; on CPUs included in ``memory``.
+        notes: ignored flags, and the starting point of the run if that is not obvious.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class RunPlan:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: bytes, and plain numbers."""
+        """Return the plan for JSON, in bytes and plain numbers."""
         parallel = self.config.parallel
         layout = {
             "dp": parallel.dp_size(self.world_size), "sp": parallel.sequence_parallel_size, "tp": parallel.tensor_model_parallel_size,
@@ -62,7 +62,7 @@ class RunPlan:
         }  # fmt: skip
 
     def text(self) -> str:
-        """For people."""
+        """Return the plan as text."""
         config, memory, traffic = self.config, self.memory, self.traffic
         parallel = config.parallel
         axes = [f"dp {parallel.dp_size(self.world_size)}"]
@@ -127,10 +127,10 @@ def _rows(lines: Sequence[Line]) -> list[str]:
 
 
 def plan_run(config: Config, world_size: int) -> RunPlan:
-    """The plan of a run whose configuration has been validated for ``world_size`` processes.
+    """Return the plan of a run whose configuration has been validated for ``world_size`` processes.
 
     Raises:
-        ReportedError: the tokenizer or the checkpoint that the model's shape comes from cannot be read.
+        ReportedError: the tokenizer or the checkpoint that determines the model's shape cannot be read.
     """
     note = complete(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
@@ -147,12 +147,12 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
 
 
 def complete(config: Config, world_size: int) -> str:
-    """Fill in what a run would take from a checkpoint or a tokenizer, and look at --load and --save as it would.
+    """Fill in the settings that a run would take from a checkpoint or a tokenizer, and check --load and --save.
 
     Returns:
-        A line about a fresh start that the flags alone do not tell of; else nothing.
+        A line about a fresh start that is not obvious from the flags; else an empty string.
     Raises:
-        ReportedError: they cannot be read.
+        ReportedError: checkpoint or tokenizer cannot be read.
     """
     point = check_on_paper(config)
     stored = None
@@ -178,7 +178,7 @@ def complete(config: Config, world_size: int) -> str:
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Of the whole model, as a checkpoint has them: without padding rows of the vocabulary."""
+    """Return the number of parameters of the whole model, as in a checkpoint: without padding rows of the vocabulary."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads and model.vocab_size
     h, d, n, g = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_groups
     norms = 2 if model.normalization == "LayerNorm" else 1
@@ -191,7 +191,7 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def _of_bert(model: ModelConfig, norms: int) -> int:
-    """What a BERT has beside: segments; a dense layer, a norm and the words' biases for masked tokens; pooler and a head for the order."""
+    """Return the additional parameters of a BERT: token types; dense layer, norm and output bias of the LM head; pooler and order head."""
     assert model.hidden_size and model.vocab_size
     h = model.hidden_size
     masked = h * h + h + norms * h + model.vocab_size
@@ -199,6 +199,6 @@ def _of_bert(model: ModelConfig, norms: int) -> int:
 
 
 def dry_run(config: Config, world_size: int, kind: str) -> str:
-    """The report: ``kind`` is "text" or "json"."""
+    """Return the report of a dry run; ``kind`` is "text" or "json"."""
     plan = plan_run(config, world_size)
     return json.dumps(plan.as_dict(), indent=1) if kind == "json" else plan.text()

@@ -1,14 +1,14 @@
-"""GPUs and links put together: who is whose neighbour, and how long a collective takes.
+"""Model of a machine: placement of ranks on nodes, and the time of a collective.
 
 Ranks are numbered node by node, and the axes run dp, sp, tp from slowest to fastest (``comm/groups.py``), so a tp group lies within a node
-if it fits, an sp group if tp * sp does, and the group of dp x sp goes over all nodes with gpus_per_node / tp ranks on each.
+if it fits, an sp group if tp * sp does, and the group of dp x sp spans all nodes with gpus_per_node / tp ranks on each.
 
-    ring (all_gather, reduce_scatter, all_reduce)   bytes of a rank / the slower of: its link within the node; the network cards of
-                                                    the group's ranks on a node together, for each byte crosses once from node to node
-    all_to_all                                      the slower of: all bytes over the link within the node; those for other nodes over
-                                                    the rank's own share of the cards
+    ring (all_gather, reduce_scatter, all_reduce)   bytes of a rank / the lower bandwidth of: its link within the node; the network cards
+                                                    of the group's ranks on a node together, since each byte crosses nodes once
+    all_to_all                                      the longer time of: bytes for the own node over the link within it; those for other
+                                                    nodes over the rank's own share of the cards
 
-Latency: of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
+Latency: that of the link, and a step for each further rank (an all_reduce of small tensors goes down and up a tree).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_sp.estimate.hardware import Gpu, Link
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is to be.
+    """Machine of a planned run.
 
     Attributes:
-        gpus: all of them.
-        nodes: over which they are spread evenly.
+        gpus: total number of GPUs.
+        nodes: number of nodes, with the same number of GPUs each.
         inside: link between the GPUs of a node.
         between: link between nodes; None with one node.
-        cards: network cards of a node.
-        memory_bytes: of a GPU, that a program can have.
-        reserve_gib: of them for what is not tensors; None: ``reserve`` works it out.
+        cards: number of network cards of a node.
+        memory_bytes: memory of a GPU that a program can allocate.
+        reserve_gib: GiB reserved for anything but tensors; None: computed by ``reserve``.
     """
 
     gpu: Gpu
@@ -51,22 +51,22 @@ class Machine:
         return self.gpu.units == 0
 
     def ranks_on_node(self, group: str, ranks: int, tp: int) -> int:
-        """How many ranks of a group share a node."""
+        """Return the number of a group's ranks on one node."""
         stride = {"tp": 1, "sp": tp, "dp x sp": tp, "world": 1}[group]
         return max(1, min(ranks, self.per_node // stride))
 
     def crosses(self, group: str, ranks: int, tp: int) -> bool:
-        """Whether a group of ranks reaches over nodes."""
+        """Return whether a group of ranks spans several nodes."""
         return self.ranks_on_node(group, ranks, tp) < ranks
 
     def link_of(self, group: str, ranks: int, tp: int) -> Link:
-        """The link that a group of ranks waits for."""
+        """Return the link that limits a group of ranks."""
         if self.between is not None and self.crosses(group, ranks, tp):
             return self.between
         return self.inside
 
     def seconds(self, op: str, group: str, ranks: int, tp: int, number: int, num_bytes: float) -> float:
-        """Time of ``number`` collectives in which a rank sends ``num_bytes`` in all."""
+        """Return the time of ``number`` collectives in which a rank sends ``num_bytes`` in total."""
         if ranks == 1 or number == 0:
             return 0.0
         link = self.link_of(group, ranks, tp)
@@ -76,7 +76,7 @@ class Machine:
         return number * (link.latency_us + link.step_us * steps) * 1e-6 + num_bytes / self._rate(op, group, ranks, tp)
 
     def _rate(self, op: str, group: str, ranks: int, tp: int) -> float:
-        """Bytes per second of a rank."""
+        """Return the bytes per second that a rank sends."""
         inside = self.inside.gbs * 1e9
         near = self.ranks_on_node(group, ranks, tp)
         if near == ranks or self.between is None:
@@ -95,11 +95,11 @@ CPU_PROCESS_GIB = 0.35  # Python and torch
 
 
 def reserve(machine: Machine, peak_bytes: int, groups: int) -> int:
-    """Bytes of a GPU that are not tensors.
+    """Return the bytes of a GPU reserved for anything but tensors.
 
     Args:
-        peak_bytes: of the tensors.
-        groups: communicators with more than one rank.
+        peak_bytes: peak of the tensors.
+        groups: number of communicators with more than one rank.
     """
     if machine.reserve_gib is not None:
         return int(machine.reserve_gib * 2**30)

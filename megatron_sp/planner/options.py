@@ -1,4 +1,4 @@
-"""The planner's own flags; apart from the planner, so that another command's --help does not load it."""
+"""The planner's own flags; in a separate module, so that --help of other commands does not import the planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPILOG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All other flags of the command describe the model, as for pretrain_gpt.py."""
+    """Add the planner's flags; all other flags of the command describe the model, as for pretrain_gpt.py."""
     parser.add_argument("--gpus", type=integer(), required=True, metavar="N", help="all of them, over all nodes (required)")
     parser.add_argument(
         "--gpu", required=True, metavar="NAME", help=f"kind of GPU, such as h100-80g; {CPU}: processes of this machine, measured now"

@@ -1,12 +1,13 @@
-"""All layouts of a model on so many GPUs, as configurations that differ from the asked-for one in a few fields.
+"""All layouts of a model on a number of GPUs, as configurations that differ from the given one in a few fields.
 
-What a person has given on the command line stays as it is. The rest is tried:
+Fields given on the command line are fixed. The others are varied:
 
-    tp                    divisors of the GPUs of a node, with and without --sequence-parallel (tp_seq)
-    sp                    divisors of what is left, as many as a tp rank has heads
+    tp                    divisors of the number of GPUs, up to the GPUs of a node and the number of heads; with and without
+                          --sequence-parallel (tp_seq)
+    sp                    divisors of gpus / tp, up to the number of heads
     exchanges of sp       none, split-qkv, chunked in 2 and 4
     micro-batch           1, 2, 4, ... sequences
-    ZeRO stage and recomputation, in the order in which they cost time
+    ZeRO stage and recomputation, cheapest in time first
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ ENOUGH_TOKENS = 32768  # of a rank at a time: products do not get faster beyond
 
 @dataclass(frozen=True, order=True)
 class ParallelPlan:
-    """What the planner chooses.
+    """A layout that the planner can choose.
 
     Attributes:
-        mode, chunks: of the exchanges of sp; "none", "split-qkv" or "chunked".
+        mode: overlap mode of the sp exchanges: "none", "split-qkv" or "chunked".
+        chunks: number of chunks with "chunked"; else 0.
     """
 
     tp: int = 1
@@ -50,7 +52,7 @@ class ParallelPlan:
         return gpus // (self.tp * self.sp)
 
     def words(self, gpus: int) -> str:
-        """For people."""
+        """Return the layout as text."""
         dp = self.dp(gpus)
         parts = [f"tp {self.tp}{' + seq' if self.tp_seq else ''}"] if self.tp > 1 else []
         parts += [f"sp {self.sp}" + ("" if self.mode == "none" else f" {self.mode}{f' {self.chunks}' if self.chunks else ''}")] * (
@@ -62,7 +64,7 @@ class ParallelPlan:
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
 
     def flags(self) -> list[str]:
-        """To be pasted behind pretrain_gpt.py."""
+        """Return the layout as flags of pretrain_gpt.py."""
         made = [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1) + ["--sequence-parallel"] * self.tp_seq
         made += [f"--sequence-parallel-size {self.sp}"] * (self.sp > 1)
         made += [f"--sp-overlap-mode {self.mode}"] * (self.sp > 1)
@@ -72,7 +74,7 @@ class ParallelPlan:
         return [*made, f"--micro-batch-size {self.micro_batch}"]
 
     def apply(self, base: Config) -> Config:
-        """A normalised copy of a configuration with this layout."""
+        """Return a normalised copy of a configuration with this layout."""
         config = copy.copy(base)  # what is not changed is shared: a search makes thousands
         config.parallel, config.kernels, config.batch = copy.copy(base.parallel), copy.copy(base.kernels), copy.copy(base.batch)
         parallel, kernels = config.parallel, config.kernels
@@ -89,7 +91,7 @@ class ParallelPlan:
 
 
 def default_batch(config: Config, gpus: int) -> int:
-    """Sequences that make about a million tokens, whatever the GPUs, in a number that most layouts of them can deal out."""
+    """Return a global batch size of about a million tokens that most layouts of the GPUs can divide evenly."""
     model, micro = config.model, config.batch.micro_batch_size
     assert model.seq_length and model.num_attention_heads
     wanted = max(1, round(TOKENS / (model.seq_length * micro)))
@@ -103,7 +105,7 @@ def default_batch(config: Config, gpus: int) -> int:
 
 
 def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Layouts without ZeRO, recomputation and size of the micro-batch: what splits the model and the sequence, and how it is overlapped."""
+    """Yield layouts in tp, tp_seq, sp and overlap mode; ZeRO stage, recomputation and micro-batch size have their defaults."""
     for tp in _splits(base, given, "tensor_model_parallel_size", per_node, gpus):
         for sp in _splits(base, given, "sequence_parallel_size", gpus // tp, gpus // tp):
             for tp_seq in _tp_seqs(base, given, tp):
@@ -112,7 +114,7 @@ def frames(base: Config, given: Given, gpus: int, per_node: int) -> Iterator[Par
 
 
 def micro_batches(base: Config, given: Given, dp: int, sp: int) -> list[int]:
-    """Sizes that make up the global batch, from the smallest on to the first with which a rank has enough to do."""
+    """Return micro-batch sizes that divide the global batch, from the smallest to the first that keeps a rank busy enough."""
     if ("batch", "micro_batch_size") in given:
         return [base.batch.micro_batch_size]
     each = max(1, (base.batch.global_batch_size or dp) // max(1, dp))
@@ -122,7 +124,7 @@ def micro_batches(base: Config, given: Given, dp: int, sp: int) -> list[int]:
 
 
 def savings(base: Config, given: Given, ranks: int) -> list[Saving]:
-    """What can be tried, cheapest in time first; ``ranks`` have the same parameters."""
+    """Return the ZeRO stages and recomputations to try, cheapest in time first; ``ranks``: number of ranks with the same parameters."""
     stages = [base.parallel.zero_stage] if ("parallel", "zero_stage") in given else [1, 0, 2, 3] if ranks > 1 else [0]
     fixed = any(("kernels", name) in given for name in ("recompute_granularity", "recompute_activations"))
     kinds = [base.kernels.recompute_granularity] if fixed else RECOMPUTE
@@ -130,12 +132,12 @@ def savings(base: Config, given: Given, ranks: int) -> list[Saving]:
 
 
 def most_saving(tries: list[Saving]) -> list[Saving]:
-    """Those among which the one with least memory is: all stages, for buffers of stage 3 may be larger than what it saves."""
+    """Return the candidates for least memory: full savings at all stages, since the buffers of stage 3 may exceed what it saves."""
     return [(stage, kind) for stage, kind in tries if kind == tries[-1][1]]
 
 
 def saves_no_less(one: Saving, other: Saving) -> bool:
-    """Whether ``other`` costs at least the time of ``one``, so that it is for nothing where ``one`` fits."""
+    """Return whether ``other`` costs at least as much time as ``one``, so that it is pointless if ``one`` fits."""
     return other != one and other[0] >= one[0] and RECOMPUTE.index(other[1]) >= RECOMPUTE.index(one[1])
 
 
@@ -152,7 +154,7 @@ def _tp_seqs(base: Config, given: Given, tp: int) -> list[bool]:
 
 
 def _modes(base: Config, given: Given, tp: int, sp: int) -> list[tuple[str, int]]:
-    """With one sp rank nothing is exchanged."""
+    """Return the overlap modes to try, with their numbers of chunks; only "none" with one sp rank."""
     if sp == 1:
         return [("none", 0)]
     names = ("sp_overlap_mode", "sp_overlap_comm", "split_qkv_linear", "sp_head_chunks")

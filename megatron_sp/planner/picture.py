@@ -1,4 +1,4 @@
-"""--picture of the planner: memory of a GPU for the best layouts, by kind, against what the GPU has, and beside it tokens per second."""
+"""Picture of the plan (--picture): memory of a GPU by kind for the best layouts, the GPU's capacity, and tokens per second."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E
 
 
 def check_picture(path: Path) -> None:
-    """Before anything is worked out: can it be drawn, and has it a place?
+    """Check, before the search, that the picture can be drawn and written.
 
     Raises:
-        ConfigError: matplotlib is missing, or the folder is.
+        ConfigError: matplotlib or the folder is missing, or the file type is not supported.
     """
     if not availability.find("matplotlib").available:
         raise ConfigError("--picture needs matplotlib: pip install 'megatron-sp[plot]', or leave it out: the bars stand in the text too")
@@ -36,7 +36,7 @@ def draw(best: Sequence[Candidate], path: Path, title: str) -> None:
     """Write the picture.
 
     Raises:
-        DiskError: it cannot be written.
+        DiskError: the file cannot be written.
     """
     package = availability.load("matplotlib")
     figures = importlib.import_module(f"{package.__name__}.figure")  # no pyplot: no display, and nothing global

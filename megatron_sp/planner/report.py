@@ -1,4 +1,4 @@
-"""What the planner says: a table of the best layouts, the best one in detail, bars of memory, and why the others are out."""
+"""Report of the planner: a table of the best layouts, the best one in detail, bars of memory, and reasons of rejected layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations"
 
 
 def memory_by_kind(candidate: Candidate) -> dict[str, int]:
-    """Bytes of a GPU at the worst moment, for each of ``KINDS``."""
+    """Return the bytes of a GPU at the peak, for each of ``KINDS``."""
     made = dict.fromkeys(KINDS, 0)
     memory = candidate.memory
     for line in (*memory.stays, *memory.worst.lines):
@@ -38,7 +38,7 @@ def _kind(name: str) -> str:
 
 
 def bar(candidate: Candidate) -> str:
-    """The memory of a GPU as a line of letters, one for each kind."""
+    """Return the memory of a GPU as a bar of letters, one letter for each kind."""
     have, text, so_far = candidate.machine.memory_bytes, "", 0
     for kind, num_bytes in memory_by_kind(candidate).items():
         so_far += num_bytes
@@ -47,12 +47,12 @@ def bar(candidate: Candidate) -> str:
 
 
 def flags(candidate: Candidate, extra: Sequence[str]) -> str:
-    """What to paste behind pretrain_gpt.py; ``extra``: what the planner assumed."""
+    """Return the flags for pretrain_gpt.py; ``extra``: flags that the planner assumed."""
     return " ".join([*candidate.layout.flags(), *extra])
 
 
 def as_dict(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> dict[str, Any]:
-    """For programs: bytes, seconds, plain numbers."""
+    """Return the plan for JSON, in bytes, seconds and plain numbers."""
     return {
         "machine": {
             "gpu": machine.gpu.name, "gpus": machine.gpus, "nodes": machine.nodes, "inside": asdict(machine.inside),
@@ -88,7 +88,7 @@ def as_json(*args: Any) -> str:
 
 
 def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], top: int) -> str:
-    """For people."""
+    """Return the plan as text."""
     best = found.best_of_each()[:top]
     lines = [
         *_head(base, machine, extra, found), *_table(best), *_tighter(found), *_doubts(best), "", *_detail(best[0], extra), "",
@@ -103,7 +103,7 @@ def text(found: Findings, base: Config, machine: Machine, extra: Sequence[str], 
 
 
 def _tighter(found: Findings) -> list[str]:
-    """If a layout that leaves hardly any memory is faster than the first: what it would bring."""
+    """Return a line about a faster layout that leaves less than 5 % of the memory, or if all layouts do; else nothing."""
     best = found.candidates[0]
     tight = [c for c in found.candidates if c.is_tight and c.tokens_per_second > best.tokens_per_second]
     if best.is_tight:
@@ -116,7 +116,7 @@ def _tighter(found: Findings) -> list[str]:
 
 
 def _doubts(best: Sequence[Candidate]) -> list[str]:
-    """Shares of the peak that cannot be."""
+    """Return a warning if a predicted MFU is above 100 %; else nothing."""
     if max(c.mfu for c in best) <= 1:
         return []
     gpu = best[0].machine.gpu

@@ -1,8 +1,8 @@
-"""From all layouts to the fastest ones that fit, and to one line for each group of those that do not.
+"""Search of all layouts for the fastest ones that fit, with a reason for each group of those that do not.
 
-Memory is the closed form of ``estimate/memory.py`` plus a reserve, time is ``timing.py``. A layout that saves more memory than a fitting
-one and costs at least as much time is not looked at: from the cheapest on, ZeRO stages and recomputation are tried only until something
-fits, larger micro-batches only as long as something does, and of each such saving the largest few micro-batches that fit.
+Memory is the closed form of ``estimate/memory.py`` plus a reserve, time is that of ``timing.py``. A layout that only saves more memory than
+a fitting one, at the same or a higher cost in time, is skipped: ZeRO stages and recomputation are tried from the cheapest on until one
+fits, larger micro-batches as long as one fits, and for each combination only the largest few micro-batches that fit are timed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Candidate:
     """A layout that fits.
 
     Attributes:
-        reserve: bytes beside the tensors.
-        tokens: of a step.
-        model_flops: of a step, of the pairs that the mask leaves, for MFU.
+        reserve: bytes reserved for anything but tensors.
+        tokens: number of tokens of a step.
+        model_flops: FLOPs of a step for MFU, counting the query-key pairs that the mask leaves.
     """
 
     layout: ParallelPlan
@@ -58,18 +58,18 @@ class Candidate:
 
     @property
     def is_tight(self) -> bool:
-        """Leaves so little memory that the prediction's own error may be more."""
+        """True if the layout leaves under 5 % of the memory, which may be less than the error of the prediction."""
         return self.needs > TIGHT * self.machine.memory_bytes
 
 
 @dataclass
 class Rejected:
-    """Layouts with the same reason.
+    """Layouts rejected for the same reason.
 
     Attributes:
-        who: what they have in common.
-        why: a rule, or the memory of the one that needs least.
-        needs: bytes of that one; 0 if a rule was broken.
+        who: their common tp and sp sizes.
+        why: the rule they break, or the memory of the one that needs least.
+        needs: bytes of that one; 0 if they break a rule.
     """
 
     who: str
@@ -79,13 +79,13 @@ class Rejected:
 
 @dataclass
 class Findings:
-    """Everything that a search found.
+    """Results of a search.
 
     Attributes:
-        candidates: that fit, fastest first; those that leave under 5 % of the memory come after all that leave more.
+        candidates: layouts that fit, fastest first; those that leave under 5 % of the memory come last.
         rejected: the others.
-        smallest: (bytes, layout) of what needs least memory, fitting or not.
-        tried: layouts whose memory was worked out.
+        smallest: (bytes, layout) of the layout that needs least memory, whether it fits or not.
+        tried: number of layouts whose memory was computed.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Findings:
     tried: int = 0
 
     def best_of_each(self) -> list[Candidate]:
-        """The fastest for each way to split model and sequences."""
+        """Return the first candidate for each pair of tp and sp sizes."""
         found: dict[tuple[int, int], Candidate] = {}
         for candidate in self.candidates:
             found.setdefault((candidate.layout.tp, candidate.layout.sp), candidate)
@@ -102,12 +102,12 @@ class Findings:
 
 
 def search(base: Config, given: Given, machine: Machine) -> Findings:
-    """Try every layout.
+    """Search all layouts.
 
     Args:
-        base: the model, batch and precision; ``vocab_size`` and ``global_batch_size`` are set.
-        given: fields that stay as they are.
-        machine: where.
+        base: model, batch and precision, with ``vocab_size`` and ``global_batch_size`` set.
+        given: fixed fields.
+        machine: machine of the run.
     """
     found, least = Findings(), dict[tuple[int, int], tuple[int, ParallelPlan]]()
     refused: dict[str, list[ParallelPlan]] = {}
@@ -127,12 +127,12 @@ def search(base: Config, given: Given, machine: Machine) -> Findings:
 
 
 def _broken(frame: ParallelPlan, base: Config, gpus: int) -> str:
-    """The first rule that the layout breaks whatever the micro-batch is, or ""."""
+    """Return the first rule that the layout breaks at micro-batch size 1; "" if there is none."""
     return next(iter(violations(frame.apply(base), gpus)), "")
 
 
 class _Tried(NamedTuple):
-    """A layout whose memory is known."""
+    """A layout with its predicted memory."""
 
     layout: ParallelPlan
     config: Config
@@ -145,14 +145,14 @@ class _Tried(NamedTuple):
 
 
 class _Frame:
-    """All micro-batches, ZeRO stages and recomputations of one way to split."""
+    """Search over micro-batch sizes, ZeRO stages and recomputations of one layout of ``frames``."""
 
     def __init__(self, frame: ParallelPlan, base: Config, given: Given, machine: Machine) -> None:
         self.frame, self.base, self.given, self.machine = frame, base, given, machine
         self.dp = frame.dp(machine.gpus)
 
     def fill(self, found: Findings) -> Iterable[tuple[int, ParallelPlan]]:
-        """Add the candidates that fit; yields (bytes, layout) of all that were tried."""
+        """Add the candidates that fit; yield (bytes, layout) of those tried for least memory."""
         tries = savings(self.base, self.given, self.dp * self.frame.sp)
         ways, sizes = most_saving(tries), list[dict[Saving, _Tried]]()
         for size in micro_batches(self.base, self.given, self.dp, self.frame.sp):
@@ -168,7 +168,7 @@ class _Frame:
             self._add(tries, next(iter(known.values())).layout.micro_batch, found, known, taken)
 
     def _smallest(self, ways: list[Saving], size: int, found: Findings, *, all_of_them: bool) -> list[_Tried]:
-        """What needs least memory is among them; with larger micro-batches than the first, one that fits is enough."""
+        """Return the memory of the layouts in ``ways``; unless ``all_of_them``, stop at the first that fits."""
         tried: list[_Tried] = []
         for saving in ways:
             one = self._try(saving, size, found)
@@ -192,7 +192,7 @@ class _Frame:
                 found.candidates.append(self._candidate(tried))
 
     def _try(self, saving: Saving, size: int, found: Findings) -> _Tried | None:
-        """The memory of one layout; None if a rule forbids it."""
+        """Compute the memory of one layout; None if it breaks a rule."""
         layout = ParallelPlan(**{**vars(self.frame), "zero": saving[0], "recompute": saving[1], "micro_batch": size})
         config = layout.apply(self.base)
         if violations(config, self.machine.gpus):
@@ -212,7 +212,7 @@ class _Frame:
 
 
 def num_groups(layout: ParallelPlan, gpus: int) -> int:
-    """Communicators of a rank with more than one member: the world, tp, sp, dp x sp."""
+    """Return the number of a rank's communicators with more than one member: world, tp, sp, dp x sp."""
     return sum(size > 1 for size in (gpus, layout.tp, layout.sp, layout.dp(gpus) * layout.sp))
 
 

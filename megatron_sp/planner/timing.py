@@ -1,21 +1,21 @@
-"""The time of a step: computation, communication, and what of the second runs under the first.
+"""Time of a step: computation, communication, and the overlap of the two.
 
-    step = micro-batches * (forward + backward + what is recomputed) / sustained + communication in the open + update
-           + overlap_cost * hidden communication + copies to host memory in the open
+    step = micro-batches * (forward + backward + recomputation) / sustained + exposed communication + update
+           + overlap_cost * hidden communication + exposed copies to host memory
 
-``sustained`` is what a run reaches of its kernels' rates (``estimate/hardware.py``).
+``sustained`` is the share of its kernels' rates that a run achieves (``estimate/hardware.py``).
 
-Which bytes *can* run under something is what ``estimate/traffic.py`` says of the layout. How much time there is to hide in:
+``estimate/traffic.py`` determines which bytes *can* be hidden. The computation that can hide them:
 
     tensor parallel           the products of the backward pass for gradients of weights
-    Ulysses, split-qkv        two thirds of the q, k, v products; backward also the output's product for the weight
+    Ulysses, split-qkv        two thirds of the q, k, v products; in backward also the output projection's weight gradient
     Ulysses, chunked in G     (G-1)/G of attention and its projections
     gradients (ZeRO 0, 1)     one micro-batch's backward pass; (ZeRO 2, 3) all of them
-    copies to the host        the blocks' forward passes (--offload-activations); those back: their backward passes
+    copies to the host        the blocks' forward passes (--offload-activations); copies back: their backward passes
     parameters (ZeRO 1, 2)    one micro-batch's forward pass; (ZeRO 3) half under the forward, half under the backward passes
 
-Gradients and parameters come behind the others on the same link: what those take of it is taken off their time. A pass takes no less than
-Python needs to start its kernels.
+Gradients and parameters come after the others on the same link: the time that those use the link is subtracted. A pass takes at least the
+time that Python needs to launch its kernels.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Exchange:
     """One kind of communication of a step.
 
     Attributes:
-        link: what it goes over.
-        seconds: if nothing else happened.
-        hidden: of these, under computation.
+        link: name of the link.
+        seconds: time without overlap.
+        hidden: part of it that is hidden under computation.
     """
 
     flow: Flow
@@ -53,15 +53,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on one rank, by what they go to.
+    """Time of one step on one rank in seconds, by cause.
 
     Attributes:
-        products, attention, memory: of computation, recomputation included.
-        recompute: of these, what is computed a second time.
-        update: norm and optimizer.
-        host: that the GPU waits for Python.
-        overlap: that computation loses to communication under it.
-        copies: of activations to host memory and back, that nothing hides.
+        products, attention, memory: computation, recomputation included.
+        recompute: part of these that is recomputation.
+        update: gradient norm and optimizer.
+        host: time that the GPU waits for Python.
+        overlap: slowdown of computation by communication that it hides.
+        copies: exposed copies of activations to host memory and back.
         exchanges: communication by kind.
     """
 
@@ -85,7 +85,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What most of the time goes to."""
+        """Text with the cause that takes most of the time."""
         parts = {
             "matrix products": self.products, "attention": self.attention, "memory bandwidth": self.memory + self.update,
             "Python and launches": self.host, "copies to host memory": self.copies, "communication": self.exposed + self.overlap,
@@ -132,13 +132,13 @@ class _Clock:
         )  # fmt: skip
 
     def _host(self) -> float:
-        """What Python needs longer for a block than the GPU."""
+        """Return the seconds of a step that the GPU waits for Python."""
         forward, backward = (us * 1e-6 for us in self.machine.gpu.host_us)
         more = max(0.0, forward - self.forward.seconds) + max(0.0, backward - self.backward.seconds)
         return (more + self.repeats * max(0.0, forward - self.forward.seconds)) * self.layers * self.count
 
     def _copies(self) -> float:
-        """What a micro-batch's activations need to the host longer than the forward passes, and back longer than the backward passes."""
+        """Return the exposed seconds of a step's copies to the host beyond the forward passes, and back beyond the backward passes."""
         seconds = self.form.host / (self.machine.gpu.host_gbs * 1e9)
         forward, backward = (self.layers * one.seconds for one in (self.forward, self.backward + self.again))
         return (max(0.0, seconds - forward) + max(0.0, seconds - backward)) * self.count
@@ -146,7 +146,7 @@ class _Clock:
     # communication
 
     def _exchanges(self, flows: list[Flow]) -> Iterable[Exchange]:
-        """Those inside the layers first: ZeRO's have what is left of the link."""
+        """Yield all communication, that inside the layers first: ZeRO's has the rest of the link's time."""
         inside = [self._exchange(flow, self._cover(flow)) for flow in flows if flow.group in ("tp", "sp")]
         yield from inside
         crosses = self.machine.between is not None and self._crosses(flows)
@@ -164,7 +164,7 @@ class _Clock:
         return any(self._is_between(flow) for flow in flows if flow.group == "dp x sp")
 
     def _sharded(self, flows: list[Flow], taken: float) -> Iterable[Exchange]:
-        """Gradients and parameters, and scalars; ``taken``: seconds of a step in which their link is busy with others."""
+        """Yield communication of gradients, parameters and scalars; ``taken``: seconds of a step in which their link is busy."""
         forward = self.layers * self.forward.seconds + self.ends.seconds / 3
         backward = self.layers * (self.backward + self.again).seconds
         free = max(0.0, 1 - taken / max(1e-12, (forward + backward) * self.count))
@@ -188,7 +188,7 @@ class _Clock:
         return Exchange(flow, link, seconds, min(hideable, seconds, max(0.0, cover)))
 
     def _cover(self, flow: Flow) -> float:
-        """Seconds of computation, in a step, that an exchange inside the layers has above it."""
+        """Return the seconds of a step's computation that can hide an exchange inside the layers."""
         times = self.layers * self.count
         if flow.kind == "heads, forward":
             return times * (1 + self.repeats) * self._beside_attention(self.forward)

@@ -1,11 +1,11 @@
-"""What one rank computes for one micro-batch: matrix products, attention, and bytes that elementwise kernels move.
+"""Computation of one rank for one micro-batch: matrix products, attention, and memory traffic of elementwise kernels.
 
-Everything comes from the sizes that ``estimate/memory.py`` works out for the memory of the same layout, so an uneven deal of heads, padding
-and the rows of a vocabulary's padding are in it. The rank is the one with most heads. Times are those of a device's rates:
+All sizes are those that ``estimate/memory.py`` uses for the same layout, so an uneven distribution of heads and the padding of sequence and
+vocabulary are included. The rank is the one with most heads. Times follow from a device's rates:
 
-    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate falls where the last wave of tiles is not full and where
-                 the inner dimension is short
-    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; narrow heads and short sequences reach less
+    product      max(FLOPs / rate, bytes / memory rate) + a launch; the rate is lower if the last wave of tiles is not full or the
+                 inner dimension is short
+    attention    FLOPs of the pairs that the mask leaves, at the kernel's own rate; lower for narrow heads and short sequences
     the rest     bytes / memory rate
 """
 
@@ -29,12 +29,12 @@ _NARROW, _WIDE = 64, 128  # of heads
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one direction of some part.
+    """Time in seconds of the forward or backward pass of a part of the model.
 
     Attributes:
-        products, attention, memory: by what limits them.
-        weight_products: of ``products``, those for gradients of weights.
-        qkv_products, out_products: of ``products``, those of the projections beside attention.
+        products, attention, memory: time of matrix products, of attention, and of elementwise kernels.
+        weight_products: part of ``products`` for gradients of weights.
+        qkv_products, out_products: parts of ``products`` for the projections before and after attention.
     """
 
     products: float = 0.0
@@ -56,7 +56,7 @@ class Pass:
 
 
 def product_seconds(gpu: Gpu, product: Product, element: int) -> float:
-    """Time of one matrix product."""
+    """Return the seconds of one matrix product."""
     m, n, k = product
     flops, moved = 2.0 * m * n * k, element * (m * k + k * n + m * n)
     rate = gpu.matmul_tflops * 1e12 * _filled(gpu.units, m, n) * (k / (k + _SHORT_INNER) if gpu.units else 1.0)
@@ -64,7 +64,7 @@ def product_seconds(gpu: Gpu, product: Product, element: int) -> float:
 
 
 def _filled(units: int, m: int, n: int) -> float:
-    """Share of a device that a product's tiles keep busy, with the best of the usual tiles."""
+    """Return the share of a device that a product's tiles keep busy, for the best of the usual tile sizes."""
     if not units:
         return 1.0
     best = 0.0
@@ -77,11 +77,11 @@ def _filled(units: int, m: int, n: int) -> float:
 
 
 class Work:
-    """Parts of a micro-batch on one rank.
+    """Times of the parts of a micro-batch on one rank.
 
     Args:
         form: sizes of the layout.
-        gpu: on which it runs.
+        gpu: device of the rank.
     """
 
     def __init__(self, form: Form, gpu: Gpu) -> None:
@@ -108,14 +108,14 @@ class Work:
         return sum(product_seconds(self.gpu, product, self.form.e) for product in products)
 
     def _backward(self, products: Sequence[Product]) -> tuple[float, float]:
-        """(gradients of inputs, gradients of weights)."""
+        """Return seconds for (gradients of inputs, gradients of weights)."""
         inputs = sum(product_seconds(self.gpu, (m, k, n), self.form.e) for m, n, k in products)
         return inputs, sum(product_seconds(self.gpu, (n, k, m), self.form.e) for m, n, k in products)
 
     # attention
 
     def attention(self, backward: bool) -> float:
-        """Seconds of the attention of one block; the reference kernel moves its scores through memory."""
+        """Return the seconds of one block's attention; the reference kernel moves its scores through memory."""
         form, gpu = self.form, self.gpu
         pairs = form.num_queries * form.all_tokens * form.length
         flops = 4.0 * pairs * form.d
@@ -133,7 +133,7 @@ class Work:
     # elementwise work
 
     def block_bytes(self) -> tuple[int, int]:
-        """(all, of them those of the activation) that the forward pass of a block reads and writes outside products and attention."""
+        """Return the bytes that a block's elementwise kernels read and write in forward: (all, those of the MLP's activation)."""
         form, model = self.form, self.form.model
         norms, sums = 2 * 2 * form.stream, 2 * 3 * form.stream
         dropped = 2 * 4 * form.stream if form.dropout else 0
@@ -147,20 +147,20 @@ class Work:
         return num_bytes / ((rate_gbs or self.gpu.memory_gbs) * 1e9)
 
     def _elementwise(self, blocks: float, activations: float) -> float:
-        """Seconds of so many times what a block moves without its activation, and of so many activations."""
+        """Return the seconds of ``blocks`` times a block's elementwise traffic except the activation, and ``activations`` times that."""
         every, activation = self.block_bytes()
         return self._moved(blocks * (every - activation)) + self._moved(activations * activation, self.gpu.activation_gbs)
 
     # passes
 
     def block_forward(self) -> Pass:
-        """One block of one micro-batch."""
+        """Return the forward pass of one block."""
         qkv, out, mlp = self._forward(self.qkv()), self._forward(self.out()), self._forward(self.mlp())
         moved = self._elementwise(1, 1) + 8 * self.gpu.launch_us * 1e-6
         return Pass(qkv + out + mlp, self.attention(False), moved, 0.0, qkv, out)
 
     def block_backward(self) -> Pass:
-        """The same backward: products and bytes twice, the activation made again, attention by its own kernel."""
+        """Return the backward pass of one block: twice the products and bytes, the activation recomputed, attention's backward kernel."""
         parts = [self._backward(part) for part in (self.qkv(), self.out(), self.mlp())]
         weights = sum(weight for _, weight in parts)
         remade = self._forward(self.mlp()[::2]) if self.form.chunked else 0.0  # --mlp-chunks keeps nothing of fc1
@@ -169,13 +169,13 @@ class Work:
         return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out)
 
     def recomputed(self, granularity: str | None, share: float) -> Pass:
-        """What backward makes again of a block on average; ``share`` of the blocks are recomputed as a whole."""
+        """Return the recomputation of a block on average; ``share``: share of the blocks that are fully recomputed."""
         if granularity == "selective":
             return Pass(attention=self.attention(False))
         return self.block_forward().times(share) if granularity == "full" else Pass()
 
     def ends(self) -> Pass:
-        """Embedding, head and loss of a micro-batch: the head goes chunk by chunk, forward and backward together."""
+        """Return embedding, head and loss of a micro-batch; the head runs chunk by chunk, forward and backward together."""
         form = self.form
         sizes = list(self._chunks())
         products = 0.0
@@ -195,13 +195,13 @@ class Work:
     # once a step
 
     def gradients(self) -> float:
-        """Seconds in which gradients are zeroed and added up: written by the first micro-batch, read and written by each further one."""
+        """Return the seconds of gradient accumulation in a step: the first micro-batch writes, each further one reads and writes."""
         form = self.form
         size = form.zero.num_params * form.wide
         return self._moved(size * (1 + 2 * (form.num_micro_batches - 1)))
 
     def update(self) -> float:
-        """Seconds of the gradient's norm and of AdamW on the rank's share: gradient twice; weights and both moments read and written."""
+        """Return the seconds of gradient norm and AdamW on the rank's shard: gradients read twice, weights and moments read and written."""
         form = self.form
         share = form.zero.num_params / form.zero.parts
         return self._moved(share * (8 * form.wide + (form.e if form.is_16_bit else 0)), self.gpu.update_gbs)

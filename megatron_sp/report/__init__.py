@@ -1,2 +1,5 @@
-"""A run, or several, as one page of HTML that needs nothing else: ``reading`` and ``time_use`` find what there is to say, ``curves`` and
-``charts`` what to draw, ``svg`` and ``html`` how, ``sections`` and ``page`` put it together, ``page.css`` and ``page.js`` go into it."""
+"""Report on one or several runs as a self-contained HTML page.
+
+``reading`` and ``time_use`` collect the contents, ``curves`` and ``charts`` the data of the charts, ``svg`` and ``html`` render them,
+``sections`` and ``page`` assemble the page; ``page.css`` and ``page.js`` are embedded in it.
+"""

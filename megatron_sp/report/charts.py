@@ -1,4 +1,4 @@
-"""Which charts a page has, and what is in each."""
+"""Charts of a page and their curves."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KNOTS = 300  # of the map from steps to tokens and to time
 
 
 def charts(runs: Sequence[RunFiles]) -> list[Chart]:
-    """All charts for which there is something to draw; that of the loss always.
+    """Return all charts that have data, and always that of the loss.
 
     Args:
-        runs: the one that the page is about, then those that it is compared with.
+        runs: the run of the page, then those it is compared with.
     """
     several = len(runs) > 1
     buckets = max(100, min(1000, _POINTS // (20 * len(runs))))
@@ -50,7 +50,7 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 
 def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
-    """What is validated beside the loss: further terms (BERT's order loss), accuracy."""
+    """Return the charts of validation metrics besides the loss: further terms (BERT's order loss), accuracy."""
     names = dict.fromkeys(str(key) for run in runs for r in run.history.valid.values() for key in r if key not in _OF_EVERY_VALIDATION)
     found = []
     for place, name in enumerate(names):
@@ -70,7 +70,7 @@ def _series(history: History, index: int, kind: str, field: str, label: str, buc
 
 
 def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
-    """Training, what was undone, validation; with several runs each run's in its colour."""
+    """Return the curves of training loss, undone steps and validation loss; with several runs each run has its colour."""
     curves = []
     for index, run in enumerate(runs):
         before = f"{run.name}: " if len(runs) > 1 else ""
@@ -83,7 +83,7 @@ def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
 
 
 def _undone(history: History, index: int, label: str, buckets: int) -> Curve:
-    """One line for each part that a resume threw away, all in one curve."""
+    """Return one curve with a separate line for each part that a resume discarded."""
     parts = [curve(label, index, "undone", [float(r["step"]) for r in records], [number(r.get("loss")) for r in records],
                    max(buckets // len(history.undone), 4)) for records in history.undone]  # fmt: skip
     whole = Curve(label, index, "undone", count=sum(part.count for part in parts))
@@ -126,7 +126,7 @@ def _memory_levels(runs: Sequence[RunFiles]) -> list[tuple[float, str]]:
 
 
 def axis_map(run: RunFiles) -> dict[str, list[float]]:
-    """Steps with tokens and minutes, few enough to go between them in a script."""
+    """Return a thinned-out table of steps, tokens and minutes, with which the page's script converts between the axes."""
     records = [r for r in run.train if math.isfinite(number(r.get("consumed_tokens")))]
     every = max(1, math.ceil(len(records) / _KNOTS))
     knots = records[::every] + (records[-1:] if records and (len(records) - 1) % every else [])

@@ -1,4 +1,4 @@
-"""The part about a classifier: how many of the validation examples were put into the right class, and what was taken for what."""
+"""Section about a classifier: its accuracy on the validation examples, and its confusion matrix."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SCORES = (("accuracy", "percent"), ("exact_match", "percent"), ("f1", "loss"), 
 
 
 class _Confusion(NamedTuple):
-    """What a classifier took for what.
+    """Confusion matrix of a classifier.
 
     Attributes:
-        labels: of the classes.
-        counts: [true][predicted], how often.
+        labels: labels of the classes.
+        counts: number of examples, indexed [true][predicted].
     """
 
     labels: list[str]
@@ -27,7 +27,7 @@ class _Confusion(NamedTuple):
 
 
 def classification_section(runs: Sequence[RunFiles]) -> Section | None:
-    """The scores of all runs that classified at their end, and of the first run the classes one by one."""
+    """Return the section: scores of all runs with a classification, and details by class for the first run."""
     found = [(run, last) for run in runs for last in run.of_kind("classification")[-1:]]
     if not found:
         return None
@@ -47,7 +47,7 @@ def _scores(record: Record) -> list[str]:
 
 
 def _confusion(record: Record) -> _Confusion | None:
-    """None in records of older versions, and where it does not fit together."""
+    """Return the confusion matrix of a record; None if it is missing (older versions, many classes) or inconsistent."""
     labels, rows = record.get("labels"), record.get("confusion")
     if not isinstance(labels, list) or not isinstance(rows, list) or len(rows) != len(labels):
         return None

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, what is not the default in it, and where other runs differ."""
+"""Section with the whole configuration of a run, highlighting values that are not the default or differ between runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sp.report.sections import Section, section, text
 
 
 def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
-    """Every flag with its value in each run and its default; a run without a configuration has no column."""
+    """Return the section: every flag with its value in each run and its default; a run without a configuration has no column."""
     told = [run for run in runs if run.config]
     if not told:
         return None
@@ -50,7 +50,7 @@ def _row(name: str, help_: str, values: Sequence[object], default: object, *, is
 
 
 def _controls(several: bool) -> Html:
-    """Shown by the script only; without it the table has every row."""
+    """Return the filter for the table, which only the page's script shows; without the script the table has every row."""
     choices = [("changed", "not the default"), ("all", "all flags")]
     if several:
         choices.insert(0, ("other", "where the runs differ"))

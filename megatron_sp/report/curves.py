@@ -1,7 +1,7 @@
-"""From any number of records to the points worth drawing.
+"""Reduction of any number of records to the points to draw.
 
-A screen has a thousand columns. Of more points than that, each bucket of neighbours gives its lowest and its highest, so no spike is lost,
-and its mean, from which the smoothed line is drawn. What is not a number leaves a gap, and is listed by itself.
+A screen has about a thousand columns. With more points, each bucket of neighbours is reduced to its minimum and maximum, so that no spike
+is lost, and its mean, from which the smoothed line is drawn. Values that are not finite leave a gap and are listed separately.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Curve:
     """A line, or single points, in a chart.
 
     Attributes:
-        label: for legend and tooltip.
-        run: which of the runs.
-        look: which colour and dashes; the run's place if nothing else is said.
-        style: line; points (joined by thin dashes); undone (what a resume threw away).
-        x, y: what is drawn; NaN in y is a gap.
-        mean_x, mean_y: the buckets' means; empty if every point is drawn.
-        bad: x of values that are no finite numbers, and their text.
-        count, low, high, last: of all points, thinned out or not.
+        label: label in legend and tooltip.
+        run: index of the run.
+        look: index of colour and dashes; by default that of the run.
+        style: line; points (joined by thin dashes); undone (steps that a resume discarded).
+        x, y: points to draw; NaN in y is a gap.
+        mean_x, mean_y: means of the buckets; empty if every point is drawn.
+        bad: (x, text) of values that are not finite, thinned out; ``num_bad`` is their number.
+        count, low, high, last: statistics of all points, including those not drawn.
     """
 
     label: str
@@ -52,12 +52,12 @@ class Curve:
         self.look = (self.run if self.look < 0 else self.look) % LOOKS
 
     def smooth(self, share: float) -> tuple[list[float], list[float]]:
-        """x and y of its running mean."""
+        """Return x and y of the running mean."""
         x, y = (self.mean_x, self.mean_y) if self.mean_x else (self.x, self.y)
         return x, smoothed(y, share)
 
     def to_json(self) -> dict[str, Any]:
-        """For the script in the page; short names, for there are many points."""
+        """Return the curve for the page's script, with short names and numbers to save space."""
         record: dict[str, Any] = {"n": self.label, "r": self.run, "k": self.look, "s": self.style, "x": _short(self.x), "y": _short(self.y)}
         if self.mean_x:
             record |= {"mx": _short(self.mean_x), "my": _short(self.mean_y)}
@@ -65,10 +65,10 @@ class Curve:
 
 
 def curve(label: str, run: int, style: str, x: Sequence[float], y: Sequence[float], buckets: int) -> Curve:
-    """A curve with at most two points (and perhaps a gap) for each bucket.
+    """Return a curve with at most two points (and possibly a gap) for each bucket, and the last point.
 
     Args:
-        x, y: in order; x finite.
+        x, y: points in order; x must be finite.
     """
     pairs, bad = [], []
     for a, b in zip(x, y, strict=True):
@@ -105,5 +105,5 @@ def _add_bucket(out: Curve, pairs: Sequence[tuple[float, float]]) -> None:
 
 
 def _short(values: Sequence[float]) -> list[float | int | None]:
-    """Six digits, whole numbers as such, and null for what is no number."""
+    """Round to six digits, with integers as such and None in place of values that are not finite."""
     return [None if not math.isfinite(v) else int(v) if v == int(v) and abs(v) < 1e15 else float(f"{v:.6g}") for v in values]

@@ -1,6 +1,6 @@
-"""HTML that is safe by construction: every text is escaped unless it came out of ``tag`` itself.
+"""HTML that is safe by construction: every text is escaped unless it was produced by ``tag``.
 
-What a run says (names, paths, messages) is anybody's text and must never become markup.
+Texts of a run (names, paths, messages) are untrusted and must never become markup.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _VOID = ("meta", "input", "br", "hr")
 
 
 class Html(str):
-    """Markup; any other string is text."""
+    """A string of markup; any other string is text."""
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element.
+    """Return an element.
 
     Args:
-        children: Html stays, lists are flattened, None and False vanish, everything else is escaped.
-        attributes: an underscore at the end falls away (``class_``), others become hyphens; None and False vanish, True stands alone.
+        children: Html is kept, lists are flattened, None and False are dropped, everything else is escaped.
+        attributes: a trailing underscore is removed (``class_``), others become hyphens; None and False are dropped, True has no value.
     """
     words = "".join(
         f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(str(value), quote=True)}"'
@@ -40,7 +40,7 @@ def _name(key: str) -> str:
 
 
 def join(*children: object) -> Html:
-    """Children of an element, one after another."""
+    """Return the children of an element, concatenated."""
     parts: list[str] = []
     for child in children:
         if child is None or child is False:
@@ -53,16 +53,16 @@ def join(*children: object) -> Html:
 
 
 def script_json(value: Any) -> Html:
-    """JSON that can stand inside a script element: nothing in it can end the element or begin a comment."""
+    """Return JSON that is safe inside a script element: it can neither end the element nor begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str = "", numeric: Iterable[int] = ()) -> Html:
-    """A table that scrolls inside its place when it is too wide.
+    """Return a table that scrolls horizontally if it is too wide.
 
     Args:
-        numeric: columns that are aligned to the right.
+        numeric: indices of columns that are aligned to the right.
     """
     right = set(numeric)
 
@@ -78,7 +78,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, class_: s
 
 
 def show(value: float, kind: str = "plain") -> str:
-    """A number as people read it.
+    """Return a number in human-readable form.
 
     Args:
         kind: plain, loss, si (1.2 M), bytes, percent (of one), seconds, count.

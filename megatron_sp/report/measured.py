@@ -1,4 +1,4 @@
-"""The parts about what was found out on the way: skipped steps, predictions beside measurements, exchanges."""
+"""Sections about measurements of a run: skipped steps, predictions and measurements, communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_sp.report.sections import Section, card, quiet, section, shortened
 
 
 def numerics_section(run: RunFiles) -> Section | None:
-    """Skipped steps and overflows."""
+    """Return the section about skipped steps and overflows."""
     rows, before, earlier = [], 0.0, 0
     is_fp16 = bool(run.config and run.config["precision"]["fp16"])
     for r in run.train:
@@ -42,7 +42,7 @@ def _value(record: Record, field: str) -> str:
 
 
 def prediction_section(run: RunFiles) -> Section | None:
-    """What the closed forms said, beside what was measured after ten steps; of the last attempt."""
+    """Return the section that compares the closed forms with measurements after ten steps, from the last such record."""
     last = next(reversed(run.of_kind("prediction")), None)
     if last is None:
         return None
@@ -81,7 +81,7 @@ def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], whole: float, v
 
 
 def exchanges_section(run: RunFiles) -> Section | None:
-    """Of --report-overlap: what the exchanges cost, and how much of that ran under computation."""
+    """Return the section about --report-overlap: time of the exchanges, and the share of it that was hidden under computation."""
     if not run.overlap:
         return None
     rows = run.overlap["rows"]

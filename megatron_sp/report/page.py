@@ -1,7 +1,7 @@
-"""The whole page: one file that works from a disk, fetches nothing and runs no script but its own.
+"""The whole page: one file that works from a disk, loads nothing and runs no script but its own.
 
-A policy in its head forbids every other script, by hash, and every connection: even a mistake in the escaping would not let a run's text
-act.
+A content security policy in its head forbids every other script, by hash, and every connection, so that even an error in the escaping
+could not execute a run's text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
     """Read the runs and write the page about the first of them, compared with the others.
 
     Raises:
-        DataError: one of the folders is not there.
+        DataError: a folder does not exist.
         DiskError: the page cannot be written.
     """
     runs = [read_run(path) for path in paths]
@@ -46,7 +46,7 @@ def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
 
 
 def name_apart(runs: Sequence[RunFiles]) -> None:
-    """Runs of the same name get their paths for names, and those of the same path a number."""
+    """Make the names of runs unique: runs of the same name get their paths as names, and those of the same path a number."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -57,11 +57,11 @@ def name_apart(runs: Sequence[RunFiles]) -> None:
 
 
 def page(runs: Sequence[RunFiles], now: float) -> Html:
-    """The page about ``runs[0]``.
+    """Return the page about ``runs[0]``.
 
     Args:
-        runs: that one, then those it is compared with.
-        now: seconds since the epoch, by which is judged whether it still lives.
+        runs: that run, then those it is compared with.
+        now: seconds since the epoch, to decide whether the run is still alive.
     """
     run, drawn = runs[0], charts(runs)
     several = len(runs) > 1
@@ -120,7 +120,7 @@ def _notes(runs: Sequence[RunFiles]) -> Html | None:
 
 
 def _controls() -> Html:
-    """Shown where scripts run."""
+    """Return the controls of the charts, which are shown only if scripts run."""
     axes = [tag("option", words, value=value) for value, words in (("step", "steps"), ("tokens", "tokens"), ("time", "training time"))]
     slider = tag("input", type="range", id="smoothing", min="0", max="10", step="1", value="1")
     return tag(

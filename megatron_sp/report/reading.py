@@ -1,5 +1,7 @@
-"""Everything that a run folder says about its run. Whatever is absent or damaged is left out, and a note says so: a page of half a run
-is worth having. Only a folder that is not there is an error."""
+"""Reader of all files in a run folder.
+
+Missing files are omitted, damaged ones with a note: a page about half a run is still useful. Only a missing folder is an error.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ LARGEST_FILE_BYTES = 64 * 2**20  # of a JSON file beside the records
 
 @dataclass
 class RunFiles:
-    """What was read.
+    """Contents of a run folder.
 
     Attributes:
-        name: short, for legends.
-        records: of metrics.jsonl, in the order they were written.
-        history: the curves as they went on in the end.
+        name: short name for legends.
+        records: records of metrics.jsonl, in the order in which they were written.
+        history: the curves, without records that a resume has undone.
         status: run_status.json.
         state: state.json of the newest checkpoint.
-        lock: who writes there, and ``heartbeat``: the time of its last sign of life.
+        lock: LOCK, the job that writes to the folder, with ``heartbeat``: the time of its last sign of life.
         overlap: {"step_seconds", "rows"} of overlap-trace.json.
         bad_steps: step -> nonfinite-step-N.json.
-        notes: what was left out.
+        notes: notes on what was omitted.
     """
 
     name: str
@@ -53,27 +55,27 @@ class RunFiles:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """Each start of the program."""
+        """Attempts of the run: one for each start of the program."""
         return attempts(self.records)
 
     @cached_property
     def train(self) -> list[Record]:
-        """The logged steps that count, in their order."""
+        """Records of logged steps in order, without those that a resume has undone."""
         return list(self.history.train.values())
 
     @cached_property
     def repeated(self) -> dict[int, list[Record]]:
-        """Logged steps taken more than once."""
+        """Records of the logged steps that were taken more than once, by step."""
         return repetitions(self.records)
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
-        """The configuration of the last start, or that of the newest checkpoint; empty if neither is there."""
+        """Configuration of the last start, else of the newest checkpoint; empty if there is neither."""
         return next((c for start in reversed(self.of_kind("start")) if (c := config_of(start))), config_of(self.state))
 
     @property
     def environment(self) -> Record:
-        """Where the last attempt ran; from a checkpoint if the records do not say."""
+        """Environment of the last start that recorded it; else versions and layout from the newest checkpoint."""
         for start in reversed(self.of_kind("start")):
             if isinstance(start.get("environment"), dict):
                 return start["environment"]  # type: ignore[no-any-return]
@@ -84,7 +86,7 @@ def read_run(path: Path) -> RunFiles:
     """Read a run's folder.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: the folder does not exist.
     """
     if not path.is_dir():
         raise DataError(_absent(path))
@@ -122,7 +124,7 @@ def _absent(path: Path) -> str:
 
 
 def _json(path: Path, notes: list[str]) -> Record:
-    """The object in a file; {} and perhaps a note if there is none."""
+    """Return the JSON object in a file; {} if the file is missing or is no object, and with a note if it cannot be used."""
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes")
@@ -150,7 +152,7 @@ def _newest_state(folder: Path, notes: list[str]) -> Record:
 
 
 def config_of(record: Record) -> dict[str, dict[str, Any]]:
-    """The configuration in a start record or a checkpoint's state, without what this version does not know; empty if unusable."""
+    """Return the configuration in a start record or a checkpoint's state, without unknown fields; empty if it cannot be used."""
     try:
         return Config.from_dict(record["config"])[0].to_dict() if "config" in record else {}
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What happened in a run, from the records in ``metrics.jsonl``: its curves as they went on in the end, and what a resume undid."""
+"""History of a run from the records in ``metrics.jsonl``: its final curves, and the steps that resumes have undone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SMOOTHED_FROM = 150  # points from which a running mean is drawn over the single
 
 @dataclass
 class History:
-    """The records of a run as it went on in the end.
+    """Final records of a run, without those that a resume has undone.
 
     Attributes:
         train, valid: step -> record, in the order of steps; each with ``minutes`` of training so far.
-        resumed: steps at which a later process went on.
-        undone: for each resume that undid something, the training records that it did, in the order they were written.
-        notes: what was left out of the file.
+        resumed: steps at which a later process resumed.
+        undone: for each resume that has undone steps, their training records, in the order in which they were written.
+        notes: notes on lines of the file that were omitted.
     """
 
     name: str
@@ -35,7 +35,7 @@ class History:
     notes: list[str] = field(default_factory=list)
 
     def x_of(self, record: Record, axis: str) -> float:
-        """Where a record belongs on the axis (step, tokens, time); NaN if the file does not say."""
+        """Return the position of a record on an axis (step, tokens, time); NaN if it is not known."""
         if axis == "time":
             return float(record["minutes"])
         return float(record["step"]) if axis == "step" else self._tokens_at(record)
@@ -50,13 +50,13 @@ class History:
         return number(at.get("consumed_tokens")) * record["step"] / at["step"]
 
     def series(self, kind: str, key: str, axis: str = "step") -> tuple[list[float], list[float]]:
-        """x and y of one curve; what is absent or not a number is NaN and leaves a gap."""
+        """Return x and y of one curve; missing values, and those that are not numbers, are NaN and leave a gap."""
         records = list((self.train if kind == "train" else self.valid).values())
         return [self.x_of(r, axis) for r in records], [number(r.get(key)) for r in records]
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; "nan" and "inf" are written as text, and anything else is not a number."""
+    """Convert a JSON value to a float, also the strings "nan" and "inf"; NaN for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -67,7 +67,7 @@ def read_history(path: Path) -> History:
     """Read a run folder, or its metrics.jsonl.
 
     Raises:
-        DataError: there is no such file, or no record of training or validation in it.
+        DataError: the file does not exist, or has no training or validation record.
     """
     records, notes = read_records(path)
     history = History((path if path.is_dir() else path.absolute().parent).resolve().name, notes=notes)
@@ -78,7 +78,7 @@ def read_history(path: Path) -> History:
 
 
 def replay(history: History, records: Iterable[Record]) -> None:
-    """Go through the records as they were written, putting aside what a resume has undone."""
+    """Add the records in the order in which they were written, setting aside those that a resume has undone."""
     minutes, previous = 0.0, None
     for record in records:
         kind, step, now = record["kind"], record["step"], number(record.get("time"))
@@ -107,7 +107,7 @@ def _resume(history: History, step: int) -> None:
 
 
 def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
-    """Mean over ``share`` of the points to either side; at the ends over fewer, so that a falling curve is not lifted."""
+    """Return the running mean over ``share`` of the points to either side; near the ends over fewer, so that a slope causes no bias."""
     reach, count = max(1, round(share * len(values))), len(values)
     finite = [(v, 1) if math.isfinite(v) else (0.0, 0) for v in values]
     sums = list(itertools.accumulate((v for v, _ in finite), initial=0.0))
@@ -122,7 +122,7 @@ def smoothed(values: Sequence[float], share: float = 0.01) -> list[float]:
 
 
 def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
-    """The logged training steps that were taken more than once, each with its records in the order they were written."""
+    """Return the logged training steps that were taken more than once, each with its records in the order of writing."""
     seen: dict[int, list[Record]] = {}
     for record in records:
         if record.get("kind") == "train":
@@ -131,10 +131,10 @@ def repetitions(records: Iterable[Record]) -> dict[int, list[Record]]:
 
 
 def are_equal(taken: Iterable[Record]) -> bool:
-    """Whether a step had the same loss, gradient norm and samples each time, to the last bit."""
+    """Return whether all records of a step have the same loss, gradient norm and samples, to the last bit."""
     return len({tuple(str(record.get(k)) for k in ("loss_hex", "grad_norm_hex", "samples_sha")) for record in taken}) == 1
 
 
 def accuracies(record: Record) -> list[str]:
-    """The shares of hits that a validation has found, by their names in the record, in its order."""
+    """Return the names of the accuracies in a validation record, in its order."""
     return [name for name in record if name.endswith("accuracy")]

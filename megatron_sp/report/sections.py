@@ -1,4 +1,4 @@
-"""What the parts of the page are made of, and the part about surroundings."""
+"""Building blocks of the page's sections, and the section about the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 40  # of a long table; the rest is counted
 
 
 class Section(NamedTuple):
-    """A part of the page with a place that can be linked to."""
+    """A section of the page, with a key as link target."""
 
     key: str
     title: str
@@ -34,12 +34,12 @@ def quiet(text: str) -> Html:
 
 
 def shortened(rows: Sequence[Any], what: str) -> tuple[Sequence[Any], Html | None]:
-    """The first rows, and a sentence about the rest."""
+    """Return the first rows, and a sentence about the rest; None if there is no rest."""
     return rows[:ROWS], quiet(f"and {len(rows) - ROWS:,} more {what}") if len(rows) > ROWS else None
 
 
 def environment_section(runs: Sequence[RunFiles]) -> Section | None:
-    """Versions, devices, hosts, layout; a column for each run."""
+    """Return the section about the environment: versions, devices, hosts, layout, with a column for each run."""
     found = [_about_flat(run.environment) for run in runs]
     names = list(dict.fromkeys(name for each in found for name in each))
     if not names:
@@ -66,7 +66,7 @@ def _about_flat(environment: Record) -> dict[str, str]:
 
 
 def text(value: Any) -> str:
-    """A JSON value as one would write it on a command line."""
+    """Return a JSON value as text, in the style of a command line."""
     if value is None:
         return "–"
     if isinstance(value, bool):

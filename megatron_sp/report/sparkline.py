@@ -1,4 +1,4 @@
-"""Curves as one line of text, for terminals without pictures."""
+"""Curves as one line of text, for terminals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Values as bars, the lowest at the bottom and the highest at full height.
+    """Return values as bars of text, with the lowest at the bottom and the highest at full height.
 
     Args:
-        values: in order; more than ``width`` are averaged in equal groups; what is not finite leaves a gap.
-        width: most characters, at least 1.
+        values: values in order; if there are more than ``width``, they are averaged in equal groups; non-finite ones leave a gap.
+        width: maximum number of characters, at least 1.
     """
     if width < 1:
         raise ValueError(f"width ({width}) must be at least 1")

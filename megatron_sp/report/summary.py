@@ -1,4 +1,4 @@
-"""What the top of the page says: how the run stands, and its figures."""
+"""Top of the page: state and key figures of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SILENT_S = 120.0  # after which a run that says it is running is not believed
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands: a word, its look (good, busy, warn, bad), and a sentence."""
+    """State of a run: a word, its look (good, busy, warn, bad), and a sentence."""
 
     word: str
     look: str
@@ -30,7 +30,7 @@ SIGNS = {"good": "✓", "busy": "●", "warn": "◆", "bad": "✕"}
 
 
 def state_of(run: RunFiles, now: float) -> State:
-    """How the run stands at the time ``now``."""
+    """Return the state of the run at the time ``now``."""
     status, message = run.status.get("status"), str(run.status.get("message") or "")
     code = run.status.get("exit_code")
     if status == "done":
@@ -53,7 +53,7 @@ def state_of(run: RunFiles, now: float) -> State:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one run; NaN where nothing was logged."""
+    """Key figures of a run; NaN for those that were not logged."""
 
     step: int
     train_iters: float
@@ -70,7 +70,7 @@ class Figures:
 
 
 def figures(run: RunFiles) -> Figures:
-    """Worked out from the records."""
+    """Compute the key figures from the records."""
     train, valid = run.train, list(run.history.valid.values())
     tries = run.attempts
     last = train[-1] if train else {}
@@ -93,14 +93,14 @@ def _median(run: RunFiles, field: str) -> float:
 
 
 def useful_share(tries: Sequence[Attempt]) -> float:
-    """Of the time from the first launch to the last record, the share in training steps that were kept."""
+    """Return the share of the time from the first launch to the last record that was spent in training steps that were kept."""
     sums = totals(time_line(tries))
     whole = sum(sums.values())
     return sums["steps"] / whole if whole > 0 else math.nan
 
 
 def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
-    """Name, state and the run in a line."""
+    """Return the header: name, state and a one-line description of the run."""
     state = state_of(run, now)
     names = ", ".join(other.name for other in others)
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
@@ -145,7 +145,7 @@ def _in_words(run: RunFiles) -> list[str]:
 
 
 def tiles(run: RunFiles, now: float) -> Html:
-    """The figures that one looks for first."""
+    """Return the tiles with the key figures."""
     f, state = figures(run), state_of(run, now)
     of_all = f" of {f.train_iters:,.0f}" if math.isfinite(f.train_iters) else ""
     share = f.step / f.train_iters if f.train_iters > 0 else math.nan
@@ -171,7 +171,7 @@ def tiles(run: RunFiles, now: float) -> Html:
 
 
 def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
-    """Shares that were right, of the last validation, and of a classifier's last word."""
+    """Return tiles with the accuracies of the last validation, and of a classifier's final evaluation."""
     found = []
     for last in list(run.history.valid.values())[-1:]:
         about = f"in the validation at step {last['step']:,}"
@@ -183,7 +183,7 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
 
 
 def _title(name: str) -> str:
-    """``lm_accuracy`` as a heading: what it is of, in words."""
+    """Return the heading for the name of an accuracy, such as ``lm_accuracy``."""
     words = {"lm_accuracy": "Masked tokens found", "order_accuracy": "Sentence order found"}
     return words.get(name, name.replace("_", " ").capitalize())
 
@@ -194,7 +194,7 @@ def _tile(name: str, value: str, about: str, look: str) -> Html:
 
 
 def _about_best(run: RunFiles, f: Figures) -> str:
-    """Where it was; the perplexity too, which a classifier has not."""
+    """Return the step of the best validation loss, and its perplexity if there is one (not for a classifier)."""
     if not math.isfinite(f.best):
         return "no validation yet"
     perplexity = f"perplexity {math.exp(min(f.best, 700)):.4g}, " if "perplexity" in run.history.valid[f.best_step] else ""
@@ -202,7 +202,7 @@ def _about_best(run: RunFiles, f: Figures) -> str:
 
 
 def comparison(runs: Sequence[RunFiles], now: float) -> Html:
-    """One line for each run, and all losses at the last step that all have logged."""
+    """Return a table with one row for each run, and losses at the last step that all have logged."""
     common = set.intersection(*(set(run.history.train) for run in runs)) if runs else set()
     at = max(common, default=None)
     head = [

@@ -1,5 +1,7 @@
-"""Charts as SVG, drawn here once for readers without scripts, printers and previews; where scripts run, ``page.js`` draws the same chart
-again for the width it finds, and lets one look at values."""
+"""Charts as static SVG, for readers without scripts, printers and previews.
+
+Where scripts run, ``page.js`` redraws the same charts for the actual width and makes them interactive.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ SMOOTHING = 0.01  # the default share of the points to either side
 
 @dataclass
 class Chart:
-    """What one chart shows.
+    """Contents of a chart.
 
     Attributes:
-        key: short and unique, for ids.
-        kind: of the values, for ``html.show``.
-        curves: at least one with points, or the chart says that there is nothing.
+        key: short unique key for ids.
+        kind: kind of the values, for ``html.show``.
+        curves: curves; without any points the chart says that there is no data.
         levels: horizontal lines (value, label).
-        from_zero: whether the axis begins at zero.
-        noisy: whether a running mean is drawn over the single values.
-        wide: over the whole width of the page.
-        note: a sentence below.
+        from_zero: True if the axis includes zero.
+        noisy: True if a running mean is drawn over the single values.
+        wide: True for the whole width of the page.
+        note: a sentence below the chart.
     """
 
     key: str
@@ -59,7 +61,7 @@ class Chart:
 
 
 def describe(chart: Chart) -> str:
-    """The chart in words."""
+    """Return a description of the chart in words."""
     parts = []
     for c in chart.drawn:
         if math.isfinite(c.last):
@@ -71,12 +73,12 @@ def describe(chart: Chart) -> str:
 
 
 def unit_of(high: float, kind: str) -> float:
-    """What round values are round in: bytes go by 1024."""
+    """Return the unit in which axis ticks are round: a power of 1024 for bytes, else 1."""
     return 1024.0 ** max(0, math.floor(math.log(high, 1024))) if kind == "bytes" and high >= 1 else 1.0
 
 
 def ticks(low: float, high: float, number: int = 5, unit: float = 1.0) -> list[float]:
-    """Round values between two others, about as many as asked for."""
+    """Return about ``number`` round values between two others."""
     if not high > low:
         return [low]
     step = unit * _round_step((high - low) / number / unit)
@@ -93,7 +95,7 @@ def _round_step(raw: float) -> float:
 
 
 def extent(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
-    """Where an axis begins and ends: a little beyond the values; never empty."""
+    """Return the limits of an axis: slightly beyond the values, and never equal."""
     finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if from_zero:
@@ -103,11 +105,11 @@ def extent(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
 
 
 def draw(chart: Chart, resumed: Sequence[tuple[int, int]], width: int = 0) -> Html:
-    """The chart over the steps.
+    """Draw the chart over the steps.
 
     Args:
-        resumed: (step, run) at which a process went on.
-        width: of the picture, in pixels; it scales.
+        resumed: (step, run) of each resume.
+        width: nominal width in pixels; the picture scales.
     """
     width = width or (1160 if chart.wide else 560)
     bottom, right = chart.height - BOTTOM, width - RIGHT
@@ -167,7 +169,7 @@ def _draw_curve(c: Curve, x_of: Any, y_of: Any, *, smooth: bool) -> Html:
 
 
 def _alone(c: Curve) -> list[tuple[float, float]]:
-    """Points with a gap on either side, which no line would show."""
+    """Return the points with a gap on either side, which a line would not show."""
     there = [False, *(math.isfinite(v) for v in c.y), False]
     return [(c.x[i], c.y[i]) for i in range(len(c.y)) if there[i + 1] and not there[i] and not there[i + 2]]
 
@@ -186,7 +188,7 @@ def _px(value: float) -> str:
 
 
 def tick_text(value: float, kind: str) -> str:
-    """As ``show``, without digits that round values do not have."""
+    """Return a number as ``show`` does, without superfluous digits."""
     if value == 0:
         return "0"
     text = show(value, "plain" if kind == "loss" else kind)
@@ -194,10 +196,10 @@ def tick_text(value: float, kind: str) -> str:
 
 
 def bar(parts: Sequence[tuple[str, float, str]], whole: float, label: str) -> Html:
-    """A horizontal bar.
+    """Return a horizontal bar.
 
     Args:
-        parts: (class, amount, words) from the left.
+        parts: (class, amount, title) of its parts, from the left.
         whole: amount that fills the width.
     """
     ends = list(itertools.accumulate((amount for _, amount, _ in parts), initial=0.0))

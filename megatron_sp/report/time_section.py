@@ -1,4 +1,4 @@
-"""The part about time: where it went, the attempts, slow steps, steps taken twice."""
+"""Section about time: its breakdown, the attempts, slow steps, repeated steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = {
 
 
 def time_section(run: RunFiles) -> Section | None:
-    """Where the time went, the attempts, slow steps, steps taken twice."""
+    """Return the section: breakdown of the time, attempts, slow steps, repeated steps."""
     tries = run.attempts
     spans = time_line(tries)
     if not spans:
@@ -84,7 +84,7 @@ def _attempts_card(tries: Sequence[Attempt]) -> Html:
 
 
 def _changes(old: Record, new: Record) -> str:
-    """What another start was given, or found, that its predecessor was not."""
+    """Return a description of the changes in configuration and environment from one start to the next."""
     pairs = {**_flat(config_of(old), config_of(new)), **_flat(_about(old), _about(new))}
     return ", ".join(f"{name}: {text(a)} → {text(b)}" for name, (a, b) in pairs.items()) or "nothing"
 
@@ -142,5 +142,5 @@ def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:
 
 
 def _exact(record: Record, field: str) -> str:
-    """Enough digits to see a difference in the last bit."""
+    """Return a field's value with enough digits to show a difference in the last bit."""
     return f"{number(record.get(field)):.17g}"

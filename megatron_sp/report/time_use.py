@@ -1,8 +1,7 @@
-"""Where the time of a run went, from the times in its records: what each attempt did when, what an interruption threw away, and which
-steps took long.
+"""Breakdown of a run's time from the times in its records: activity of each attempt, discarded steps, slow steps.
 
-A record is written when what it is about has ended, and says how long that took; so it ends a span. What no record accounts for (building
-data, an overlap report) is "other", and between the end of one attempt and the launch of the next the run was down.
+A record is written at the end of an activity, with its duration, so it ends a span. Time that no record covers (building data, an overlap
+report) is "other"; between the end of one attempt and the launch of the next the run was down.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PAUSE_S = 1e-3  # less between two records counts with the second
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from ``begin`` to ``end`` (seconds since the epoch)."""
+    """An activity from ``begin`` to ``end`` (seconds since the epoch)."""
 
     kind: str
     begin: float
@@ -37,12 +36,12 @@ class Span:
 
 @dataclass
 class Attempt:
-    """One start of the program, and what it did.
+    """One start of the program and its activity.
 
     Attributes:
-        start: its first record; {} if the file begins in the middle.
+        start: its ``start`` record; {} if the file begins without one.
         train: its training records, in order.
-        end: of its last record.
+        end: time of its last record.
     """
 
     start: Record
@@ -56,11 +55,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A logged interval whose steps took long.
+    """A logged interval with slow steps.
 
     Attributes:
-        seconds: of one step; ``usual``: the median of those around.
-        lost_s: what the interval took beyond the usual.
+        seconds: seconds of one step.
+        usual: median seconds of a step nearby.
+        lost_s: seconds that the interval took in addition.
     """
 
     attempt: int
@@ -72,7 +72,7 @@ class SlowStep:
 
 
 def attempts(records: Iterable[Record]) -> list[Attempt]:
-    """Cut the records at each start; those without a time are passed over."""
+    """Divide the records into attempts, one for each start; records without a time are skipped."""
     found: list[Attempt] = []
     for record in _as_it_was(records):
         now, step = number(record["time"]), record["step"]
@@ -87,7 +87,7 @@ def attempts(records: Iterable[Record]) -> list[Attempt]:
 
 
 def _as_it_was(records: Iterable[Record]) -> list[Record]:
-    """Those with a time; a save in the background, written down when it had ended, where training went on."""
+    """Return the records with a time; a background save, recorded after its end, is moved to the time at which training went on."""
     found: list[Record] = []
     for record in records:
         now, place = number(record.get("time")), len(found)
@@ -127,7 +127,7 @@ def _add(attempt: Attempt, record: Record, now: float) -> None:
 
 
 def _mark_lost(found: list[Attempt]) -> None:
-    """Steps beyond the point from which a later attempt went on are lost: they were taken again."""
+    """Mark steps as lost if they are beyond the point at which a later attempt resumed."""
     kept = math.inf
     for attempt in reversed(found):
         attempt.spans = [Span("lost", s.begin, s.end, s.step) if s.kind == "steps" and s.step > kept else s for s in attempt.spans]
@@ -135,7 +135,7 @@ def _mark_lost(found: list[Attempt]) -> None:
 
 
 def time_line(found: Sequence[Attempt]) -> list[Span]:
-    """All spans in order, with those in which nothing ran."""
+    """Return all spans in order, including those in which nothing ran."""
     spans: list[Span] = []
     for attempt in found:
         if spans and attempt.begin > spans[-1].end:
@@ -145,7 +145,7 @@ def time_line(found: Sequence[Attempt]) -> list[Span]:
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each kind."""
+    """Return the total seconds of each kind."""
     sums = dict.fromkeys(KINDS, 0.0)
     for span in spans:
         sums[span.kind] += span.seconds
@@ -153,7 +153,7 @@ def totals(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
-    """As many spans as can be told apart on a line of ``columns``; of those in one column the kind that one looks for stays."""
+    """Merge spans for a line of ``columns``: if several share a column, the most important kind is kept."""
     if not spans:
         return []
     begin, end = spans[0].begin, max(s.end for s in spans)
@@ -180,7 +180,7 @@ def merged(spans: Sequence[Span], columns: int = 1200) -> list[Span]:
 
 
 def slow_steps(found: Sequence[Attempt]) -> list[SlowStep]:
-    """Intervals whose steps took more than ``SLOW`` times the median of those before them (of an attempt's first ones: of those after)."""
+    """Return the intervals with steps longer than ``SLOW`` times the usual, the median of earlier steps (see ``_usual``)."""
     slow = []
     for index, attempt in enumerate(found):
         seconds = [number(r.get("step_s")) for r in attempt.train]
@@ -193,7 +193,7 @@ def slow_steps(found: Sequence[Attempt]) -> list[SlowStep]:
 
 
 def _usual(seconds: Sequence[float]) -> list[float]:
-    """For each the median of the ``_AROUND`` before it; where those are few, of the first ``_AROUND``."""
+    """Return for each value the median of the ``_AROUND`` before it; if these are few, that of the first ``_AROUND``."""
     begin = [s for s in seconds[:_AROUND] if math.isfinite(s)]
     first = median(begin) if begin else math.nan
     window: list[float] = []

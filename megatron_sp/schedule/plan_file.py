@@ -1,4 +1,4 @@
-"""Schedules as YAML files: what a person can read, review and keep beside a model, and what nobody can hide code in.
+"""Schedules as YAML files, which can be read, reviewed and kept with a model, and cannot contain code.
 
     schema: 1
     model_type: llama
@@ -8,7 +8,8 @@
       - {on: "model.layers.*.self_attn", do: sync, mode: fwd_pre, op: copy, arg: hidden_states}
       - {on: "model.layers.*.self_attn.{q,k,v}_proj", do: column, input: prepared}
 
-Read with YAML's safe loader; every key, word and type is checked, every glob against the model, and every message has its line.
+Files are read with YAML's safe loader; every key, word and type is checked, every glob is matched against the model, and error messages
+give the line number.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_dim: int) -> None:
-    """Write a file.
+    """Write a schedule file.
 
     Raises:
-        ConfigError: lines that need code, by name; nothing is written.
+        ConfigError: some lines need code; names them, and nothing is written.
         DiskError: the file cannot be written.
     """
     refused = [f"{d} ({d.where})" for d in directives if d.needs_code]
@@ -86,7 +87,7 @@ def save(path: str | Path, model: nn.Module, directives: list[Directive], seq_di
 
 
 def as_text(model: nn.Module, directives: list[Directive], seq_dim: int) -> str:
-    """The contents of a file."""
+    """Return the contents of a schedule file."""
     head: dict[str, Any] = {"schema": SCHEMA}
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(model_type, str) and model_type:
@@ -105,12 +106,12 @@ def _flow(value: dict[str, Any]) -> str:
 
 
 def load(path: str | Path, model: nn.Module) -> tuple[list[Directive], int]:
-    """Read a file.
+    """Read a schedule file.
 
     Returns:
-        (its lines, seq_dim).
+        (lines, seq_dim).
     Raises:
-        ConfigError: it cannot be read, is no schedule, is for another kind of model or version of transformers, or a line cannot be.
+        ConfigError: the file cannot be read, is not a schedule, is for another model type or transformers version, or has an invalid line.
     """
     name = str(path)
     data, numbers = _read(path)
@@ -218,7 +219,7 @@ def _version() -> tuple[int, int, int] | None:
 
 
 def _within(version: tuple[int, ...], spec: Any, name: str) -> bool:
-    """Whether a version is in a range such as ">=5.23,<6"."""
+    """Return whether a version is in a range such as ">=5.23,<6"."""
     parts = [re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*(\d+(?:\.\d+){0,2})\s*", part) for part in str(spec).split(",")]
     if not isinstance(spec, str) or not all(parts):
         raise ConfigError(f"{name}: transformers is {spec!r}, and must be a range of versions such as '>=5.23,<6'")
@@ -236,7 +237,7 @@ def _holds(sign: str, version: tuple[int, ...], bound: tuple[int, ...]) -> bool:
 
 
 def _read(path: str | Path) -> tuple[Any, list[int]]:
-    """(what a file says, the number of the line of each entry of ``lines``)."""
+    """Return (contents of a file, line number of each entry of ``lines``)."""
     text = read_text(path, str(path), MAX_FILE_BYTES, "a schedule")
     try:
         _require_shallow(text, str(path))
@@ -261,7 +262,7 @@ def _require_shallow(text: str, name: str) -> None:
 
 
 def _require_once(node: Any, name: str) -> None:
-    """No key stands twice: YAML would take the last one silently."""
+    """Check that no key occurs twice, as YAML would silently take the last one. Raises ConfigError."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:

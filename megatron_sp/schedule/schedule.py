@@ -1,4 +1,4 @@
-"""The schedule of a model: what is to be split, where ranks talk, written down line by line and applied once.
+"""Schedule of a model: what is split and where ranks communicate, written line by line and applied once.
 
     s = schedule(model, Mesh.of(groups))
     s["model.layers.*.self_attn"].sync("fwd_pre", "copy", arg="hidden_states")
@@ -7,7 +7,7 @@
     s.apply()
 
 Nothing changes before ``apply()``; the order of the lines does not matter. Names, hooks, tied weights and the state dict stay those of the
-model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these names; hooks take the place of its tracer.
+model. Source: Slapo (Chen et al., ASPLOS 2024, arXiv:2302.08005), whose primitives have these names; hooks replace its tracer.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from megatron_sp.utils.errors import ConfigError, NumericsError
 
 
 class Schedule:
-    """Of one model on one mesh; ``schedule()`` makes it.
+    """Schedule of one model on one mesh; created by ``schedule()``.
 
     Attributes:
-        model: not changed before ``apply()``.
-        mesh: the axes.
-        seq_dim: the dim of activations that runs over positions.
+        model: the model, unchanged before ``apply()``.
+        mesh: the mesh of ranks.
+        seq_dim: the sequence dim of activations.
         directives: all lines.
-        applied: what ``apply()`` made, or None.
+        applied: result of ``apply()``, or None before it.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, seq_dim: int = 1) -> None:
@@ -61,11 +61,11 @@ class Schedule:
         self._batch: Mapping[str, Any] | None = None  # the last that somebody gave, for dry runs to come
 
     def __getitem__(self, glob: str) -> Selection:
-        """The modules that a glob names. Raises PathError: none."""
+        """Select the modules that a glob matches. Raises PathError: it matches none."""
         return Selection(self, glob)
 
     def add(self, on: str, do: str, **args: Any) -> None:
-        """Write a line down.
+        """Add a line.
 
         Raises:
             ConfigError: the schedule has been applied already (E15).
@@ -77,66 +77,66 @@ class Schedule:
         self.directives.append(Directive(on, do, {k: v for k, v in args.items() if v is not None}, caller()))
 
     def sequence(self, enter: str, leave: str, *, inside: str | None = None, arg: str | int | None = None) -> Schedule:
-        """Cut activations along the sequence over tp between two places (Megatron's sequence parallel, arXiv:2205.05198).
+        """Split activations along the sequence over tp between two modules (Megatron-LM's sequence parallelism, arXiv:2205.05198).
 
         Args:
-            enter: the module whose input is cut: the first block.
-            leave: the module whose output is made whole again: the norm behind the last block, or that block.
-            inside: glob of the modules between them (default: all that stand in one list with ``enter``, and ``leave``); parameters in
-                there that are not split are used on a share of the positions each, so their gradients are summed over tp.
-            arg: of ``enter``: the input that is cut (default: the first).
+            enter: the module whose input is split, usually the first block.
+            leave: the module whose output is gathered, usually the norm after the last block, or that block.
+            inside: glob of the modules between them (default: all that are in one list with ``enter``, and ``leave``); each rank uses their
+                parameters that are not split on a share of the positions, so the gradients of these are summed over tp.
+            arg: the input of ``enter`` that is split (default: the first).
         """
         self.add(enter, "sequence", leave=leave, inside=inside, arg=arg)
         return self
 
     def ulysses(self, axis: str = "sp", **options: Any) -> Schedule:
-        """Cut every sequence over ``axis``, and trade it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
+        """Split every sequence over ``axis``, and exchange it for heads around attention (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-        A model of transformers needs nothing else. See ``ulysses.py`` for what is cut and what becomes of the loss.
+        A transformers model needs nothing else. See ``ulysses.py`` for what is split and how the loss is computed.
 
         Args:
-            axis: of the mesh.
-            options: how, and where in a model that is not transformers': ``ulysses_options.Options`` has them, idea by idea.
-        Raises:
-            ConfigError: an option that there is not.
+            axis: axis of the mesh.
+            options: see ``ulysses_options.Options``; a model that is not of transformers needs those that name its modules and inputs.
+            Raises:
+                ConfigError: an unknown option.
         """
         require_known(options)
         self.add("", "ulysses", axis=axis, **{"overlap_qkv": False, "pad": True, **options})
         return self
 
     def zero(self, stage: int, optimizer: Any = None, *, micro_batches: int = 1, blocks: str | None = None) -> Schedule:
-        """Share optimizer state, gradients, parameters over dp and sp (ZeRO, arXiv:1910.02054) behind everything else.
+        """Shard optimizer state, gradients and parameters over dp and sp (ZeRO, arXiv:1910.02054), after all other lines.
 
-        ``applied.zero`` is then what a training loop calls: ``backward(loss)`` for each micro-batch, and ``step()``.
+        The training loop then calls ``applied.zero.backward(loss)`` for each micro-batch, and ``applied.zero.step()``.
 
         Args:
-            stage: 1: optimizer state; 2: gradients too; 3: parameters too; 0: nothing, every rank has everything.
+            stage: 1: optimizer state; 2: also gradients; 3: also parameters; 0: nothing, every rank has everything.
             optimizer: an OptimizerConfig, or a dict of its fields.
-            micro_batches: of a step.
-            blocks: glob of the modules that are units of their own (default: the items of the outermost lists of modules of one class).
+            micro_batches: micro-batches per step.
+            blocks: glob of the modules that are separate units (default: the items of the outermost lists of modules of one class).
         """
         self.add("", "zero", stage=stage, optimizer=optimizer, micro_batches=micro_batches, blocks=blocks)
         return self
 
     def show(self, *, every: bool = False) -> str:
-        """The model's tree: what is split and how, where ranks talk; modules that are alike once.
+        """Return the model's tree as text, with its splits and collectives; identical modules are shown once.
 
         Args:
-            every: also modules of which there is nothing to say.
+            every: include modules that no line affects.
         """
         return text.show(survey(self), every=every)
 
     def explain(self, path: str) -> str:
-        """Of each module that a glob names: its share of each parameter, and why each collective is there."""
+        """Describe each module that a glob matches: its share of each parameter, and the reason of each collective."""
         found = survey(self)
         return "\n".join(text.explain(found, each) for each in expand(self.model, path))
 
     def diff(self, other: Schedule) -> Difference:
-        """What another schedule does otherwise: false, and "no difference", where it does not."""
+        """Compare with another schedule; the result is false, and prints "no difference", if there is none."""
         return diff(self, other)
 
     def cost(self, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
-        """Bytes that a rank holds, and sends in a step.
+        """Compute the bytes that a rank holds, and those that it sends in a step.
 
         Args:
             batch: rows of a micro-batch, of ``seq`` tokens each; or keyword arguments of the model.
@@ -144,7 +144,7 @@ class Schedule:
         return cost(self, batch, seq)
 
     def picture(self, path: str | Path) -> None:
-        """Write a page of HTML with the model's tree in colours; it opens anywhere and runs nothing."""
+        """Write an HTML page with the model's tree in colours; it is self-contained and has no scripts."""
         write_picture(survey(self), path)
 
     def save(self, path: str | Path) -> None:
@@ -152,7 +152,7 @@ class Schedule:
         plan_file.save(path, self.model, self.directives, self.seq_dim)
 
     def load(self, path: str | Path) -> Schedule:
-        """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line cannot be."""
+        """Add the lines of a file. Raises ConfigError: it does not fit this model, or a line is invalid."""
         lines, seq_dim = plan_file.load(path, self.model)
         if self.directives and seq_dim != self.seq_dim:
             raise ConfigError(f"{path} has seq_dim {seq_dim}, and the lines that are here have {self.seq_dim}: load it first")
@@ -163,20 +163,20 @@ class Schedule:
         return self
 
     def remember(self, batch: Mapping[str, Any] | None) -> None:
-        """Keyword arguments of the model for the dry runs to come, where none are given there."""
+        """Set the keyword arguments of the model for later dry runs that are given none."""
         self._batch = batch
 
     def check(self, batch: Mapping[str, Any] | None = None) -> Report:
-        """Look for mistakes without ranks, a GPU, or the model's numbers; see ``check.py``. Adjoints that it works out are kept.
+        """Check for mistakes without ranks, a GPU or weight values; see ``check.py``. Inferred adjoints are added to the lines.
 
         Args:
-            batch: keyword arguments of the model, of any size that fits (default: token ids, where the model's configuration tells of
-                them).
-        Returns:
-            How tensors lie at the edges of all modules, and warnings.
-        Raises:
-            PlacementError: a sum that is missing or made twice, shares that do not fit; names modules and lines.
-            ConfigError: what ``apply`` says; or ``apply`` has been called (E15).
+            batch: keyword arguments of the model, of any valid size (default: those of an earlier call, else an example, if the model's
+                configuration describes its inputs).
+            Returns:
+                Placements of the tensors that enter and leave each module, and warnings.
+            Raises:
+                PlacementError: a sum is missing or done twice, or shares do not fit; names modules and lines.
+                ConfigError: ``apply`` would reject the lines, or has been called already (E15).
         """
         if self.applied is not None:
             raise ConfigError("check() looks at the whole model, which is gone after apply(): call it before (E15)")
@@ -199,12 +199,12 @@ class Schedule:
 
         Args:
             batch: keyword arguments of the model, the same on every rank.
-            dtype: in which both compute.
-            loss: of the model's result (default: its own).
+            dtype: dtype in which both compute.
+            loss: function of the model's result (default: its own loss).
         Raises:
-            NumericsError: they differ; names the worst tensors, the first module that differs, and what ``check()`` says of it.
-            ConfigError: lines that cannot be, as ``check()`` and ``apply()`` refuse them; DoesNotRun: the split model fails, and
-                ``check()`` does not know why.
+            NumericsError: they differ; names the worst tensors, the first module that differs, and the reason if ``check()`` finds it.
+            ConfigError: invalid lines, as for ``check()`` and ``apply()``; DoesNotRun: the split model fails, and ``check()`` does not find
+                the reason.
         """
         verdict = self.measure(batch, dtype=dtype, loss=loss)
         if not verdict.ok:
@@ -212,7 +212,7 @@ class Schedule:
         return verdict
 
     def measure(self, batch: Mapping[str, Any], *, dtype: torch.dtype = torch.float64, loss: LossOf | None = None) -> Verdict:
-        """``verify()``, but that numbers that differ are returned; ``verdict.ok`` tells."""
+        """Compare as ``verify()`` does, but return a verdict (see ``verdict.ok``) even if the results differ."""
         if self.applied is not None:
             raise ConfigError("verify() compares with the whole model, which is gone after apply(): call it before (E15)")
         with suppress(NotFollowed):
@@ -227,19 +227,21 @@ class Schedule:
         return verdict
 
     def apply(self, batch: Mapping[str, Any] | None = None, *, guess: bool = False) -> nn.Module:
-        """Change the model as the lines say. What they leave open (adjoints, where dropout differs) is worked out as ``check()`` does, and
-        what that refuses is refused, unless ``verify()`` has found the same lines right. Where there is no batch, or the dry run does not
-        know a function, and nothing is open, a warning says so.
+        """Apply the lines to the model.
+
+        What they leave open (adjoints, where dropout differs) is inferred as by ``check()``, and a mistake that it finds is an error,
+        unless ``verify()`` has accepted the same lines. If there is no batch, or the dry run does not know a function, and nothing is open,
+        there is a warning.
 
         Args:
-            batch: as of ``check`` (default: that of the last ``check`` or ``verify``).
-            guess: take what is open and cannot be worked out to be usual: an all_gather at an input has reduce_scatter, one at an output
-                has slice, and dropout is the same on all ranks; where nothing is open, believe the lines without a dry run.
+            batch: as for ``check``.
+            guess: use defaults for what is open and cannot be inferred: the adjoint of an all_gather is reduce_scatter at an input and
+                slice at an output, and dropout is the same on all ranks; if nothing is open, trust the lines without a dry run.
         Returns:
             The model.
         Raises:
-            PlacementError: what ``check`` finds wrong.
-            ConfigError: a line that cannot be, something that is open and cannot be worked out, or a second call (E15).
+            PlacementError: a mistake that ``check`` finds.
+            ConfigError: a line is invalid, something is open and cannot be inferred, or this is a second call (E15).
         """
         if self.applied is not None:
             raise ConfigError("apply() was called twice: the model is split already (E15)")
@@ -250,7 +252,7 @@ class Schedule:
         return self.model
 
     def _speaks_of_dp(self) -> bool:
-        """Whether a line does: ``verify()`` gives all ranks of dp the same rows."""
+        """Return whether a line communicates over dp, where ``verify()`` gives all ranks the same rows."""
         return self.mesh.dp.size() > 1 and any(d.args.get("over") == "dp" for d in self.directives)
 
     def _complete(self, batch: Mapping[str, Any] | None, *, guess: bool) -> None:
@@ -260,7 +262,7 @@ class Schedule:
 
 
 class Selection:
-    """Some modules of a model, to say something of them; every method returns the selection itself."""
+    """Selection of modules to which lines are added; methods that add a line return the selection itself."""
 
     def __init__(self, owner: Schedule, glob: str) -> None:
         self.schedule, self.glob = owner, glob
@@ -273,12 +275,12 @@ class Selection:
         return iter(self.paths)
 
     def __getitem__(self, glob: str) -> Selection:
-        """Modules inside these."""
+        """Select modules inside these."""
         return self.schedule[f"{self.glob}.{glob}" if self.glob else glob]
 
     @property
     def mod(self) -> nn.Module:
-        """The only module. Raises ConfigError: there are several."""
+        """The only selected module. Raises ConfigError: there are several."""
         if len(self.paths) != 1:
             raise ConfigError(f"{self.glob!r} names {len(self.paths)} modules, and one is wanted: {', '.join(self.paths[:4])}, ...")
         return self.schedule.model.get_submodule(self.paths[0])
@@ -290,10 +292,10 @@ class Selection:
 
         Args:
             tensor: its name in the module.
-            axis: of the parameter.
-            blocks: it consists of so many equal parts, or of parts of these sizes, along that dim, each of which is split: a fused q, k, v.
-            heads: the parts are cut between heads only, of which there are so many.
-            replicas: where there are fewer heads than ranks, several ranks have the same head, and its gradient is summed among them.
+            axis: dim of the parameter.
+            blocks: number of equal parts along that dim, or sizes of the parts, each of which is split, as in a fused q, k, v.
+            heads: number of heads; the parts are split only between heads.
+            replicas: if there are fewer heads than ranks, several ranks have the same head, and its gradient is summed among them.
         """
         return self._add("shard", tensor=tensor, axis=axis, blocks=blocks, heads=heads, replicas=replicas)
 
@@ -301,13 +303,13 @@ class Selection:
         self, *, input: str = "copy", blocks: Any = None, heads: int | None = None, replicas: bool | None = None,
         gather: bool | None = None,
     ) -> Selection:  # fmt: skip
-        """Split a linear layer by its outputs, weight and bias.
+        """Split a linear layer by its outputs, both weight and bias.
 
         Args:
-            input: copy: the layer itself sums the gradient of its input over the ranks, under the gradient of its weight; prepared: a sync
-                at a module around it does (one for q, k and v together).
-            blocks, heads, replicas: as ``shard`` has them.
-            gather: make the result whole again.
+            input: copy: the layer itself sums the gradient of its input over the ranks, overlapped with the gradient of its weight;
+                prepared: a sync at an enclosing module does (one for q, k and v together).
+            blocks, heads, replicas: as for ``shard``.
+            gather: gather the result.
         """
         return self._add("column", input=input, blocks=blocks, heads=heads, replicas=replicas, gather=gather)
 
@@ -316,8 +318,8 @@ class Selection:
 
         Args:
             reduce: all_reduce, or reduce_scatter along ``axis``.
-            axis: of the result (default: the sequence).
-            blocks, heads: as ``shard`` has them.
+            axis: dim of the result (default: the sequence).
+            blocks, heads: as for ``shard``.
         """
         return self._add("row", reduce=reduce, axis=axis, blocks=blocks, heads=heads)
 
@@ -325,22 +327,22 @@ class Selection:
         self, mode: str, sync_op_or_fn: Any, *, axis: int | None = None, arg: str | int | None = None, out: int | str | None = None,
         grad: str | None = None, over: str | None = None, layouts: str | None = None,
     ) -> Selection:  # fmt: skip
-        """Have the ranks talk where tensors enter or leave the modules.
+        """Add a collective where tensors enter or leave the modules.
 
         Args:
             mode: fwd_pre (an input), fwd_post (an output), bwd_post (the gradient of an input).
             sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce, copy (nothing forward, all_reduce backward), or a function
-                (tensor, group) -> tensor, with ``layouts`` "S(1)->R" that says what it does.
-            axis: of the activation.
-            arg: which input, by name or place (default: the first).
-            out: which output, by place or key (default: the only one, or the first).
-            grad: of all_gather: reduce_scatter or slice (default: worked out).
-            over: the axis of the mesh (default: tp).
+                    (tensor, group) -> tensor, with ``layouts`` such as "S(1)->R" to describe what it does.
+                axis: dim of the activation.
+                arg: input, by name or index (default: the first).
+                out: output, by index or key (default: the only one, or the first).
+                grad: adjoint of all_gather: reduce_scatter or slice (default: inferred).
+                over: axis of the mesh (default: tp).
         """
         return self._add("sync", mode=mode, op=sync_op_or_fn, axis=axis, arg=arg, out=out, grad=grad, over=over, layouts=layouts)
 
     def hook(self, mode: str, fn: Callable[..., Any]) -> Selection:
-        """Register a hook of torch's own, where a ``sync`` of one tensor does not do; not where one rank has everything.
+        """Register a torch hook, for what a ``sync`` of one tensor cannot do; it is omitted if tp is 1.
 
         Args:
             mode: fwd_pre: fn(module, inputs); fwd_post: fn(module, inputs, output); bwd_post: fn(module, grad_inputs, grad_outputs).
@@ -348,39 +350,39 @@ class Selection:
         return self._add("hook", mode=mode, fn=fn)
 
     def vocab_parallel(self, *, gather: bool | None = None) -> Selection:
-        """Split an embedding, or the output layer over the vocabulary, by words; tied ones are split together."""
+        """Split an embedding, or the output layer, along the vocabulary; tied ones are split together."""
         return self._add("vocab_parallel", gather=gather)
 
     def sum_gradients(self, *names: str) -> Selection:
-        """Parameters that every tp rank has whole and uses on a share of heads or positions: their gradients are summed over tp."""
+        """Sum over tp the gradients of parameters that every rank has whole but uses on a share of heads or positions."""
         return self._add("sum_gradients", names=list(names) or None)
 
     def checkpoint(self, policy: str | None = None) -> Selection:
-        """Compute the inside of the modules again in backward instead of keeping it.
+        """Recompute the modules in backward instead of saving their activations (activation checkpointing).
 
         Args:
-            policy: full, or keep_gathered: what all-gathers inside bring is kept, so that they send nothing a second time (default: full).
+            policy: full, or keep_gathered: the results of all-gathers inside are saved, so that these are not repeated (default: full).
         """
         return self._add("checkpoint", policy=policy)
 
     def replace(self, new: Any) -> Selection:
-        """Put another module there, or what a function of (path, module) makes."""
+        """Replace each module by another one, or by the result of a function of (path, module)."""
         return self._add("replace", new=new)
 
     def rng(self, axis: str = "tp") -> Selection:
-        """Random numbers inside differ between the ranks of an axis: dropout of what is split.
+        """Make random numbers inside differ between the ranks of an axis, for dropout on split tensors.
 
         Args:
-            axis: of the mesh; "same": inside of modules where they differ, these have the same on all ranks again.
+            axis: axis of the mesh; "same": inside modules where they differ, these modules get the same numbers on all ranks again.
         """
         return self._add("rng", axis=axis)
 
     def set(self, attribute: str, value: Any = None, *, divide: str | None = None) -> Selection:
-        """Give an attribute a value, or what a function of the old one makes, or divide it by the size of an axis."""
+        """Set an attribute to a value, or to a function of its old value, or divide it by the size of an axis."""
         return self._add("set", attribute=attribute, value=value, divide=divide)
 
     def annotate(self, parameter: str, key: str, value: Any) -> Selection:
-        """Put a note on a parameter, which stays on whatever takes its place."""
+        """Attach a note to a parameter; whatever replaces the parameter keeps the note."""
         return self._add("annotate", parameter=parameter, key=key, value=value)
 
     def _add(self, do: str, **args: Any) -> Selection:
@@ -389,16 +391,16 @@ class Selection:
 
 
 def load(path: str | Path, model: nn.Module, mesh: Mesh | None = None) -> Schedule:
-    """The schedule in a file, of a model. Raises ConfigError: see ``Schedule.load``."""
+    """Load the schedule of a model from a file. Raises ConfigError: see ``Schedule.load``."""
     return schedule(model, mesh).load(path)
 
 
 def schedule(model: nn.Module, mesh: Mesh | None = None, *, seq_dim: int = 1) -> Schedule:
-    """Begin the schedule of a model.
+    """Create an empty schedule for a model.
 
     Args:
-        model: may be on the meta device, to be checked only.
+        model: may be on the meta device, for checks only.
         mesh: ``Mesh.of(groups)`` in a job, ``Mesh.sizes(tp=2)`` to check without one; None: one rank.
-        seq_dim: the dim of activations that runs over positions: 1 of [b, s, h].
+        seq_dim: the sequence dim of activations: 1 of [b, s, h].
     """
     return Schedule(model, mesh or Mesh(), seq_dim)

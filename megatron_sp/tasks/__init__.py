@@ -1,1 +1,1 @@
-"""What is trained beside pretraining: classifiers, and models of Hugging Face transformers."""
+"""Training tasks: pretraining of GPT and BERT, fine-tuning of classifiers, training of external (Hugging Face) models."""

@@ -39,7 +39,7 @@ def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | No
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """What the sums are divided by: masked tokens, and sequences; each twice in validation, where hits are counted too."""
+    """Return the divisors of the sums: masked tokens, and sequences for the order loss; without gradients each twice, for the hits."""
     counts = [batch["loss_mask"].sum()]
     if "order" in batch:
         counts.append(torch.full((), float(len(batch["order"])), device=counts[0].device))
@@ -47,7 +47,7 @@ def loss_counts(batch: MicroBatch) -> list[Tensor]:
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Sums of a micro-batch: loss of masked tokens and of the sentence order; in validation also how many of each were found."""
+    """Return the loss sums of a micro-batch, of masked tokens and sentence order; without gradients also the number of hits of each."""
     made = cast("BertModel", model)(
         batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch.get("order"), context, events
     )  # fmt: skip
@@ -59,7 +59,7 @@ def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, even
 
 
 def bert_task(config: Config) -> Task:
-    """Masked tokens, and sentence order unless --bert-no-binary-head."""
+    """Return the task of BERT pretraining: masked tokens, and sentence order unless --bert-no-binary-head is given."""
     names = ("lm loss", "order loss") if config.model.has_order_head else ("lm loss",)
     metrics = ("lm accuracy", "order accuracy")[: len(names)]
     return Task(

@@ -29,13 +29,13 @@ _FEW_LABELS = 100  # of which the log can hold who was taken for whom; with more
 
 
 class Classification:
-    """One set of labelled texts.
+    """Fine-tuning of a classifier on a set of labelled texts.
 
     Args:
-        table: where their parts stood.
-        train, valid: the examples, with labels.
+        table: format of the data files.
+        train, valid: labelled examples.
     Raises:
-        DataError: fewer than two labels, or one in ``valid`` that ``train`` does not have.
+        DataError: fewer than two labels, or a label in ``valid`` that is not in ``train``.
     """
 
     def __init__(self, table: TextTable, train: Sequence[Example], valid: Sequence[Example]) -> None:
@@ -43,13 +43,13 @@ class Classification:
         check_labels(self.labels, valid)
 
     def fit(self, config: Config, world_size: int) -> None:
-        """Settle the batch, and let a validation see every example once."""
+        """Set the global batch size, and the number of validation batches such that a validation covers every example once."""
         batch = config.batch
         full = batch.global_batch_size or batch.micro_batch_size * config.parallel.dp_size(world_size)
         batch.global_batch_size, batch.eval_iters = full, -(-len(self.valid) // full)
 
     def task(self) -> Task:
-        """For ``training.loop.pretrain``."""
+        """Return the task for ``training.loop.pretrain``."""
         return Task(
             name="finetune_classifier", build_tokenizer=lambda config: build_tokenizer(config.data, config.model.vocab_size),
             build_datasets=self.build_datasets, build_model=self.build_model,
@@ -58,7 +58,7 @@ class Classification:
         )  # fmt: skip
 
     def build_datasets(self, config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-        """All examples; how many samples are asked for decides nothing, for epochs are cyclic."""
+        """Return data sets with all examples; ``num_samples`` is ignored, since epochs are cyclic."""
         length, full = config.model.seq_length, config.batch.global_batch_size
         assert length and full
         return Datasets(
@@ -92,7 +92,7 @@ class Classification:
 
     @torch.no_grad()
     def _classified_here(self, run: Run) -> Tensor:
-        """int64 [examples]: the classes of those that this rank has to do with and speaks for, else 0."""
+        """Return int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others."""
         found = torch.zeros(len(self.valid), dtype=torch.int64)
         plan, groups, dataset = run.plan, run.groups, run.datasets.valid
         assert isinstance(dataset, ClassificationDataset)
@@ -119,11 +119,11 @@ def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """Examples; in validation twice, for the hits."""
+    """Return the number of examples; without gradients twice, for the hits."""
     return [batch["weight"].sum()] * (1 if torch.is_grad_enabled() else 2)
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """Cross entropy summed; in validation also the hits."""
+    """Return the sum of the cross entropies; without gradients also the number of hits."""
     made = model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events)
     return [made.sum] if torch.is_grad_enabled() else [made.sum, made.hits]

@@ -1,7 +1,7 @@
-"""A model that is not ours, split by a schedule, as the training loop wants a model: units, specs, and a sum of token losses.
+"""Adapter of an external model, sharded by a schedule, to the training loop: units, specs, and a sum of token losses.
 
-The model itself is not wrapped: this module has the same children under the same names, so checkpoints know them by the names they always
-had. Logits are made for this rank's positions only; their loss is summed in fp32 or wider.
+The model is not wrapped: this module has the same children under the same names, so that names in checkpoints do not change. Logits are
+computed for this rank's positions only; their loss is summed in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class ExternalModel(nn.Module):
-    """The adapter.
+    """Adapter of an external model to the training loop.
 
     Args:
-        model: split; its forward takes ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids``, and returns ``logits``.
-        applied: what ``Schedule.apply`` made of it.
+        model: sharded model; its forward takes ``input_ids`` and, where the data need them, ``attention_mask`` and ``token_type_ids``, and
+            returns ``logits``.
+        applied: result of ``Schedule.apply``.
     Raises:
         ConfigError: the model has no list of blocks.
     """
@@ -46,19 +47,19 @@ class ExternalModel(nn.Module):
 
     @property
     def parameter_specs(self) -> dict[str, ShardSpec]:
-        """Where each parameter lies in the whole one."""
+        """Placement of each parameter's shard in the whole parameter, by name."""
         return self.applied.specs
 
     def units(self) -> list[Unit]:
-        """What is not in a block, then the blocks."""
+        """Return the units: everything outside the blocks, then the blocks."""
         return self._units
 
     def unit_order(self, *, backward: bool) -> list[int]:
-        """Units in the order in which a pass reads them."""
+        """Return the units in the order in which a pass reads them."""
         return order_of(len(self.blocks), backward=backward)
 
     def attach_units(self, units: list[FlatUnit]) -> None:
-        """Be told where the parameters are."""
+        """Pass the flat units to the hooks, which gather parameters at ZeRO stage 3."""
         sharded = units[0].zero.stage == 3 and units[0].zero.group.size() > 1
         self._hooks.sharded = units if sharded else []
 
@@ -68,7 +69,7 @@ class ExternalModel(nn.Module):
         return self
 
     def forward(self, batch: MicroBatch, events: UnitEvents | None) -> tuple[Tensor, Tensor]:
-        """(sum of masked token losses of this rank's positions; which of its tokens were right, summed with the same mask)."""
+        """Return (sum of token losses, number of correct tokens) at this rank's positions, both weighted with the loss mask."""
         self._hooks.events = events
         self._hooks.forget()
         tokens = batch["tokens"]

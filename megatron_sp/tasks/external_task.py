@@ -1,6 +1,6 @@
-"""Pretraining of models that are not ours, as a task of the training loop: the model and its schedule come from outside, the rest is here.
+"""Training of external models as a task of the training loop: model and schedule are external, everything else is ours.
 
-Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. What concerns the inside of our own blocks alone is refused.
+Data, optimizer, ZeRO, checkpoints, logs and flags are those of every run. Flags that only apply to our own blocks are rejected.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ATTENTION = {"auto": "sdpa", "fused": "sdpa", "unfused": "eager", "local": "eage
 def external_task(
     name: str, build: BuildModel, write: WriteSchedule, *, causal: bool = True, prepare: Callable[[], None] = lambda: None,
 ) -> Task:  # fmt: skip
-    """A task for ``training.loop.pretrain``.
+    """Create a task for ``training.loop.pretrain``.
 
     Args:
-        name: of the run folder when --save is absent.
-        build: from the configuration to the whole model, with random weights or loaded ones.
-        write: puts the lines for tensor parallelism into a schedule; told whether activations are cut along the sequence over tp too.
-        causal: it predicts the next token; else masked ones (BERT's data).
-        prepare: called before anything is built; a ConfigError on one rank is one on all.
+        name: name of the task; first part of the run folder's name if --save is not given.
+        build: builds the whole model from the configuration, with random or loaded weights.
+        write: writes the directives for tensor parallelism into a schedule; its second argument is True with --sequence-parallel.
+        causal: True if the model predicts the next token; else masked tokens (BERT's data).
+        prepare: called before anything is built; a ConfigError on one rank is raised on all.
     """
 
     def tokenizer_of(config: Config) -> Tokenizer:
@@ -84,7 +84,7 @@ def _scheduled(config: Config, layout: ParallelContext, build: BuildModel, write
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Flags that a model which is not ours cannot follow."""
+    """Yield the problems of flags that an external model does not support."""
     kernels, parallel, model = config.kernels, config.parallel, config.model
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode not in ("none", "split-qkv"):
         yield f"--sp-overlap-mode {parallel.overlap_mode} is for our own blocks: a model from outside knows none and split-qkv"

@@ -1,4 +1,4 @@
-"""A model from a local folder: transformers' config.json, and its weights if they are there. Nothing is fetched, no code in it is run."""
+"""Model from a local folder with transformers' config.json and, optionally, weights. Nothing is downloaded, none of its code is run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DROPOUT = {
 
 
 def load_transformers() -> Any:
-    """The package. Raises ConfigError: it is not installed; the way out."""
+    """Import transformers. Raises ConfigError, with instructions, if it is not installed."""
     try:
         return availability.load("transformers")
     except RuntimeError as error:
@@ -28,11 +28,13 @@ def load_transformers() -> Any:
 
 
 def from_folder(folder: str, auto_class: str) -> Callable[[Config], nn.Module]:
-    """What builds the model; with weights where the folder has them, else with random ones. Dropout rates are the flags'.
+    """Return a function that builds the model, with the folder's weights (safetensors) if it has any, else with random ones.
+
+    Dropout rates are those of the flags.
 
     Args:
-        folder: local.
-        auto_class: AutoModelForCausalLM, AutoModelForMaskedLM.
+        folder: local folder.
+        auto_class: AutoModelForCausalLM or AutoModelForMaskedLM.
     """
 
     def build(config: Config) -> nn.Module:

@@ -1,4 +1,4 @@
-"""GPT pretraining: predict the next token."""
+"""GPT pretraining: next-token prediction."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | No
 
 
 def loss_counts(batch: MicroBatch) -> list[Tensor]:
-    """What the sum of token losses is divided by: the tokens that count."""
+    """Return the divisor of the sum of token losses: the number of tokens in the loss mask."""
     return [batch["loss_mask"].sum()]
 
 
 def loss_sums(model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]:
-    """The sum of token losses of a micro-batch."""
+    """Return the sum of token losses of a micro-batch."""
     loss_sum, _ = model(batch["tokens"], batch["labels"], batch["loss_mask"], context, events)
     return [loss_sum]
 

@@ -1,1 +1,1 @@
-"""A run: setup, loop, step, state, logs, watchdog, self-checks."""
+"""Training runs: setup, loop, step, state, logs, watchdog, self-checks."""

@@ -1,4 +1,4 @@
-"""What a person sees: lines from rank 0, and a progress bar with the time left when there is a terminal."""
+"""Console output of a run: lines from rank 0, and on a terminal a progress bar with the time left."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Console:
-    """Prints on rank 0 only.
+    """Console output of rank 0; other ranks print nothing.
 
     Args:
-        rank: this process's rank; others stay silent.
+        rank: this process's rank.
         progress_bar: draw a bar if standard output is a terminal.
     """
 
@@ -29,7 +29,7 @@ class Console:
             print(text, flush=True)
 
     def start_progress(self, total: int, done: int) -> None:
-        """Begin a run of ``total`` steps of which ``done`` are behind us."""
+        """Show the progress bar of a run of ``total`` steps, ``done`` of which are complete."""
         if not self._wants_bar:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

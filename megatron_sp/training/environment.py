@@ -1,4 +1,4 @@
-"""Where a run takes place: versions, device, hosts, layout. Written with each start, so that a report can tell what changed on a resume."""
+"""Environment of a run: versions, device, hosts, layout. Recorded at each start, so that a report can show what changed on a resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sp import __version__
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of what it stands on; CUDA's and NCCL's only where there is a GPU."""
+    """Return the versions of this package, torch and Python, and of CUDA and NCCL where there is a GPU."""
     found = {"megatron_sp": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda or torch.version.hip)
@@ -23,13 +23,13 @@ def versions() -> dict[str, str]:
 
 
 def environment(device: torch.device, hosts: Sequence[str], layout: dict[str, Any], attention: str) -> dict[str, Any]:
-    """For metrics.jsonl.
+    """Return the description of the environment for ``metrics.jsonl``.
 
     Args:
-        device: of rank 0.
-        hosts: of every rank.
-        layout: as in a checkpoint.
-        attention: the kernel in use.
+        device: device of rank 0.
+        hosts: host name of every rank.
+        layout: layout record, as in a checkpoint.
+        attention: name of the attention kernel.
     """
     return {
         "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)), "threads": torch.get_num_threads(),
@@ -38,14 +38,14 @@ def environment(device: torch.device, hosts: Sequence[str], layout: dict[str, An
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """Return the vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name() or platform.machine() or "CPU"
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Of the first processor; empty where the system does not say."""
+    """Return the model name of the first processor; empty if the system does not report it."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Do all ranks have the same model? Compared once, before the first step: one with another seed or version trains something else."""
+"""Fingerprint of the initial model, compared over ranks before the first step: a rank with another seed or version is found at once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class Fingerprint:
-    """Names, shapes, types and sums of the bits of parameters."""
+    """Names, dtypes, shapes and bit sums of parameters."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Take in parameters."""
+        """Add parameters to the fingerprint."""
         for name, param in named:
             self.of[name] = f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} {_sum_of_bits(param)}"
 
     def digest(self) -> str:
-        """A short hash of everything."""
+        """Return a short hash of all parameters added so far."""
         return hashlib.sha256("\n".join(f"{n} {v}" for n, v in self.of.items()).encode()).hexdigest()[:16]
 
     def require_equal(self, groups: ParallelGroups) -> None:
-        """Compare with the ranks that must have the same parameters: those of the same tp rank. Collective.
+        """Check that ranks with the same tp rank have the same parameters. Collective.
 
         Raises:
-            ConfigError: on all ranks; names a rank and a parameter.
+            ConfigError: they differ; raised on all ranks, with a rank and a parameter in the message.
         """
         digests = gather_json([groups.tp_rank, self.digest()], groups.control)
         of_tp: dict[int, tuple[int, str]] = {}
@@ -53,6 +53,6 @@ class Fingerprint:
 
 
 def _sum_of_bits(x: Tensor) -> int:
-    """The same for the same bits, whatever the device."""
+    """Return the sum of the elements' bit patterns as integers; does not depend on the device."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return int(x.detach().contiguous().view(width).sum(dtype=torch.int64))

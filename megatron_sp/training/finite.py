@@ -1,4 +1,4 @@
-"""Numbers that must be finite where a step's own check does not look: the weights after an update, validation, the end of a run."""
+"""Checks for non-finite numbers beyond those within a step: the weights after an update, validation, the end of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _END = 2  # non-finite steps with which a run does not end well: one can be a sa
 
 
 def require_finite_weights(weights: Iterable[Tensor], groups: ParallelGroups, step: int) -> None:
-    """An update whose gradients were finite can still overflow, and such weights are not worth keeping. Collective.
+    """Check that the weights are finite: an update can overflow even if its gradients are finite. Collective.
 
     Raises:
-        NumericsError: on every rank, if some rank's part has a number that is none.
+        NumericsError: on every rank, if any rank's part has a NaN or an infinity.
     """
     bad = any(not _is_finite(part) for part in weights if part.numel())
     flag = torch.tensor([float(bad)])
@@ -37,12 +37,12 @@ def _is_finite(part: Tensor) -> bool:
 
 
 def require_finite_loss(kind: str, loss: float, step: int) -> None:
-    """Raises NumericsError for a validation or test that came to nothing; the same on every rank."""
+    """Raise NumericsError if the mean loss of a validation or test is not finite; the same on every rank."""
     if not math.isfinite(loss):
         raise NumericsError(f"{kind} at step {step}: the mean loss is {loss}. The weights are of no use, or a sample is. {_WAY_OUT}.")
 
 
 def require_sound_end(bad_steps: int, step: int) -> None:
-    """Raises NumericsError if the run ends within a row of non-finite steps; the same on every rank."""
+    """Raise NumericsError if the run ends in a row of at least two non-finite steps; the same on every rank."""
     if bad_steps >= _END:
         raise NumericsError(f"the run ends at step {step} with {bad_steps} non-finite steps in a row, all skipped. {_WAY_OUT}.")

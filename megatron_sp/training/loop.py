@@ -1,7 +1,7 @@
-"""A whole run, readable from top to bottom.
+"""The training loop: a whole run, from top to bottom.
 
-``pretrain(config, task)`` is what an entry script calls. It joins the process group, opens the run folder, has everything built
-(``training/run.py``), then repeats: take a step, log, validate, save, see whether to stop.
+Entry scripts call ``pretrain(config, task)``. It joins the process group, opens the run folder, builds everything
+(``training/run.py``), then repeats: take a step, log, save, validate, check whether to stop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_sp.utils.faults import FaultPlan
 
 
 def pretrain(config: Config, task: Task) -> NoReturn:
-    """Train as ``config`` says and exit the process (see ``utils/errors.py`` for the codes)."""
+    """Train as configured and exit the process (exit codes: ``utils/errors.py``)."""
     launch = Launch.from_env()
     run_main(lambda status: _pretrain(config, task, launch, status), launch)
 
@@ -81,7 +81,7 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
 
 
 def train(run: Run) -> int:
-    """Take the steps that are left, validate, test; returns the exit code."""
+    """Take the remaining steps, validate, test; return the exit code."""
     config, progress = run.config, run.state.progress
     code = EXIT_OK
     if not config.batch.skip_train and progress.step < run.train_iters:
@@ -119,7 +119,7 @@ def train(run: Run) -> int:
 
 
 def _steps(run: Run) -> str:
-    """The loop itself; returns why it ended."""
+    """Run the loop; return the reason why it ended, a key of ``_STOP_REASONS``."""
     batch, progress = run.config.batch, run.state.progress
     made_up_for = not run.continues_own or not _is_validation_due(run) or _evaluate_once(run, "valid", run.valid_loader)
     if not made_up_for:
@@ -150,13 +150,13 @@ def _steps(run: Run) -> str:
 
 
 def _is_validation_due(run: Run) -> bool:
-    """After the step that was taken last, in the midst of training."""
+    """Return whether a validation is due after the last step, by --eval-interval."""
     step, interval = run.state.progress.step, run.config.batch.eval_interval
     return bool(interval and step > 0 and step % interval == 0)
 
 
 def _evaluate_once(run: Run, kind: str, loader: BatchLoader | None) -> bool:
-    """``_evaluate``, unless these weights were by the process before this one."""
+    """Call ``_evaluate``, unless a previous process of this run has already evaluated these weights."""
     step = run.state.progress.step
     if step == run.start.step and kind in run.evaluated:
         run.console.line(f"{kind} at step {step}: done already, as metrics.jsonl says")
@@ -223,16 +223,16 @@ def _wants_stop(run: Run) -> bool:
 
 
 def _any_signal(run: Run) -> bool:
-    """Whether some rank has got a signal, the same answer on every rank. Collective."""
+    """Return whether any rank has received a signal; the same on every rank. Collective."""
     flag = torch.tensor([float(run.signals.requested)])
     return bool(all_reduce(flag, run.groups.control, "max") > 0)
 
 
 def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> bool:
-    """Mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one.
+    """Log the mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one.
 
     Returns:
-        False if a signal to some rank broke it off; then there is no result.
+        False if it was interrupted by a signal to any rank; nothing is logged then but that.
     """
     batch = run.config.batch
     if loader is None or batch.eval_iters == 0:
@@ -270,7 +270,7 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
 
 @contextlib.contextmanager
 def _profiler(run: Run) -> Iterator[Callable[[], None]]:
-    """torch's profiler over the steps of --profile-step-start/-end; yields what is to be called after each step."""
+    """Profile the steps of --profile-step-start/-end with torch's profiler; yields a function to call after each step."""
     logging, rank = run.config.logging, run.launch.rank
     if not logging.profile or rank not in logging.profile_ranks or run.state.progress.step >= logging.profile_step_end:
         yield lambda: None

@@ -1,4 +1,4 @@
-"""What a run is predicted to take, held against the memory there is before it starts, and against what was measured after some steps."""
+"""Predicted memory of a run, compared with the available memory before it starts, and with measurements after some steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STEPS = 10  # after which predictions are compared
 
 
 class MemoryEstimate:
-    """The prediction of one rank; to be made before the model is built.
+    """Predicted memory and traffic of one rank; to be created before the model is built.
 
     Args:
-        config: of the run, its vocabulary known.
-        overlap: how the exchanges of sp are run, settled: {"mode", "chunks"}.
-        world_size, local_world_size: processes, and those on this host.
-        device: of this rank.
+        config: configuration of the run, with the vocabulary size set.
+        overlap: resolved overlap mode of the sp exchanges: {"mode", "chunks"}.
+        world_size, local_world_size: number of processes in all, and on this host.
+        device: device of this rank.
     """
 
     def __init__(self, config: Config, overlap: dict[str, Any], world_size: int, local_world_size: int, device: torch.device) -> None:
@@ -44,10 +44,10 @@ class MemoryEstimate:
         self._before = resident_bytes()
 
     def warning(self) -> list[str]:
-        """Lines for the log if there is too little memory, with what would help.
+        """Return log lines if there is too little memory, with suggestions; else an empty list.
 
         Raises:
-            ConfigError: on a host where not even what stays in memory for the whole run fits: the system would kill a process, wordlessly.
+            ConfigError: on a CPU, not even the memory held for the whole run fits: the system would kill a process without a message.
         """
         available, whose = self._available()
         if available is None:
@@ -58,7 +58,7 @@ class MemoryEstimate:
         return lines
 
     def explain(self) -> list[str]:
-        """What the memory of a rank is for, and what would lower it: for the message of a run that has run out of it."""
+        """Return lines with a breakdown of a rank's memory and suggestions to lower it, for an out-of-memory message."""
         available = self._available()[0] or 0
         peak = self.memory.peak
         first = f"a rank was predicted to need {format_bytes(peak)}: {breakdown(self.memory)}"
@@ -71,7 +71,7 @@ class MemoryEstimate:
         return advice(self._config, self._world_size, self._kind, available)
 
     def _available(self) -> tuple[int | None, str]:
-        """Bytes for this rank, and where they are."""
+        """Return the bytes available to this rank (on a GPU its total memory), and a phrase that describes them."""
         if self._kind == "cuda":
             return torch.cuda.mem_get_info(self._device)[1], "on this GPU"
         host, ranks = host_memory_bytes(), self._local_world_size
@@ -81,10 +81,10 @@ class MemoryEstimate:
         return host // ranks, whose
 
     def spare_host_bytes(self, kept_for_saves: int) -> int | None:
-        """Host memory that this rank can take beyond what it is predicted to need; None where that cannot be read.
+        """Return the bytes of host memory left to this rank beyond its predicted need; None if the available memory cannot be read.
 
         Args:
-            kept_for_saves: what the prediction counts for the copy of a save, which is to be taken from what is returned.
+            kept_for_saves: bytes in the prediction for the copy of a save; they are counted as spare here.
         """
         host = host_memory_bytes()
         if host is None:
@@ -96,7 +96,7 @@ class MemoryEstimate:
         return host // self._local_world_size - max(0, to_come)
 
     def record(self, measured: int, step_s: float) -> dict[str, Any]:
-        """For metrics.jsonl: bytes and seconds."""
+        """Return the record for ``metrics.jsonl``, in bytes and seconds."""
         before = self._before if self._kind == "cpu" else 0
         return {
             "predicted_bytes": self.memory.peak, "measured_bytes": measured, "before_model_bytes": before, "step_s": step_s,
@@ -104,11 +104,11 @@ class MemoryEstimate:
         }  # fmt: skip
 
     def line(self, measured: int, step_s: float) -> str:
-        """Predicted beside measured.
+        """Return a log line that compares the prediction with the measurement.
 
         Args:
-            measured: most that was allocated on the GPU; on a CPU, most that was resident.
-            step_s: of a step.
+            measured: peak bytes allocated on the GPU; on a CPU, peak resident bytes.
+            step_s: seconds of a step.
         """
         if self._kind == "cuda":
             found = f"measured {format_bytes(measured)} allocated"
@@ -121,7 +121,7 @@ class MemoryEstimate:
 
 
 def resident_bytes() -> int:
-    """What this process holds now; 0 where that cannot be read."""
+    """Return the resident memory of this process; 0 if it cannot be read."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -129,7 +129,7 @@ def resident_bytes() -> int:
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this host, or of this container, can still take; None where that cannot be read."""
+    """Return the bytes still available to processes of this host or container; None if they cannot be read."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
@@ -149,7 +149,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def swap_bytes() -> int:
-    """Free swap space of this host; 0 where that cannot be read."""
+    """Return the free swap space of this host in bytes; 0 if it cannot be read."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
         return int(lines["SwapFree"].split()[0]) * 1024

@@ -1,11 +1,11 @@
-"""Records of a run: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
+"""Records of a run: always to ``metrics.jsonl``, and to TensorBoard and Weights & Biases on request.
 
-Nothing in here may stop training: a full or read-only disk costs one warning and the records written meanwhile.
+Nothing here may stop training: a full or read-only disk costs one warning and the records of that time.
 
-Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: its configuration and where it runs),
-``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's last word), ``save``, ``prediction`` (beside what was
-measured) and ``lost_output`` (standard output or error could not be written). Floats that a resumed run must reproduce are also stored as
-hexadecimal (``loss_hex``), where no digit is lost.
+Each line of the file is one JSON object with ``kind``: ``start`` (a process began or resumed: configuration and environment),
+``train`` (a logged step), ``valid``, ``test``, ``classification`` (a classifier's final results), ``save``, ``prediction`` (predicted
+and measured memory) and ``lost_output`` (standard output or error could not be written). Floats that a resumed run must reproduce are
+also stored in hexadecimal (``loss_hex``), which is exact.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LEAST_FREE = 64 << 10  # bytes; below that, a file that others write counts as 
 
 
 class MetricsLog:
-    """Writes records; on ranks other than 0 it does nothing.
+    """Writer of records; does nothing on ranks other than 0.
 
     Args:
-        run_dir: where ``metrics.jsonl`` is; records are appended.
-        config: which trackers to feed.
+        run_dir: folder of ``metrics.jsonl``; records are appended.
+        config: selects the trackers.
         rank: this process's rank.
-        resolved: the whole configuration, shown by trackers.
+        resolved: the whole configuration, passed on to the trackers.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, rank: int, resolved: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class MetricsLog:
             self._guard("W&B", lambda: self._add_wandb(config, run_dir, resolved))
 
     def write(self, kind: str, **values: Any) -> None:
-        """Add a record; the time is added here."""
+        """Write a record, with the time added."""
         if (lost := output.lost()) != self._lost_streams:  # nobody may have seen it elsewhere
             self._lost_streams = lost
             self.write("lost_output", step=values.get("step", 0), **lost)
@@ -111,7 +111,7 @@ class MetricsLog:
         self._closers.append(("W&B", run.finish))
 
     def _watch_threads(self, package: str, what: str) -> None:
-        """Until ``close()``, an error that ends a thread of a tracker is said as any other of it, not as a traceback."""
+        """Until ``close()``, report an error that ends a tracker's thread like any other error of it, not as a traceback."""
         before = threading.excepthook
 
         def hook(ended: threading.ExceptHookArgs) -> None:
@@ -140,7 +140,7 @@ class MetricsLog:
 
 
 def _goes_through(trace: TracebackType | None, package: str) -> bool:
-    """Whether code of a package is among the frames of an error."""
+    """Return whether a frame of the traceback is in code of ``package``."""
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
             return True
@@ -149,7 +149,7 @@ def _goes_through(trace: TracebackType | None, package: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity; as strings they survive every reader."""
+    """Replace NaN and infinities, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

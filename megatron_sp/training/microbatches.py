@@ -1,4 +1,4 @@
-"""How many samples each step takes: the global batch size and its ramp-up, as a function of consumed samples alone."""
+"""Global batch size and its ramp-up, as a function of consumed samples alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class BatchPlan:
 
     Attributes:
         micro_batch_size: sequences per forward pass and data-parallel rank.
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
         full: global batch size after ramp-up.
-        start, increment, ramp_samples: of the ramp; ramp_samples 0 means none.
+        start, increment, ramp_samples: first batch size, increment and length of the ramp-up; ``ramp_samples`` 0: no ramp-up.
     """
 
     micro_batch_size: int
@@ -28,13 +28,13 @@ class BatchPlan:
 
     @classmethod
     def from_config(cls, config: BatchConfig, dp_size: int) -> BatchPlan:
-        """``config`` has been validated for this number of ranks."""
+        """Create the plan from a ``config`` that has been validated for ``dp_size`` ranks."""
         full = config.global_batch_size or config.micro_batch_size * dp_size
         start, increment, ramp_samples = config.rampup_batch_size or (full, 0, 0)
         return cls(config.micro_batch_size, dp_size, full, start, increment, ramp_samples)
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Samples of the step that begins after ``consumed_samples``."""
+        """Return the global batch size of the step that begins after ``consumed_samples``."""
         if self.ramp_samples == 0 or self.increment == 0 or consumed_samples > self.ramp_samples or self.start >= self.full:
             return self.full
         num_increments = divide(self.full - self.start, self.increment)
@@ -42,11 +42,11 @@ class BatchPlan:
         return min(self.start + stage * self.increment, self.full)
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Micro-batches per data-parallel rank of that step."""
+        """Return the number of micro-batches per data-parallel rank of the step that begins after ``consumed_samples``."""
         return divide(self.global_batch_size(consumed_samples), self.micro_batch_size * self.dp_size)
 
     def samples_after(self, num_steps: int, consumed: int = 0) -> int:
-        """Samples consumed when ``num_steps`` more steps were taken after the first ``consumed`` samples."""
+        """Return the number of samples consumed after ``num_steps`` more steps, beginning at ``consumed``."""
         for step in range(num_steps):
             size = self.global_batch_size(consumed)
             if size == self.full:  # the ramp is over: the rest is a product
@@ -55,7 +55,7 @@ class BatchPlan:
         return consumed
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Steps from ``consumed`` samples on until ``samples`` are; the last one may go beyond by less than a batch, it is dropped."""
+        """Return the number of steps from ``consumed`` samples to at most ``samples``; a last partial batch is dropped."""
         steps = 0
         while consumed + (size := self.global_batch_size(consumed)) <= samples:
             if size == self.full:

@@ -1,11 +1,11 @@
-"""--report-overlap: how much of each layer's exchanges ran under computation, as a table, a trace and a picture.
+"""Overlap report (--report-overlap): the share of each layer's communication that was hidden, as a table, a trace and a picture.
 
-    exposed   time that a rank stood still in ``wait()``, summed over a layer's collectives of one pass (a slow peer counts too)
-    exchange  the same collectives, each alone: same sizes, same groups, nothing computed meanwhile
-    hidden    1 - exposed / exchange, shown between 0 and 1
+    exposed   time that a rank was blocked in ``wait()``, summed over a layer's collectives of one pass (a slow peer counts too)
+    exchange  the same collectives, each run alone: same sizes, same groups, no computation meanwhile
+    hidden    1 - exposed / exchange, clamped to [0, 1]
 
-Collectives are recorded during some steps (``comm/recorder.py``). Then every kind of them that occurred is run alone, in turn over several
-rounds, so that what slows the machine for a while slows all of them; of each the median counts. Tables and pictures are rank 0's.
+Collectives are recorded during some steps (``comm/recorder.py``). Then each distinct collective is run alone, in turn over several
+rounds, so that a temporary slowdown of the machine affects all of them; the median of each is used. Tables and pictures are rank 0's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRACED_STEPS = 3
 
 
 class OverlapEntry(NamedTuple):
-    """The collectives of one axis, layer and direction in one step, in seconds; layer None: embedding and head."""
+    """The collectives of one axis, layer and direction in one step; times in seconds; layer None: embedding and head."""
 
     axis: Axis
     layer: int | None
@@ -56,17 +56,17 @@ class OverlapEntry(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of the exchange that cost nothing."""
+        """Share of the exchange that was hidden, from 0 to 1."""
         return min(1.0, max(0.0, 1.0 - self.exposed / self.exchange)) if self.exchange > 0 else 0.0
 
 
 class OverlapReport:
-    """Records some steps, then reports once.
+    """Recorder of some steps, and their overlap report.
 
     Args:
-        num_steps: how many to record; the first is not counted if there are others.
-        groups: of the layout.
-        run_dir: where trace and picture go.
+        num_steps: number of steps to record; the first is not counted if there are others.
+        groups: process groups of the layout.
+        run_dir: folder for trace and picture.
         say: prints a line on rank 0.
     """
 
@@ -77,11 +77,11 @@ class OverlapReport:
         self._written = False
 
     def is_due(self, *, last: bool) -> bool:
-        """Whether to write now: enough steps are recorded, or there will be no more. The same answer on every rank."""
+        """Return whether to write the report now: enough steps are recorded, or there will be no more. The same on every rank."""
         return not self._written and (self.recorder.is_complete or (last and bool(self.recorder.steps)))
 
     def write(self) -> list[OverlapEntry]:
-        """Time the collectives alone, print the table, and on rank 0 write trace and picture. Collective; returns this rank's rows."""
+        """Time the collectives alone; on rank 0 print the table and write trace and picture. Collective; returns this rank's rows."""
         self._written = True
         steps = comparable(self.recorder.steps)
         self.recorder.num_steps, self.recorder.steps = 0, []
@@ -96,7 +96,7 @@ class OverlapReport:
         return rows
 
     def _write_files(self, steps: list[StepTimes], rows: list[OverlapEntry], length: float) -> None:
-        """Trouble with them is a line and no reason to stop."""
+        """Write trace and picture; if that fails, print a line and go on."""
         path = self._run_dir / TRACE_NAME
         try:
             atomic_write_text(path, json.dumps(trace(steps[-_TRACED_STEPS:], rows, length)) + "\n")
@@ -119,19 +119,19 @@ class OverlapReport:
 
 
 def comparable(steps: list[StepTimes]) -> list[StepTimes]:
-    """The steps that count: without the first, which warms up, and as the batch grows only those with as many collectives as the last."""
+    """Return the steps to evaluate: not the first (warm-up), and only those with as many collectives as the last (batch ramp-up)."""
     kept = steps[1:] or steps
     return [step for step in kept if len(step.flights) == len(kept[-1].flights)]
 
 
 def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock: Clock) -> list[float]:
-    """Seconds of each collective with nothing under way beside it: the median over rounds. Collective.
+    """Return the seconds of each collective when run alone: the median over rounds. Collective.
 
-    Those that are of the same sizes on every rank are timed once. What is the same to one rank need not be to another (uneven heads), and
-    all have to take part, so they compare.
+    Collectives with the same sizes on every rank are timed once. Two that are alike on one rank may differ on another (uneven heads), and
+    all ranks have to take part, so the ranks compare their lists first.
 
     Raises:
-        RuntimeError: the ranks have not run the same number of collectives.
+        RuntimeError: the ranks ran different numbers of collectives.
     """
     numbers: dict[Collective, int] = {}
     mine = [numbers.setdefault(what, len(numbers)) for what in collectives]
@@ -156,7 +156,7 @@ def time_alone(collectives: Sequence[Collective], groups: ParallelGroups, clock:
 
 
 def _buffers(collectives: Sequence[Collective], device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each dtype something to send and something to receive into, large enough for all; zeros, which no sum makes infinite."""
+    """Return a send and a receive buffer for each dtype, large enough for all collectives; zeros, so that no sum overflows."""
     found = {}
     for dtype in {what.dtype for what in collectives}:
         sizes = [(sum(what.sends), sum(what.receives)) for what in collectives if what.dtype == dtype]
@@ -187,11 +187,11 @@ def _start(what: Collective, groups: ParallelGroups, send: Tensor, receive: Tens
 
 
 def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[OverlapEntry]:
-    """One row for each axis, layer and direction: sp before tp, layers in order, embedding and head at the end.
+    """Return one row for each axis, layer and direction: sp before tp, layers in order, embedding and head at the end.
 
     Args:
-        steps: with the same collectives in the same order.
-        alone: seconds of each of these by itself.
+        steps: steps with the same collectives in the same order.
+        alone: seconds of each of these collectives when run alone.
     """
     places: dict[tuple[Axis, int | None, Direction], list[int]] = {}
     for index, flight in enumerate(steps[-1].flights):
@@ -205,12 +205,12 @@ def tabulate(steps: Sequence[StepTimes], alone: Sequence[float]) -> list[Overlap
 
 
 def table(rows: Sequence[OverlapEntry], num_steps: int, length: float, shares: Sequence[float]) -> list[str]:
-    """The lines to print.
+    """Return the lines of the table.
 
     Args:
-        rows: rank 0's.
-        num_steps, length: of how many steps the times are medians, and how long one took, in seconds.
-        shares: of every rank, the exposed share of its step.
+        rows: rows of rank 0.
+        num_steps, length: number of steps that the medians are taken over, and median length of a step in seconds.
+        shares: exposed share of the step, for every rank.
     """
     steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
     lines = [f"overlap on rank 0, of one step (median of {steps}, {1e3 * length:.1f} ms):"]
@@ -239,13 +239,13 @@ def _line(word: str, layer: str, direction: str, row: OverlapEntry) -> str:
 
 
 def _added(rows: Sequence[OverlapEntry]) -> OverlapEntry:
-    """Several rows as one."""
+    """Return the sum of several rows as one row."""
     number, exchange, exposed, share = (sum(values) for values in zip(*(row[3:] for row in rows), strict=True))
     return rows[0]._replace(number=int(number), exchange=exchange, exposed=exposed, share_of_step=share)
 
 
 def _summary(rows: Sequence[OverlapEntry]) -> str:
-    """Of all layers in one direction, for the title of a picture."""
+    """Return a summary of all layers in one direction, for the title of a picture."""
     if not rows:
         return "no exchanges"
     whole = _added(rows)
@@ -253,7 +253,7 @@ def _summary(rows: Sequence[OverlapEntry]) -> str:
 
 
 def trace(steps: Sequence[StepTimes], rows: Sequence[OverlapEntry], length: float) -> dict[str, Any]:
-    """Chrome's trace format: one line of computation and waits, and under it as many lines of exchanges as run at once; times in us."""
+    """Return a trace in Chrome's format: a track of computation and waits, and one track for each concurrent exchange; times in us."""
     names: dict[int, str] = {0: "compute"}
     events: list[dict[str, Any]] = []
     start = 0.0

@@ -1,4 +1,4 @@
-"""The picture of --report-overlap: what a rank computed, and under it the exchanges, for two layers forward and backward."""
+"""Picture of --report-overlap: a rank's computation, and below it the exchanges, for two layers forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDE_ENOUGH = 0.011  # of the window for each letter
 
 
 class Window(NamedTuple):
-    """A part of a step: from when to when, in seconds, and what is in it."""
+    """A time window of a step, in seconds, and the spans and collectives in it."""
 
     direction: Direction
     begin: float
@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
 
 def in_lanes(flights: Iterable[CollectiveTimes]) -> list[tuple[int, CollectiveTimes]]:
-    """Each with the first line on which nothing else is at that time."""
+    """Return each collective with the first lane that is free at that time."""
     free_from: list[float] = []
     placed = []
     for flight in sorted(flights, key=lambda f: f.begin):
@@ -46,7 +46,7 @@ def in_lanes(flights: Iterable[CollectiveTimes]) -> list[tuple[int, CollectiveTi
 
 
 def windows(step: StepTimes) -> list[Window]:
-    """The first forward and the first backward pass of two layers in the middle of the model."""
+    """Return the windows of the first forward and the first backward pass of two layers in the middle of the model."""
     layers = sorted({span.layer for span in step.spans if span.layer is not None})
     first = max(0, (len(layers) - LAYERS_SHOWN) // 2)
     shown = set(layers[first : first + LAYERS_SHOWN])
@@ -64,21 +64,21 @@ def windows(step: StepTimes) -> list[Window]:
 
 
 def _first_pass(spans: Sequence[Span], direction: Direction) -> list[Span]:
-    """The spans of the first micro-batch's pass."""
+    """Return the spans of the first micro-batch's pass."""
     start = next((i for i, span in enumerate(spans) if span.direction == direction), len(spans))
     end = next((i for i in range(start, len(spans)) if spans[i].direction != direction), len(spans))
     return list(spans[start:end])
 
 
 def draw_steps(step: StepTimes, path: Path, titles: Mapping[str, str]) -> None:
-    """Write the picture.
+    """Write the picture of a step.
 
     Args:
-        step: which one to show.
-        path: of the PNG.
-        titles: what to say of each direction.
+        step: step to show.
+        path: path of the PNG file.
+        titles: title of each direction.
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     package = availability.load("matplotlib")
     figures = importlib.import_module(f"{package.__name__}.figure")  # no pyplot: no display, and nothing global

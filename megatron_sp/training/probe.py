@@ -1,7 +1,7 @@
-"""--sp-overlap-mode auto: time the attention of one block in every mode on the user's own link, and take the fastest.
+"""Choice of the overlap mode (--sp-overlap-mode auto): time one block's attention in every mode on the actual link, take the fastest.
 
-Forward and backward of the real shape with random weights, the modes in turn within each round, so that what slows the machine for a while
-slows all of them; of each the median over rounds of the slowest rank. Every rank takes part, and all come to the same choice.
+Forward and backward run at the real shape with random weights, the modes in turn within each round, so that a temporary slowdown of the
+machine affects all of them; the score of a mode is the median over rounds of the slowest rank's time. Collective; all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 20.0  # no more rounds are begun after so long
 
 
 def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -> tuple[OverlapMode, int, str]:
-    """Time all modes. Collective.
+    """Time all modes and choose the fastest. Collective.
 
     Returns:
         (mode, number of chunks, a line for the log).
@@ -53,7 +53,7 @@ def choose_overlap(config: Config, groups: ParallelGroups, dtype: torch.dtype) -
 
 
 def choice_from(stored: Any) -> tuple[str, int]:
-    """The choice that a checkpoint of the same layout keeps; ("auto", 2) if it keeps none."""
+    """Return the choice stored in a checkpoint of the same layout; ("auto", 2) if there is none."""
     if isinstance(stored, dict) and stored.get("mode") in ("none", "split-qkv", "chunked"):
         chunks = stored.get("chunks")
         if isinstance(chunks, int) and not isinstance(chunks, bool) and 1 <= chunks <= 1024:
@@ -62,7 +62,7 @@ def choice_from(stored: Any) -> tuple[str, int]:
 
 
 def candidates(config: Config) -> list[Candidate]:
-    """The modes that auto may choose, with their number of chunks."""
+    """Return the modes that auto may choose from, with their numbers of chunks."""
     assert config.model.num_attention_heads
     parallel = config.parallel
     most = config.model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.sequence_parallel_size
@@ -72,17 +72,17 @@ def candidates(config: Config) -> list[Candidate]:
 
 
 def words_for(candidate: Candidate) -> str:
-    """A mode as the log calls it."""
+    """Return the name of a mode in the log."""
     return f"chunked x{candidate[1]}" if candidate[0] == "chunked" else candidate[0]
 
 
 def _agree_over(seconds: float, groups: ParallelGroups) -> float:
-    """The longest of all ranks."""
+    """Return the maximum over all ranks."""
     return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), groups.control, "max"))
 
 
 class _Timer:
-    """One mode's attention, ready to run."""
+    """Attention of one block in one mode, ready to be timed."""
 
     def __init__(self, config: Config, groups: ParallelGroups, candidate: Candidate, dtype: torch.dtype) -> None:
         model, device = config.model, groups.device
@@ -100,7 +100,7 @@ class _Timer:
         self.ctx = ForwardContext(AttentionMask(), kernel=kernel, length=model.seq_length, rotary=rotary)
 
     def run(self) -> float:
-        """Seconds of one forward and backward pass on the slowest rank."""
+        """Return the seconds of one forward and backward pass on the slowest rank."""
         self._synchronize()
         barrier(self.groups.control)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is said about each step: one line per interval, one record in metrics.jsonl, a dump for a step that went wrong."""
+"""Report of each step: one line and one record in ``metrics.jsonl`` per log interval, and a dump of each non-finite step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron_sp.utils.format import format_bytes, format_duration
 
 
 class StepReporter:
-    """Turns step results into lines and records; rates are over the steps since the last line, pauses left out.
+    """Reporter that turns step results into lines and records; rates are over the steps since the last line, without pauses.
 
     Args:
-        config, groups, console, metrics: of the run.
-        train_iters: steps of the whole run.
-        foresight: what is compared after some steps.
+        config, groups, console, metrics: objects of the run.
+        train_iters: number of steps of the whole run.
+        foresight: the prediction that is compared with measurements after some steps.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StepReporter:
         self._doubted = False
 
     def pause_ended(self) -> None:
-        """A save or a validation has ended: its time is not the next step's."""
+        """Restart the step timer after a save or a validation, whose time is not to count for the next step."""
         self._step_began = time.monotonic()
 
     def step(self, progress: Progress, result: StepResult, *, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int) -> None:
-        """Report a step that has just ended."""
+        """Report the step that has just ended."""
         now = time.monotonic()
         self._seconds += now - self._step_began
         if len(self._lengths) < STEPS:
@@ -86,7 +86,7 @@ class StepReporter:
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
 
     def _compare(self, step: int) -> None:
-        """Predicted beside measured, once."""
+        """Report prediction and measurement, once."""
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
         self._console.line(self._foresight.line(measured, length))
         self._metrics.write("prediction", step=step, **self._foresight.record(measured, length))
@@ -132,7 +132,7 @@ def _tflops(value: float) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: allocated on its GPU, or resident on the host."""
+    """Return the peak memory of this process in bytes: allocated on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -140,7 +140,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def dump_bad_step(run_dir: Path, rank: int, progress: Progress, result: StepResult, optimizer: FlatOptimizer) -> Path:
-    """Write what is known about a non-finite step: its samples, and each layer's gradient norm (rank 0 writes). Collective."""
+    """Write the samples of a non-finite step and the gradient norm of each parameter to a file (on rank 0). Collective."""
     path = run_dir / f"nonfinite-step-{progress.step:06d}.json"
     squares: dict[str, Tensor] = {}
     for unit in optimizer.units:

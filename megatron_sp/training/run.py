@@ -1,4 +1,4 @@
-"""The objects of a run, built in the order in which mistakes are cheapest to find, and the checkpoint they start from."""
+"""The objects of a run, built in the order in which errors are cheapest to find, and the checkpoint they start from."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ from megatron_sp.utils.run_log import evaluated
 
 @dataclass(frozen=True)
 class Task:
-    """What an entry script brings.
+    """A training task, as an entry script defines it.
 
     Attributes:
-        name: of the run folder when --save is absent.
-        build_tokenizer: from the configuration; its vocabulary sizes the model.
+        name: name of the task; first part of the run folder's name if --save is not given.
+        build_tokenizer: builds the tokenizer from the configuration; the model's vocabulary follows from it.
         build_datasets: (config, tokenizer, (train, valid, test) samples) -> data sets.
-        build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and ``unit_order()``; it calls
-            ``on_unit`` with itself and each unit as soon as that is there.
-        loss: its loss terms.
-        new_parameters: beginnings of names that --finetune need not find in the checkpoint: these start fresh.
-        finish: called with the run when it is through, on every rank.
-        torch_dropout: its dropout draws from torch's generator, which is to be the same on all ranks of a data-parallel replica.
+        build_model: (config, layout, on_unit) -> this rank's part of the model, on the CPU, with ``units()`` and ``unit_order()``; calls
+            ``on_unit`` with the model and each unit as soon as the unit is built.
+        loss: loss terms.
+        new_parameters: prefixes of parameter names that may be missing in the checkpoint with --finetune; these are freshly initialized.
+        finish: called with the run when it is complete, on every rank.
+        torch_dropout: dropout draws from torch's generator, which must be the same on all ranks of a data-parallel replica.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Run:
         self.saves: Saves | None = None  # from ``prepare`` on
 
     def prepare(self) -> None:
-        """Build everything and load the checkpoint, in the order in which mistakes are cheapest to find."""
+        """Build everything and load the checkpoint, in the order in which errors are cheapest to find."""
         config = self.config
         for note in config.ignored_flags:
             self.console.line(f"ignored: {note}")
@@ -160,7 +160,7 @@ class Run:
             self.saves = Saves(self, None if self._finetunes else stored)
 
     def _build_tokenizer(self, source: Path | None, stored: dict[str, Any] | None, is_adopted: bool) -> None:
-        """The checkpoint's own, unless that gives its weights only and flags name another; kept in the run if there will be checkpoints."""
+        """Build the tokenizer, and keep a copy in the run folder with --save. On a resume it must be the checkpoint's."""
         config, tell = self.config, self.console.line
         resumed = None if self._finetunes or config.batch.skip_train else stored
         with all_ranks_agree(self.groups.control):
@@ -179,7 +179,7 @@ class Run:
         self.tokenizer_record: dict[str, Any] | None = broadcast_json(record, self.groups.control)
 
     def _find_checkpoint(self) -> Path | None:
-        """The step folder to load; None for a fresh start, which is only ever meant, never a fallback."""
+        """Return the step folder to load; None for a fresh start, which is never a fallback."""
         point = starting_point(
             self.config, self.run_dir, has_checkpoint=self.checkpointer.has_checkpoint, is_vacant=self.checkpointer.is_vacant,
             attempt=self.launch.attempt,
@@ -193,7 +193,7 @@ class Run:
 
     @property
     def _finetunes(self) -> bool:
-        """Whether the checkpoint gives its weights only, for a run of its own."""
+        """True if the run takes only the weights of the checkpoint and starts anew."""
         return self.config.checkpoint.finetune and not self.goes_on
 
     def _build_data(self) -> None:
@@ -224,7 +224,7 @@ class Run:
         return loader
 
     def _choose_layout(self, stored: dict[str, Any] | None) -> None:
-        """The layout as the layers see it; --sp-overlap-mode auto is settled here, as in the checkpoint if its layout is the same."""
+        """Build the layers' parallel layout. --sp-overlap-mode auto is resolved here, as in the checkpoint if its layout is the same."""
         parallel, overlap = self.config.parallel, self.config.parallel.overlaps_exchanges
         chunks = parallel.sp_head_chunks or 2
         mode: str = parallel.overlap_mode
@@ -246,7 +246,7 @@ class Run:
         )  # fmt: skip
 
     def layout_record(self) -> dict[str, Any]:
-        """What a checkpoint says of the layout it was written in."""
+        """Return the description of the layout that is stored in a checkpoint."""
         groups, parallel = self.groups, self.config.parallel
         return {
             "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
@@ -323,12 +323,12 @@ class Run:
             )
 
     def _check_data(self, stored: dict[str, Any]) -> SampleHistory:
-        """See that the data are those that the checkpoint was trained on, the samples of its last steps read again. Collective.
+        """Check that the training data are those of the checkpoint, by reading the samples of its last steps again. Collective.
 
         Returns:
-            Those samples, if they are.
+            History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is given.
         Raises:
-            DataError: they are not, and nobody has said that they may be others.
+            DataError: the data differ, without --accept-data-change.
         """
         then = stored.get("evaluation_data")
         for name, now in self.datasets.evaluation_fingerprints.items():
@@ -419,7 +419,7 @@ class Run:
         return words
 
     def close(self) -> None:
-        """Stop threads and files; safe to call at any time. Waits for a save that is under way, if nobody has said that it is lost."""
+        """Stop threads and close files; safe to call at any time. Waits for a save in progress, only briefly if that was abandoned."""
         if self.saves is not None:
             self.saves.close()
         self.console.close()
@@ -431,10 +431,10 @@ class Run:
 
 
 def _where_it_starts(stored: dict[str, Any] | None, plan: BatchPlan) -> Progress:
-    """What is done already when the first step is taken.
+    """Return the progress of the run before its first step.
 
     Raises:
-        CheckpointError: the stored counts are no counts.
+        CheckpointError: a stored count is not a whole number >= 0.
     """
     progress = Progress()
     if stored is not None:
@@ -443,10 +443,10 @@ def _where_it_starts(stored: dict[str, Any] | None, plan: BatchPlan) -> Progress
 
 
 def settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:
-    """The model's vocabulary is the tokenizer's unless the command line says otherwise.
+    """Set the model's vocabulary size to the tokenizer's, unless the command line gives it.
 
     Raises:
-        ConfigError: it says too little.
+        ConfigError: the given size is less than the tokenizer's.
     """
     if config.model.vocab_size is None:
         config.model.vocab_size = tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""A run's tokenizer over its life: kept when it begins, the same on every resume, or a message (``data/tokenizers/kept.py``)."""
+"""Tokenizer of a run: copied into the run folder at its start, and checked on every resume (``data/tokenizers/kept.py``)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_sp.utils.errors import DataError
 def find_tokenizer(
     data: DataConfig, stored: dict[str, Any], source: Path, *, goes_on: bool, is_adopted: bool, tell: Callable[[str], None]
 ) -> None:
-    """Check the run's own copy, and use it where the tokenizer is the checkpoint's: its first files may be gone, or elsewhere.
+    """Point the configuration to the run's own copy of the tokenizer, if that is adopted or its original files are missing.
 
     Args:
-        data: the flags; paths are changed in place.
-        stored: state.json of the checkpoint ``source``.
-        goes_on: not its weights alone are taken: the flags should name its tokenizer, and ``require_same`` will look.
-        is_adopted: no flag has named a tokenizer, so it is the checkpoint's (``adopt_checkpoint_args``).
-        tell: given what the user should know.
+        data: data flags; paths are changed in place.
+        stored: ``state.json`` of the checkpoint ``source``.
+        goes_on: the run is resumed, not only its weights: the flags should name its tokenizer, which ``require_same`` checks.
+        is_adopted: no flag names a tokenizer, so the checkpoint's is used (``adopt_checkpoint_args``).
+        tell: called with messages for the user.
     Raises:
-        DataError: the copy is damaged, or nothing of an adopted tokenizer is left.
-        CheckpointError: state.json says no sense of it.
+        DataError: the copy is damaged, or no file of an adopted tokenizer is left.
+        CheckpointError: the tokenizer's record in ``state.json`` is invalid.
     """
     if not goes_on and not is_adopted:
         return
@@ -40,12 +40,12 @@ def find_tokenizer(
 
 
 def require_same(tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, accept: bool, tell: Callable[[str], None]) -> None:
-    """See that a tokenizer is the checkpoint's.
+    """Check that a tokenizer is the one of the checkpoint.
 
     Args:
-        accept: it may be another, which is told.
+        accept: if it is another one, report that and go on.
     Raises:
-        DataError: it is another.
+        DataError: it is another one, and ``accept`` is false.
     """
     record = kept.Record.from_json(stored.get("tokenizer"))
     if record is None or record.fingerprint in (None, tokenizer.fingerprint()):
@@ -65,10 +65,10 @@ def require_same(tokenizer: Tokenizer, stored: dict[str, Any], source: Path, *, 
 
 
 def keep_for_run(run_dir: Path, data: DataConfig, tokenizer: Tokenizer, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Keep a run's tokenizer in its folder, and say what state.json is to say of it. For one process; a full disk is a warning.
+    """Copy a run's tokenizer into its folder, and return its record for ``state.json``. For one process; a full disk is a warning.
 
     Raises:
-        DataError: a copy that is there is damaged.
+        DataError: an existing copy is damaged.
     """
     try:
         return kept.keep(run_dir, data, tokenizer)._asdict()

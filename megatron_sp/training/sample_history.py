@@ -1,8 +1,8 @@
-"""What the last steps were trained on, kept in the checkpoint, so that a resume notices data that have changed since.
+"""Digests of the last steps' samples, stored in the checkpoint, so that a resume detects data that have changed since.
 
-The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. Data that were replaced between the probes pass it.
-So a checkpoint also holds the digest of every sample of its last steps (``data/digests.py``). A resume reads these samples again,
-the ranks sharing the work, and compares: any layout, any batch size, for samples are known by their numbers.
+The fingerprint of a data set is cheap: sizes, lengths, and a few probes of the tokens. It misses data that were replaced between the
+probes. So a checkpoint also holds the digest of every sample of its last steps (``data/digests.py``). A resume reads these samples
+again, distributed over the ranks, and compares. Layout and batch size may differ, since samples are identified by their numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SAMPLES = 1 << 17
 
 
 class StepSamples(NamedTuple):
-    """The samples of one step: how many were consumed before it, and their digests in the order of the global batch."""
+    """Samples of one step: the number consumed before it, and their digests in the order of the global batch."""
 
     step: int
     consumed_samples: int
@@ -35,7 +35,7 @@ class StepSamples(NamedTuple):
 
 
 class SampleHistory:
-    """The samples of the last ``KEPT_STEPS`` steps (of fewer where batches are huge), the same on every rank."""
+    """Samples of the last ``KEPT_STEPS`` steps (fewer if batches are huge), the same on every rank."""
 
     def __init__(self, steps: Sequence[StepSamples] = ()) -> None:
         self._steps: deque[StepSamples] = deque(steps, KEPT_STEPS)
@@ -44,36 +44,36 @@ class SampleHistory:
         return sum(len(step.digests) for step in self._steps)
 
     def add(self, step: int, consumed_samples: int, digests: list[int]) -> None:
-        """A step that has just been taken."""
+        """Add the step that has just been taken."""
         self._steps.append(StepSamples(step, consumed_samples, digests[:MAX_SAMPLES]))
         while len(self) > MAX_SAMPLES:
             self._steps.popleft()
 
     def words(self) -> str:
-        """Which samples these are, for messages."""
+        """Return a description of these samples for messages."""
         return f"{len(self):,} samples of steps {self._steps[0].step} to {self._steps[-1].step}" if self._steps else "no samples"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For state.json: the digests of a step as base64, 8 characters each."""
+        """Return the steps for ``state.json``, with the digests of a step in base64, 8 characters each."""
         return [{**step._asdict(), "digests": base64.b64encode(to_bytes(step.digests)).decode("ascii")} for step in self._steps]
 
     @classmethod
     def from_json(cls, value: Any) -> SampleHistory:
-        """The inverse.
+        """Create the history from the output of ``to_json``.
 
         Raises:
-            CheckpointError: no such list.
+            CheckpointError: ``value`` is not such a list.
         """
         if not isinstance(value, list) or len(value) > KEPT_STEPS:
             raise CheckpointError(f"state.json: samples must be a list of at most {KEPT_STEPS} steps")
         return cls([_step_of(entry) for entry in value])
 
     def first_difference(self, dataset: Dataset, order: Order, seed: int, group: Group | None) -> str | None:
-        """Read all samples again and say where the first is that differs; None if there is none. Collective.
+        """Read all samples again and describe the first that differs; None if there is none. Collective.
 
         Args:
-            order, seed: of the samples, as the loader has them.
-            group: whose ranks share the work; CPU-capable. None: there is one process.
+            order, seed: order of the samples and its seed, as in the loader.
+            group: group whose ranks share the work; must support CPU tensors. None: a single process.
         """
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         mine: tuple[int, str] | None = None
@@ -85,7 +85,7 @@ class SampleHistory:
         return None if not found else str(min(found)[1])
 
     def _samples(self, total: int, order: Order, seed: int) -> Iterator[tuple[int, int, int, int]]:
-        """(step, number within the step, sample, digest) of all, in the order in which they were trained on."""
+        """Yield (step, number within the step, sample, digest) in the order of training."""
         for step, consumed, digests in self._steps:
             try:
                 ids = next_ids(order, consumed, len(digests), total, seed).tolist()

@@ -1,13 +1,13 @@
-"""After which steps a run saves: every so many, or, with --save-interval auto, as often as costs least.
+"""Interval between saves: a fixed number of steps, or, with --save-interval auto, the one that minimizes the expected loss of time.
 
-A save stops training for C seconds; a failure, one in M seconds, costs the steps since the last save. The least is lost at an interval of
+A save stops training for C seconds; a failure, one in M seconds, costs the steps since the last save. The optimal interval is
 
     sqrt(2 C M)                                       (Young 1974: C much smaller than M)
     sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C  (Daly 2006, used here; M for C >= 2M)
 
-C is measured: what the training's thread stood still for the last save, the largest of all ranks; so is the length of a step. M is stated
-(--mean-time-between-failures-hours), or taken from the largest run whose failures have been published. The interval is never so short
-that a save in the background would still be under way at the next, and never longer than an hour.
+C is measured: the time for which the last save blocked the training thread, the maximum over ranks; so is the length of a step. M is
+given (--mean-time-between-failures-hours), or taken from the largest run with published failures. The interval is never so short that
+a background save would still be running at the next, and never longer than an hour.
 Sources: CACM 17(9), 530; Future Generation Computer Systems 22(3), 303; arXiv:2407.21783, section 3.3.4.
 """
 
@@ -30,7 +30,7 @@ _SPARE = 1.25  # of the time that a save takes beside training
 
 
 def best_interval_s(stall_s: float, failure_s: float) -> float:
-    """Seconds of training between two saves that cost ``stall_s`` each, with one failure in ``failure_s``."""
+    """Return the optimal seconds of training between two saves that cost ``stall_s`` each, with one failure in ``failure_s``."""
     ratio = stall_s / (2 * failure_s)
     if ratio >= 1:
         return failure_s
@@ -38,17 +38,17 @@ def best_interval_s(stall_s: float, failure_s: float) -> float:
 
 
 class SaveInterval:
-    """Says when a save is due; the same on every rank.
+    """Schedule of saves, the same on every rank.
 
     Args:
-        checkpoint: of the configuration.
-        world_size: processes, for the rate of failures when none is stated.
-        group: over which ranks agree on what they have measured; one that moves CPU tensors.
+        checkpoint: checkpoint section of the configuration.
+        world_size: number of processes, for the default failure rate.
+        group: group over which ranks agree on measurements; must support CPU tensors.
         start: step at which the process begins.
-        stored: ``state()`` of the checkpoint that it goes on from, or whatever stands there.
+        stored: ``state()`` from the checkpoint that is resumed; ignored if it is anything else.
 
     Attributes:
-        steps: between two saves; None without saves, or before the first measurement.
+        steps: steps between two saves; None without saves, or before the first measurement.
     """
 
     def __init__(self, checkpoint: CheckpointConfig, world_size: int, group: Group, start: int, stored: Any = None) -> None:
@@ -63,30 +63,30 @@ class SaveInterval:
             self.steps = stored["steps"]
 
     def state(self) -> dict[str, Any] | None:
-        """For state.json."""
+        """Return the state for ``state.json``; None unless the interval is automatic and known."""
         return {"steps": self.steps, "failure_s": self._failure_s} if self.is_auto and self.steps is not None else None
 
     def step_begins(self) -> None:
-        """Call at the beginning of every step: the time between two calls is a step's, with whatever pause there was."""
+        """Record the beginning of a step: the time between two calls is the length of a step, pauses included."""
         now = time.monotonic()
         if self._step_began is not None:
             self._lengths.append(now - self._step_began)
         self._step_began = now
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be a save after ``step``."""
+        """Return whether a save is due after ``step``."""
         if self.is_auto:
             return step - self._last >= (self.steps or FIRST_STEPS)
         return self.steps is not None and step % self.steps == 0
 
     def saved(self, step: int, stall_s: float, write_s: float) -> str | None:
-        """A save of ``step`` has begun. Collective with "auto".
+        """Record a save of ``step`` and, with "auto", choose the next interval. Collective with "auto".
 
         Args:
-            stall_s: for which it stopped this rank.
-            write_s: what the last save in the background took; 0 if there was none.
+            stall_s: seconds for which the save stopped this rank.
+            write_s: seconds that the last background save took; 0 if there was none.
         Returns:
-            With "auto" what has been decided, if it is new.
+            With "auto", a log line if the interval has changed noticeably; else None.
         """
         self._last = step
         if not self.is_auto:

@@ -1,11 +1,11 @@
-"""When a run saves, and what is said of it.
+"""Saves of a run: when they happen, and how their outcome is reported.
 
-    --async-save       copy, go on; hashing, writing and the commit run in a thread (``checkpoint/background.py``)
-    --no-async-save    training waits until the checkpoint stands
+    --async-save       copy and go on; hashing, writing and the commit run in a thread (``checkpoint/background.py``)
+    --no-async-save    training waits until the checkpoint is complete
 
-The outcome of a save in the background is told at the first step behind its end, on every rank; a failure counts as one that training has
-waited for: older checkpoints stay, the next save tries again, and the exit code is 6 only if the last one fails. The last save of a run,
-and that on a signal, is waited for in any case: there is nothing to go on with.
+The outcome of a background save is reported at the first step after its end, on every rank. A failure has the same effect in both modes:
+older checkpoints stay, the next save tries again, and the exit code is 6 only if the last save fails. Training always waits for the last
+save of a run and for that on a signal.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _KEPT = "older checkpoints are as they were"
 
 
 class Saves:
-    """The checkpoints that a run with --save writes. Collective, all but ``poll``, ``abandon`` and ``close``.
+    """The checkpoints that a run with --save writes. All methods are collective but ``poll``, ``abandon`` and ``close``.
 
     Args:
-        run: prepared.
-        stored: state.json of the checkpoint that it goes on from.
+        run: prepared run.
+        stored: ``state.json`` of the checkpoint that is resumed; None otherwise.
 
     Attributes:
-        saved_step: of the last checkpoint that stands, -1 without one.
-        failed: whether the last save has failed.
+        saved_step: step of the last complete checkpoint of this run; -1 if there is none.
+        failed: True if the last save failed.
     """
 
     def __init__(self, run: Run, stored: dict[str, Any] | None) -> None:
@@ -74,11 +74,11 @@ class Saves:
         return background
 
     def is_due(self) -> bool:
-        """Whether --save-interval wants a save after the step that has just been taken."""
+        """Return whether --save-interval requires a save after the last step."""
         return self._interval.is_due(self._run.state.progress.step)
 
     def save(self) -> None:
-        """Save this step, in the background where that is on; waits for the save before it."""
+        """Save this step, in the background if that is on; waits for the previous save."""
         background, step = self._background, self._run.state.progress.step
         began = time.monotonic()
         if background is None:
@@ -95,7 +95,7 @@ class Saves:
         self._run.reporter.pause_ended()
 
     def save_last(self) -> None:
-        """Save this step, if that has not been done, and wait until the checkpoint stands."""
+        """Save this step, unless it is saved already, and wait until the checkpoint is complete."""
         self._save_and_wait(_KEPT)
 
     def _save_and_wait(self, if_not: str) -> None:
@@ -110,7 +110,7 @@ class Saves:
         run.reporter.pause_ended()
 
     def poll(self) -> None:
-        """A step begins: tell what has become of the save in the background, if it has ended."""
+        """Report the outcome of the background save, if it has ended. Call at the beginning of every step."""
         self._interval.step_begins()
         report = self._background.poll() if self._background is not None else None
         if report is not None:
@@ -124,11 +124,11 @@ class Saves:
                 self._note_background(report)
 
     def abandon(self) -> None:
-        """A peer is lost: a save that is under way cannot end well, so nobody need wait for it."""
+        """Give up a save in progress: a peer is lost, so it cannot complete, and ``close`` waits for it only briefly."""
         self._lost = True
 
     def close(self) -> None:
-        """Wait for a save that is under way, however the run ends."""
+        """Wait for a save in progress, however the run ends."""
         if self._background is None or not self._background.in_flight:
             return
         self._closing = True
@@ -146,7 +146,7 @@ class Saves:
         self._note(report, self._stall_s, if_not, background_s=report.seconds, time=self._stalled_until)
 
     def _note(self, report: SaveReport, stall_s: float, if_not: str, **more: float) -> None:
-        """Say what became of a save, for which training stood still for ``stall_s``; ``if_not``: what a failure means."""
+        """Report the outcome of a save that stopped training for ``stall_s``; ``if_not``: consequence of a failure, for the message."""
         run = self._run
         self.failed = not report.saved
         if report.saved:
@@ -162,7 +162,7 @@ class Saves:
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
 
     def _require_finite(self) -> None:
-        """Weights that an update made infinite are no checkpoint. Collective."""
+        """Check that the weights to be saved are finite. Collective."""
         run = self._run
         require_finite_weights((unit.master for unit in run.units), run.groups, run.state.progress.step)
 

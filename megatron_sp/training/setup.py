@@ -1,7 +1,7 @@
-"""From a validated configuration to a process that is ready to train: device, threads, process group, run folder.
+"""Setup of a training process from a validated configuration: device, threads, process group, run folder.
 
 ``run_main`` is the outermost frame of every entry point. It turns a ``ReportedError`` into one message and an exit code, and
-whatever happened into ``run_status.json``, because torchrun reports every failure as 1.
+writes the outcome to ``run_status.json``, because torchrun reports every failure as 1.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from megatron_sp.utils.run_log import read_status, saved_step
 
 
 class RunStatus:
-    """``run_status.json`` of a run: what a script reads after torchrun has ended.
+    """Status file ``run_status.json`` of a run, for scripts to read after torchrun has ended.
 
-    Written by rank 0, and by a surviving rank when rank 0 is the one that died: others write failures alone.
+    Written by rank 0. Other ranks write failures only, so that the file is right even if rank 0 died.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -60,13 +60,13 @@ class RunStatus:
             self.fields.setdefault("saved_step", saved)  # it stays known until there is a newer one
 
     def has_failed(self) -> bool:
-        """Whether some rank has told already why this attempt fails."""
+        """Return whether the file already reports a failure."""
         return self.path is not None and read_status(self.path.parent).get("status") == "failed"
 
     def write(self, status: str, exit_code: int | None = None, message: str = "", **fields: Any) -> None:
-        """Replace the file; trouble with the disk is not worth stopping for.
+        """Replace the file; a disk error is only a warning.
 
-        That another rank has failed stays in it, and is not written over by a rank 0 that goes on for a moment.
+        Another rank's failure is not overwritten with "running" by a rank 0 that has not noticed it yet.
         """
         self.fields.update(fields)
         if self.path is None or (self._rank != 0 and status != "failed"):
@@ -84,11 +84,11 @@ class RunStatus:
 
 
 def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
-    """Run ``body`` and leave the process with its code (``utils/program.py``); never returns.
+    """Run ``body`` and exit the process with its code (``utils/program.py``); never returns.
 
     Args:
-        body: does the work, returns the exit code; it opens the status once the run folder is known.
-        launch: this process's place.
+        body: does the work and returns the exit code; opens the status once the run folder is known.
+        launch: rank, world size and the like of this process.
     """
     output.survive()
     status = RunStatus(launch.rank)
@@ -124,16 +124,16 @@ def run_main(body: Callable[[RunStatus], int], launch: Launch) -> NoReturn:
 
 
 def _end_launcher() -> None:
-    """Ask torchrun's agent, whose child this is, to end too: with --max-restarts it would start a preempted job again.
+    """Send SIGTERM to torchrun's agent, the parent process: with --max-restarts it would restart a preempted job.
 
-    The agent that got the signal ends anyway; those of other hosts would then wait for it in vain.
+    The agent that received the signal ends anyway; those of other hosts would wait for it in vain.
     """
     if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
-    """What was asked for, what the memory is for by the closed form, and what would help; without the form where it is not known yet."""
+    """Return the out-of-memory message: the failed request, the predicted breakdown of memory once it is known, and suggestions."""
     found = f"out of memory: {first_words(error)}"
     try:
         lines = [] if status.explain_memory is None else status.explain_memory()
@@ -148,10 +148,10 @@ def out_of_memory_message(error: BaseException, status: RunStatus) -> str:
 
 
 def choose_device(config: Config, launch: Launch) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Raises:
-        ConfigError: a GPU was demanded and there is none, or more ranks than GPUs run on this host.
+        ConfigError: --device cuda without a GPU, or more ranks than GPUs on this host.
     """
     choice = config.kernels.device
     if choice == "auto":
@@ -170,10 +170,10 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
 
 
 def set_threads(config: Config, launch: Launch) -> int:
-    """Give this process its share of the host's cores, unless it was told otherwise.
+    """Set the number of threads to this process's share of the host's cores, unless it is configured; return it.
 
-    ``OMP_NUM_THREADS`` tells a process that is alone on its host. Of several it tells nothing: torchrun sets it to 1 for them, which
-    would waste the rest.
+    ``OMP_NUM_THREADS`` counts only for a process that is alone on its host. With several it is ignored, since torchrun sets it to 1 for
+    them, which would leave cores idle.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = _number(os.environ.get("OMP_NUM_THREADS", "")) if launch.local_world_size == 1 else 0
@@ -183,7 +183,7 @@ def set_threads(config: Config, launch: Launch) -> int:
 
 
 def _number(text: str) -> int:
-    """Of threads, the outermost level of "4" or "4,2"; 0 where OpenMP would not take it either."""
+    """Return the outermost level of a number of threads, "4" or "4,2"; 0 if the text is not valid."""
     first = text.split(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and len(first) < 5 else 0
 
@@ -192,7 +192,7 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
     """Choose the device, join the process group and build the layout. Collective.
 
     Raises:
-        PeerError: not all ranks came.
+        PeerError: not all ranks joined.
     """
     device = choose_device(config, launch)
     if device.type == "cpu" and config.parallel.distributed_backend == "nccl":
@@ -221,10 +221,10 @@ def join(config: Config, launch: Launch) -> ParallelGroups:
 
 
 def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
-    """The run folder, the same on every rank: --save, or a fresh one named after the program and the time. Created if absent. Collective.
+    """Return the run folder, created if absent: --save, or a fresh one named after task and time. The same on every rank. Collective.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the folder cannot be created.
     """
     fresh = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = Path(broadcast_json(config.checkpoint.save or fresh, groups.control))
@@ -237,11 +237,11 @@ def open_run_dir(config: Config, name: str, groups: ParallelGroups) -> Path:
 
 
 def lock_run_dir(run_dir: Path) -> RunLock:
-    """Take the run's lock; for rank 0 alone.
+    """Take the run's lock; for rank 0 only.
 
     Raises:
-        LockError: another job writes there.
-        DiskError: we may not.
+        LockError: another job writes to the folder.
+        DiskError: the folder cannot be written.
     """
     try:
         return RunLock(run_dir, job=os.environ.get("TORCHELASTIC_RUN_ID", ""))
@@ -250,7 +250,7 @@ def lock_run_dir(run_dir: Path) -> RunLock:
 
 
 def dtype_of(config: Config) -> torch.dtype:
-    """torch's dtype of parameters and activations."""
+    """Return the torch dtype of parameters and activations."""
     dtype = getattr(torch, config.precision.params_dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

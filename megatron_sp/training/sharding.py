@@ -1,4 +1,4 @@
-"""From a task's model to its flat units: built unit by unit, so that with ZeRO stage 3 the whole model never exists on one rank."""
+"""Sharding of a task's model into flat units, unit by unit, so that with ZeRO stage 3 the whole model never exists on one rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_sp.training.fingerprint import Fingerprint
 
 @dataclass
 class ShardedModel:
-    """A model whose parameters lie in flat units, and who moves them.
+    """A model whose parameters are stored in flat units, and the objects that communicate them.
 
     Attributes:
-        fingerprint: of the initial parameters, before anything was taken away.
-        host: of master weights in host memory (--offload-optimizer), else None.
+        fingerprint: fingerprint of the initial parameters, before sharding.
+        host: copies for master weights in host memory (--offload-optimizer), else None.
     """
 
     model: nn.Module
@@ -43,15 +43,15 @@ def build_sharded(
     build_model: Callable[..., nn.Module], config: Config, layout: ParallelContext, groups: ParallelGroups | None, device: torch.device,
     prepare: Callable[[nn.Module, Unit], None] | None = None,
 ) -> ShardedModel:  # fmt: skip
-    """Build a model and put it into flat units.
+    """Build a model and move its parameters into flat units.
 
     Args:
-        build_model: of the task.
-        config: of the run.
-        layout: as the layers see it.
-        groups: None: this process alone, whatever the configuration says.
-        device: where to.
-        prepare: may change a unit's parameters before they are taken in.
+        build_model: builds the task's model (``run.Task``).
+        config: configuration of the run.
+        layout: parallel layout for the layers.
+        groups: process groups; None: this process alone, whatever the configuration says.
+        device: device for the model.
+        prepare: may change a unit's parameters before they are sharded.
     """
     parallel = config.parallel
     zero = Zero() if groups is None else Zero(parallel.zero_stage, groups.dp_sp)
@@ -85,13 +85,13 @@ def build_sharded(
 
 
 def pools_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Pool]:
-    """Which of a model's units share buffers at stage 3."""
+    """Return the buffer pools of a model at ZeRO stage 3: the units that share buffers."""
     units: list[Unit] = model.units()  # type: ignore[operator]
     tied = model.unit_order(backward=False).count(0) > 1  # type: ignore[operator]
     return pools_of([u.alike for u in units], 2 + parallel.zero3_keep_units, tied=tied, keep_all=parallel.zero3_gather_once)
 
 
 def named_parameters(model: nn.Module, unit: Unit) -> list[tuple[str, nn.Parameter]]:
-    """A unit's parameters under their names in the whole model."""
+    """Return a unit's parameters with their names in the whole model."""
     names: dict[int, Any] = {id(p): n for n, p in model.named_parameters()}
     return [(names[id(p)], p) for p in unit.module.parameters()]

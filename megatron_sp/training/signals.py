@@ -1,8 +1,8 @@
-"""SIGTERM, SIGINT and SIGHUP ask for a stop; all ranks agree on the step, save, and exit with code 75.
+"""Graceful stop on SIGTERM, SIGINT and SIGHUP: all ranks agree on the step, save, and exit with code 75.
 
-A handler only sets a flag; the flag travels with the step's first all_reduce, so a signal to one rank stops all of them after
-the same step. A second signal, not the same key press fanned out by the launcher, ends this process at once, even where it waits in a
-collective, in which Python calls no handler: the interpreter's C code reports signals to a pipe, and a thread reads that.
+A handler only sets a flag, which is sent with the step's first all_reduce, so that a signal to one rank stops all of them after the
+same step. A second signal (not the same key press forwarded by the launcher) ends this process at once, even while it is blocked in a
+collective, where Python runs no handlers: the interpreter's C code writes signals to a pipe, which a thread reads.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ECHO_SECONDS = 2.0  # under a launcher a Ctrl-C reaches us from the terminal an
 
 
 class StopSignals:
-    """Installs the handlers on ``install``; ``requested`` says whether a stop was asked for.
+    """Signal handlers that set ``requested`` when a stop is requested; active from ``install`` to ``restore``.
 
     Args:
-        launched: by something that repeats signals to us: what comes right behind the first one is no second one.
+        launched: True under a launcher that forwards signals: one that follows the first within a moment is then not a second one.
     """
 
     def __init__(self, launched: bool = True) -> None:
@@ -35,7 +35,7 @@ class StopSignals:
         self._pipe: tuple[int, int] | None = None
 
     def install(self) -> None:
-        """From the main thread."""
+        """Install the handlers. Call from the main thread."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -47,7 +47,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """What was before; harmless if there is nothing to restore."""
+        """Restore the previous handlers; does nothing if none were installed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -67,7 +67,7 @@ class StopSignals:
         self.requested = True
 
     def _watch(self, reports: int) -> None:
-        """Says the first signal's words, and ends the process on the second's."""
+        """Print a message on the first signal, and end the process on the second."""
         told = False
         while numbers := os.read(reports, 512):
             now = time.monotonic()
@@ -88,7 +88,7 @@ _registered = threading.Event()
 
 
 def _forks_are_deaf() -> None:
-    """A worker that gets the same Ctrl-C must not report it to this process's pipe."""
+    """Keep forked workers, which receive the same Ctrl-C, from writing it to this process's pipe."""
     if not _registered.is_set():
         _registered.set()
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -1,6 +1,6 @@
-"""Where a run starts: which checkpoint --load, --save and --auto-resume mean together, and when a fresh start is meant.
+"""Starting point of a run: the checkpoint that --load, --save and --auto-resume select together, or a fresh start.
 
-One answer for the run and for its dry run. Nothing here loads torch.
+The run and its dry run share this code. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_sp.utils.run_log import saved_step
 
 
 class StartingPoint(NamedTuple):
-    """What to load.
+    """The checkpoint to load, if any.
 
     Attributes:
         source: a run, a checkpoints folder or a step folder; None: a fresh start.
-        ckpt_step: the step to take instead of the newest.
-        goes_on: it is the run's own, so everything is taken over.
-        continues_own: its records are those of this run, too.
-        note: one line for the log, where a fresh start is not plain from the flags.
+        ckpt_step: step to load instead of the newest.
+        goes_on: the run resumes from its own checkpoint, so all state is loaded.
+        continues_own: the records in the run folder are also this run's own.
+        note: a line for the log if the fresh start is not obvious from the flags; else empty.
     """
 
     source: Path | None
@@ -41,20 +41,20 @@ class StartingPoint(NamedTuple):
 def starting_point(
     config: Config, run_dir: Path | None, *, has_checkpoint: Callable[[Path], bool], is_vacant: Callable[[Path], bool], attempt: int = 0
 ) -> StartingPoint:
-    """Decide it.
+    """Determine the starting point of a run.
 
-    A run that goes on (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and then the newest of them:
-    --ckpt-step belongs to --load if that names another run. Scripts name one folder as --load and --save, before there is anything in
-    it: their first run starts afresh, but only in a folder in which nothing looks like a checkpoint, ours or another program's.
+    A resumed run (--auto-resume, or a restart by torchrun) prefers its own checkpoints to --load, and the newest of them: --ckpt-step
+    belongs to --load if that names another run. Scripts name the same folder as --load and --save while it is still empty: their first
+    run starts afresh, but only if nothing in the folder looks like a checkpoint, of this package or of another program.
 
     Args:
-        config: normalised.
-        run_dir: where this run saves; None: it does not.
-        has_checkpoint: whether a folder has step folders, the same answer on every rank.
-        is_vacant: as ``find.is_vacant``, the same answer on every rank.
-        attempt: of torchrun; 0 is the first.
+        config: normalised configuration.
+        run_dir: folder in which this run saves; None: it does not save.
+        has_checkpoint: returns whether a folder has step folders, the same on every rank.
+        is_vacant: like ``find.is_vacant``, the same on every rank.
+        attempt: number of torchrun's restarts; 0 for the first attempt.
     Raises:
-        CheckpointError: another run is in the folder, or what --load names is not there and not meant to be missing.
+        CheckpointError: the folder holds another run; or a fresh start lacks the model's shape (--use-checkpoint-args).
     """
     checkpoint = config.checkpoint
     load = None if checkpoint.load is None else Path(checkpoint.load)
@@ -82,10 +82,10 @@ def starting_point(
 
 
 def require_kept_steps(run_dir: Path) -> None:
-    """A run that has saved has its checkpoints: one that was lost is no reason to start afresh, without a word.
+    """Check that a run that has saved still has checkpoints: if they are lost, it must not silently start afresh.
 
     Raises:
-        CheckpointError: run_status.json tells of a saved step, and there is none.
+        CheckpointError: run_status.json reports a saved step, but there is no step folder.
     """
     saved, folder = saved_step(run_dir), run_dir / "checkpoints"
     if saved is not None and not holds_steps(folder):
@@ -97,13 +97,13 @@ def require_kept_steps(run_dir: Path) -> None:
 
 
 def check_on_paper(config: Config) -> StartingPoint:
-    """As a run would look at --load and --save, but nothing is made, and files are not read in full.
+    """Check --load and --save as a run would, but without creating anything or reading files in full.
 
     Returns:
-        Its starting point, its ``source`` a step folder.
+        The starting point, with a step folder (or None) as ``source``.
     Raises:
-        CheckpointError: what is to be loaded is absent, or visibly incomplete; or what was saved is gone.
-        ConfigError, DiskError: --save cannot be made, or cannot be written.
+        CheckpointError: the checkpoint to load is missing or visibly incomplete; or the saved checkpoints are gone.
+        ConfigError, DiskError: the folder of --save cannot be created, or cannot be written.
     """
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     if save is not None:
@@ -125,7 +125,7 @@ def check_on_paper(config: Config) -> StartingPoint:
 
 
 def _can_be_written(folder: Path) -> None:
-    """Whether a run could make this folder, or write into it."""
+    """Check that a run could create this folder, or write to it; raises ConfigError or DiskError."""
     there = folder.absolute()
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent

@@ -1,8 +1,8 @@
-"""What a checkpoint of a run holds, and how it comes back.
+"""Training state in a checkpoint, and how it is restored.
 
-Tensors are handed to the checkpoint by their global name and shape: parameters under their own names, the optimizer's as
-``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Rows that pad the vocabulary exist in memory only. Everything else is JSON. There is no
-random state (``docs/design/001-frame.md``): seed and step say it all.
+Tensors are passed to the checkpoint by global name and shape: parameters under their own names, optimizer state as
+``optimizer.{exp_avg,exp_avg_sq,master}.<name>``. Padding rows of the vocabulary exist in memory only. Everything else is JSON. There is
+no random state (``docs/design/001-frame.md``): it follows from seed and step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STRUCTURE = (
 
 @dataclass
 class Progress:
-    """How far the run is."""
+    """Progress of a run, in steps, samples and tokens."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -49,12 +49,12 @@ class Progress:
         return dict(vars(self))
 
     def load(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> None:
-        """Take over the counts of a checkpoint.
+        """Load the counts of a checkpoint.
 
         Args:
-            next_batch: how many samples the step takes before which so many are consumed.
+            next_batch: maps consumed samples to the global batch size of the next step.
         Raises:
-            CheckpointError: one is not a count.
+            CheckpointError: a count is not a whole number >= 0.
         """
         for key in vars(self):
             value = self._older(state, next_batch) if key == "scheduled_samples" and key not in state else state.get(key, 0)
@@ -63,15 +63,15 @@ class Progress:
             setattr(self, key, value)
 
     def _older(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> int:
-        """``scheduled_samples`` of a run from before they were counted: its steps went by what was consumed at their own end.
+        """Return ``scheduled_samples`` for a checkpoint from before they were counted, when a step went by the samples at its own end.
 
-        The next step's goes on from there, so the curve has no kink. A converted checkpoint has no schedule of ours.
+        The next step goes on from there, so the curve has no kink. A converted checkpoint has no schedule of ours.
         """
         return self.consumed_samples + (next_batch(self.consumed_samples) if is_ahead(state) else 0)
 
 
 class TrainingState:
-    """Everything a resume needs, as tensors and as JSON."""
+    """All state that a resume needs, as tensors and as JSON."""
 
     def __init__(self, model: nn.Module, units: list[FlatUnit], optimizer: FlatOptimizer | None, scaler: LossScaler) -> None:
         self.model, self.units, self.optimizer, self.scaler = model, units, optimizer, scaler
@@ -82,7 +82,7 @@ class TrainingState:
         self.specs = {name: specs.get(name) or ShardSpec.whole(tuple(p.shape), 0, 1) for name, p in model.named_parameters()}
 
     def weights(self) -> dict[str, GlobalTensor]:
-        """Every parameter, trainable or frozen, once."""
+        """Return every parameter once, trainable or frozen."""
         found: dict[str, GlobalTensor] = {}
         for unit in self.units:
             found |= {slot.name: _of_slot(unit.layout, slot, unit.local_params) for slot in unit.slots}
@@ -94,7 +94,7 @@ class TrainingState:
         return found
 
     def optimizer_tensors(self) -> dict[str, GlobalTensor]:
-        """The optimizer's state, and fp32 master weights where parameters have 16 bits."""
+        """Return the optimizer's state, with fp32 master weights if parameters have 16 bits."""
         found: dict[str, GlobalTensor] = {}
         if self.optimizer is None:
             return found
@@ -107,14 +107,14 @@ class TrainingState:
         return found
 
     def to_load(self, stored: Collection[str], *, weights_only: bool) -> tuple[dict[str, GlobalTensor], set[str]]:
-        """What to ask a checkpoint for, and what of it may stay unread.
+        """Return the tensors to load from a checkpoint, and the names of those that may stay unread.
 
-        A run with 16 bits goes on from the weights of a wider one as its master weights, and a wider one from the master weights of a run
-        with 16 bits, not from their rounding.
+        A 16-bit run takes its master weights from the weights of an fp32 or fp64 checkpoint. An fp32 or fp64 run takes its weights from the
+        master weights of a 16-bit checkpoint, not from their rounding.
 
         Args:
             stored: names of the tensors in the checkpoint.
-            weights_only: nothing of the optimizer.
+            weights_only: load nothing of the optimizer.
         """
         wanted, unread = self.weights(), set[str]()
         if weights_only:
@@ -130,7 +130,7 @@ class TrainingState:
         return {**wanted, **optimizer}, unread
 
     def to_json(self, config: Config, schedule: dict[str, Any], fingerprint: str, world: dict[str, Any]) -> dict[str, Any]:
-        """The part of a checkpoint that is not tensors."""
+        """Return the part of a checkpoint that is not tensors."""
         return {
             **self.progress.to_dict(),
             "num_updates": self.optimizer.num_updates if self.optimizer is not None else 0,
@@ -147,14 +147,14 @@ class TrainingState:
         }
 
     def load_json(self, state: dict[str, Any], start: Progress, *, weights_only: bool) -> None:
-        """Take over the progress that was made and the scaler (not with --finetune)."""
+        """Set the progress to ``start``, and unless ``weights_only`` load the update count and the loss scaler. Not for --finetune."""
         self.progress = replace(start)
         if self.optimizer is not None and not weights_only:
             self.optimizer.num_updates = int(state["num_updates"])
             self.scaler.load_state(state["loss_scaler"])
 
     def after_load(self, *, weights_only: bool) -> None:
-        """Call after loading: master weights that were not loaded are those of the model, and else the model's are their rounding."""
+        """Bring master weights and model weights into agreement after loading: master weights that were loaded take precedence."""
         for unit in self.units:
             if weights_only or not unit.is_16_bit:
                 unit.refresh_master()
@@ -163,12 +163,12 @@ class TrainingState:
 
 
 def is_ahead(state: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of a run whose learning rate was one step ahead of Megatron's, as ours was once."""
+    """Return whether a checkpoint is of an older version, whose learning rate was one step ahead of Megatron's."""
     return "scheduled_samples" not in state and state.get("schedule") is not None
 
 
 def _of_slot(layout: FlatLayout, slot: Slot, flat: Tensor) -> GlobalTensor:
-    """What a rank's range ``flat`` of a unit holds of a parameter."""
+    """Return the part of a parameter that is in ``flat``, a rank's range of a unit."""
     part = within(range(slot.start, slot.stop), layout.shard)
     return GlobalTensor.of_range(slot.spec, tuple(slot.shape), flat[part.start : part.stop], max(layout.shard.start - slot.start, 0))
 
@@ -179,7 +179,7 @@ def check_structure(stored: dict[str, Any], config: Config) -> list[str]:
     Returns:
         Lines about harmless differences, for the log.
     Raises:
-        CheckpointError: the model has another shape; a table of the differences.
+        CheckpointError: the model has another shape; the message lists the differences.
     """
     old, _ = stored_configuration(stored)
     if old.model.vocab_size is None:
@@ -210,13 +210,13 @@ def _value(model: Any, name: str) -> Any:
 
 
 def adopt_checkpoint_args(stored: dict[str, Any], config: Config) -> bool:
-    """--use-checkpoint-args: take the model's shape from the checkpoint; dropout, precision and the rest stay ours.
+    """Take the model's shape from the checkpoint (--use-checkpoint-args), but not dropout, precision and the rest.
 
-    A sequence length that only a preset has named is no wish of the user's: the checkpoint's replaces it. The vocabulary is a part of
-    the shape; where no flag names a tokenizer, that is the checkpoint's too.
+    A sequence length that comes only from a preset is replaced by the checkpoint's. The vocabulary is part of the shape; if no flag names
+    a tokenizer, the checkpoint's is taken, too.
 
     Returns:
-        Whether the tokenizer is; its paths are those of the training (``run_tokenizer.find_tokenizer``).
+        True if the tokenizer is taken; its paths are still those of the training (see ``run_tokenizer.find_tokenizer``).
     """
     old, _ = stored_configuration(stored)
     takes_tokenizer = config.data.tokenizer_type is None

@@ -7,7 +7,7 @@
     each unit's parameters  --all_gather from shards-->  (under the next forward; ZeRO stages 1 and 2)
 
 Nothing is averaged: the loss is divided by the *global* number of loss tokens, so gradients are summed over micro-batches and
-over ranks, and a rank without a single loss token is no special case.
+ranks, and a rank without loss tokens is no special case.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from megatron_sp.utils.faults import NO_FAULTS, FaultPlan
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch on the device, but for what the host reads (documents, lengths, digests): it would have to wait for it."""
+    """Move a micro-batch to the device, except for what the host reads (documents, lengths, digests), which would cause a sync."""
     return {name: t if name in ("documents", "length", "digests") else t.to(device, non_blocking=True) for name, t in batch.items()}
 
 
 class LossFunction(Protocol):
-    """The sums of the loss terms of one micro-batch, before division: one scalar tensor for each term."""
+    """Function that returns the sums of one micro-batch's loss terms, before division: one scalar tensor for each term."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch, context: ForwardContext, events: UnitEvents | None) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a task is trained on.
+    """Loss terms of a task.
 
     Attributes:
-        names: of the terms, for the log; the first one is "the loss" of the run.
-        counts: from a micro-batch, what each term's sum is divided by (known before any forward).
-        sums: the sums themselves.
-        causal: tokens see those before them; else all of their sequence.
-        metrics: names of what ``sums`` and ``counts`` add behind the terms of the loss when gradients are off: for validation, not trained.
-        of_tokens: the first term is a mean over tokens, so e to it is a perplexity.
+        names: names of the terms in the log; the first one is "the loss" of the run.
+        counts: returns the divisor of each term's sum for a micro-batch (known before any forward pass).
+        sums: returns the sum of each term.
+        causal: True for a causal attention mask; else tokens attend to their whole sequence.
+        metrics: names of the values that ``sums`` and ``counts`` append to the loss terms when gradients are off, for validation only.
+        of_tokens: True if the first term is a mean over tokens, so that its exponential is a perplexity.
     """
 
     names: tuple[str, ...]
@@ -65,17 +65,17 @@ class Loss:
 
 @dataclass
 class StepResult:
-    """What a step did; the same values on every rank.
+    """Result of a step, the same on every rank.
 
     Attributes:
-        losses: each term, per loss token, over all ranks.
-        grad_norm: of the unscaled gradients, before clipping.
-        updated: whether the weights were changed.
-        overflow: an ordinary fp16 overflow (the loss scale goes down; not an error).
-        stop_requested: some rank got a signal, or ran out of time.
-        num_loss_tokens: what the first term was divided by.
-        sample_ids: of the global batch, in its order.
-        sample_digests: likewise (``data/digests.py``); none if the step was not given any.
+        losses: each loss term divided by its count, over all ranks.
+        grad_norm: norm of the unscaled gradients, before clipping.
+        updated: True if the weights were updated.
+        overflow: True for an ordinary fp16 overflow (lowers the loss scale; not an error).
+        stop_requested: True if any rank received a signal or ran out of time.
+        num_loss_tokens: divisor of the first loss term.
+        sample_ids: ids of the samples, in the order of the global batch.
+        sample_digests: digests of the samples in the same order (``data/digests.py``); empty if the step was given none.
     """
 
     losses: list[float]
@@ -133,7 +133,7 @@ class TrainStep:
         recorder: of collectives and computation; told where a step and its passes begin.
 
     Attributes:
-        before_update: called when the weights are about to change; who copies them on another stream makes this one wait here.
+        before_update: called before the weights change; a copy of them on another stream synchronizes here.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class TrainStep:
         """Perform step number ``step`` (from 1).
 
         Args:
-            micro_batches: this rank's, in order; at least one.
+            micro_batches: this rank's micro-batches, in order; at least one.
             step: number of the step; a key of dropout.
-            lr, weight_decay: of this step.
-            stop: this rank wants to stop after the step.
-            digests: of the samples of each micro-batch, float64 [b] on the host; all ranks get those of the global batch.
+            lr, weight_decay: learning rate and weight decay of this step.
+            stop: True if this rank wants to stop after the step.
+            digests: digests of each micro-batch's samples, float64 [b] on the host; the result has those of the global batch.
         """
         if self.options.drops and (self.options.torch_dropout or self.options.kernel != "reference"):
             # what draws from torch's generator (dropout in kernels, in models from outside) is keyed, so that a resumed run draws the same
@@ -189,7 +189,7 @@ class TrainStep:
     def _start_totals(self, micro_batches: list[MicroBatch], stop: bool, digests: Sequence[Tensor]) -> Handle:
         """Start summing [count of each term, number of ranks that want to stop, digest of each sample] over the ranks.
 
-        All ranks of a data-parallel replica have the same whole sequences, so one of them counts.
+        All ranks of a data-parallel replica have the same whole sequences, so only one of them contributes its counts.
         """
         counts = [torch.stack([c.double() for c in self.loss.counts(batch)]) for batch in micro_batches]
         device = counts[0].device
@@ -199,7 +199,7 @@ class TrainStep:
         return all_reduce_async(self._totals, self.groups.world)
 
     def _in_batch_order(self, digests: Sequence[Tensor], device: torch.device) -> Tensor:
-        """float64 [samples of the global batch]: this rank's digests where its samples are, 0 elsewhere."""
+        """Return float64 [samples of the global batch]: this rank's digests at the places of its samples, 0 elsewhere."""
         if not digests:
             return torch.empty(0, dtype=torch.float64, device=device)
         groups, shape = self.groups, (len(digests), self.groups.dp_size, digests[0].numel())
@@ -209,7 +209,7 @@ class TrainStep:
         return everybody.flatten().to(device, non_blocking=True)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], step: int, totals: Handle) -> Tensor:
-        """Run every micro-batch; returns this rank's sums of the loss terms, fp64 [terms]."""
+        """Run forward and backward of every micro-batch; return this rank's sums of the loss terms, fp64 [terms]."""
         sums = torch.zeros(len(self.loss.names), dtype=torch.float64, device=self._totals.device)
         inverse: Tensor | None = None
         for index, batch in enumerate(micro_batches):
@@ -265,7 +265,7 @@ def _step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def _inverse_or_zero(counts: Tensor) -> Tensor:
-    """1 / counts; 0 for a term that no token of the step counts for, whose sum is 0 too."""
+    """Return 1 / counts, and 0 for a count of 0, where the sum is 0 too."""
     return torch.where(counts > 0, 1.0 / counts, 0.0)
 
 
@@ -273,7 +273,7 @@ def _inverse_or_zero(counts: Tensor) -> Tensor:
 def evaluate_batches(
     model: nn.Module, loss: Loss, micro_batches: list[MicroBatch], kernel: KernelName, groups: ParallelGroups, weights: WholeWeights
 ) -> Tensor:
-    """[sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over all ranks; no dropout, no gradients."""
+    """Return [sums..., counts...] of loss terms and metrics over micro-batches, fp64, to be summed over ranks; no dropout or gradients."""
     total: Tensor | None = None
     weights.start_step(len(micro_batches), model.unit_order(backward=False))  # type: ignore[operator]
     events = UnitWork(weights, None)

@@ -1,12 +1,12 @@
-"""--verify-parallelism: one step in the given layout against the same step on one process, before the first hour is paid for.
+"""Verification of a layout (--verify-parallelism): one step in it, compared with the same step on one process, before a run begins.
 
-Loss, gradient norm and every parameter's gradient are compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all
-gradients). The one-process model lives on rank 0, which reads all data-parallel ranks' samples; its gradients are sent round one by
-one, and each rank compares its own part. Initial weights, with noise on biases and norms so that no gradient is zero by symmetry; hidden
-dropout stays on, for its masks do not depend on the layout; attention dropout is off, for inside a fused kernel they would. Of a model
-from outside both are off.
+Every parameter's gradient is compared by the project's error measure: max|a - b| / (max|b| + 1e-3 * rms of all gradients); loss and
+gradient norm by their relative error. The one-process model is on rank 0, which reads the samples of all data-parallel ranks; its
+gradients are broadcast one by one, and each rank compares its own part. Weights are the initial ones, with noise on biases and norms so
+that no gradient is zero by symmetry. Hidden dropout stays on, since its masks do not depend on the layout; attention dropout is off,
+since inside a fused kernel its masks would. For an external model both are off.
 
-With --sp-overlap-mode auto every mode it may choose is verified.
+With --sp-overlap-mode auto every mode that may be chosen is verified.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SHARE_OF_MEMORY = 0.7
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One step's loss, gradient norm and gradients by name; rows that pad the vocabulary left out."""
+    """Loss, gradient norm and gradients by name of one step, without padding rows of the vocabulary."""
 
     loss: float
     grad_norm: float
@@ -61,7 +61,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
     """Compare the layout with one process and print the result. Collective.
 
     Returns:
-        the exit code: 0, or 5 where something differs.
+        The exit code: 0, or 5 if anything differs.
     """
     say: Callable[[str], None] = partial(print, flush=True) if launch.rank == 0 else _nothing
     dtype = _dtype(config, groups.device)
@@ -112,7 +112,7 @@ def verify_parallelism(config: Config, task: Task, launch: Launch, groups: Paral
 
 
 class _Step:
-    """Builds a model in a layout and runs one step's forward and backward passes."""
+    """Builder of a model in a layout, for one step's forward and backward passes."""
 
     def __init__(self, config: Config, task: Task, dtype: torch.dtype, groups: ParallelGroups) -> None:
         self.config, self.task, self.groups = config, task, groups
@@ -122,7 +122,7 @@ class _Step:
         config.precision.fp64 = dtype == torch.float64
 
     def run(self, layout: ParallelContext, groups: ParallelGroups | None, micro_batches: list[MicroBatch]) -> _Outcome:
-        """One step; without groups all of it on this process."""
+        """Build the model and run one step; without groups, all of it on this process."""
         seed, loss_of = self.config.batch.seed, self.task.loss
         sharded = build_sharded(
             self.task.build_model, self.config, layout, groups, self.groups.device,
@@ -175,10 +175,10 @@ def _place(offsets: tuple[int, ...], view: Tensor) -> tuple[slice, ...]:
 def _compare(
     title: str, got: _Outcome, want: _Outcome | None, groups: ParallelGroups, tolerance: float, say: Callable[[str], None]
 ) -> bool:
-    """Print loss, gradient norm and the worst gradients; returns whether all are within the tolerance. Collective.
+    """Print the errors of loss, gradient norm and the worst gradients; return whether all are within the tolerance. Collective.
 
     Args:
-        want: of one process, on rank 0.
+        want: outcome on one process, on rank 0; None on other ranks.
     """
     control = groups.control
     rms = 0.0
@@ -230,7 +230,7 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: torch.dtype, say: Callable[[str], None]) -> None:
-    """Take layers away until the one-process model fits beside the sharded one, by an estimate from above."""
+    """Reduce the number of layers until the one-process model fits beside the sharded one, by a conservative estimate."""
     model, parallel = config.model, config.parallel
     assert model.num_layers and model.hidden_size and model.seq_length and model.vocab_size and model.num_attention_heads
     h, heads = model.hidden_size, (model.num_attention_heads + 2 * model.num_groups) * model.head_dim
@@ -251,7 +251,7 @@ def _fit_layers(config: Config, launch: Launch, groups: ParallelGroups, dtype: t
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that can still be had."""
+    """Return the free memory of the device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -262,4 +262,4 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _nothing(_: str) -> None:
-    """What the other ranks say."""
+    """Print nothing, on ranks other than 0."""

@@ -1,6 +1,6 @@
-"""A rank that makes no progress for too long says where it stands and ends, instead of holding the whole job for hours.
+"""Watchdog that ends a rank without progress, with a stack dump, instead of letting it block the job for hours.
 
-The collectives' own timeout ends the ranks that wait; this ends, with a stack dump, the one they wait for.
+The collectives' own timeout ends the ranks that wait; the watchdog ends the rank they wait for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_sp.utils.output import complain
 
 
 class Watchdog:
-    """Ends the process with exit code 7 when ``beat`` was not called for ``timeout_s`` seconds.
+    """Watchdog thread that ends the process with exit code 7 if ``beat`` is not called for ``timeout_s`` seconds.
 
     Args:
-        timeout_s: longest silence; the first beat may take ``startup_s`` longer.
-        report: file that receives the stacks of all threads.
-        rank: for the message.
-        on_end: told the message before the end.
-        startup_s: see above.
+        timeout_s: longest time between two beats; the first may take ``startup_s`` longer.
+        report: file for the stacks of all threads.
+        rank: this process's rank, for the message.
+        on_end: called with the message before the process ends.
+        startup_s: additional time for the first beat.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, what: str) -> None:
-        """Progress was made; ``what`` comes next."""
+        """Reset the timeout: progress was made, and ``what`` comes next."""
         self._what = what
         self._deadline = time.monotonic() + self._timeout_s
 

@@ -1,1 +1,1 @@
-"""Errors and exit codes, files, numbers for people, facts about the host."""
+"""Utilities: errors and exit codes, files, number formatting, host information."""

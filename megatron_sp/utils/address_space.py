@@ -1,4 +1,4 @@
-"""A message instead of what torch and numpy make of too little address space: import errors, aborts in C++, or silence."""
+"""Check for sufficient address space, without which torch and numpy fail with import errors, aborts in C++, or silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = {"torch": 1300 << 20, "numpy": 105 << 20}
 
 
 def require_address_space(package: str = "torch") -> None:
-    """Raises ConfigError where this process may not have what a package needs."""
+    """Raise ConfigError if the process's address space limit is too low for a package."""
     try:
         import resource
     except ImportError:  # no such limits here
@@ -27,7 +27,7 @@ def require_address_space(package: str = "torch") -> None:
 
 
 class _BeforeImports(MetaPathFinder):
-    """Asked first where a module is; finds none, and looks at the limit before one of those packages is loaded."""
+    """Import finder that finds nothing, but checks the limit before torch or numpy is imported."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in NEEDED:
@@ -36,6 +36,6 @@ class _BeforeImports(MetaPathFinder):
 
 
 def watch_imports() -> None:
-    """From here on, importing torch or numpy raises ConfigError where there is too little address space; programs then need no check."""
+    """Make importing torch or numpy raise ConfigError if there is too little address space, so that programs need no check."""
     if not any(isinstance(finder, _BeforeImports) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeImports())

@@ -1,9 +1,9 @@
-"""A large new file, written around the page cache where that is known to gain.
+"""Writing of large new files, bypassing the page cache where that is known to help.
 
-Through the page cache, every page is found, filled and written back by the kernel, and on a virtual machine a fresh one may have to be
-fetched from the host first: 1.0 to 3.0 s of processor time per GB were measured (benchmarks/save_stall.py), taken from whoever computes
-beside it. With O_DIRECT the disk reads from our memory: 0.04 s per GB. Only file systems on which that was measured are treated so; on a
-network's the page cache is what keeps many requests under way.
+With the page cache, the kernel allocates, fills and writes back every page, and on a virtual machine a new page may have to be fetched
+from the host first: 1.0 to 3.0 s of CPU time per GB were measured (benchmarks/save_stall.py), at the expense of concurrent computation.
+With O_DIRECT the disk reads from our memory: 0.04 s per GB. It is used only on file systems on which that was measured; on a network file
+system it is the page cache that keeps many requests in flight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BUFFER_BYTES = 8 << 20
 
 
 class DirectFile:
-    """Takes contents in order; what has been written is on the disk behind ``sync``. Made by ``create``.
+    """Sequentially written file, made by ``create``; its contents are on the disk after ``sync``.
 
     Attributes:
-        is_direct: whether the page cache is left out at the moment.
+        is_direct: whether the page cache is currently bypassed.
     """
 
     def __init__(self, fd: int) -> None:
@@ -39,10 +39,10 @@ class DirectFile:
         self._filled = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, or keep them until a block is full.
+        """Append bytes; with O_DIRECT they are buffered until a block is full.
 
         Raises:
-            OSError: no space, for example; earlier bytes may be written or not.
+            OSError: no space, for example; earlier bytes may or may not be written.
         """
         if self._buffer is None:
             self._write_all(data)
@@ -58,7 +58,7 @@ class DirectFile:
                 self._flush()
 
     def sync(self) -> None:
-        """Put everything on the disk."""
+        """Write buffered bytes and fsync the file."""
         if self._buffer is not None:
             self._flush()
         os.fsync(self._fd)
@@ -98,11 +98,11 @@ class DirectFile:
 
 @contextmanager
 def create(path: Path) -> Iterator[DirectFile]:
-    """A new file, closed at the end, not put on the disk by that alone.
+    """Context manager that creates a file, and closes it without ``sync``.
 
     Raises:
-        FileExistsError: there is such a file; it is left as it is.
-        OSError: as any open.
+        FileExistsError: the file exists; it is left unchanged.
+        OSError: as from any open.
     """
     with open(path, "xb", buffering=0) as file:
         yield DirectFile(file.fileno())

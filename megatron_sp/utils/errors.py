@@ -1,6 +1,6 @@
-"""Every failure a user can meet, with the exit code that scripts and schedulers act on.
+"""Errors reported to users, with the exit codes that scripts and schedulers rely on.
 
-A ``ReportedError`` is a complete message for the user: what is wrong, the values, the rule and the way out. The entry
+A ``ReportedError`` has a complete message for the user: what is wrong, the values, the rule and a remedy. The entry
 points print it without a traceback and exit with its code; any other exception is a bug of ours and keeps its traceback.
 torchrun turns every code into 1, so the code is also written to ``run_status.json`` of the run.
 """
@@ -20,9 +20,9 @@ EXIT_INTERRUPTED = 130  # by Ctrl-C, of a program that keeps nothing half done
 
 
 class ReportedError(Exception):
-    """A failure that is explained by its message alone; ``exit_code`` says which kind it is.
+    """A failure that its message fully explains; ``exit_code`` identifies its kind.
 
-    ``on_all_ranks``: every rank raises it, so rank 0 alone says it; set it to False on an error that one rank has met on its own.
+    ``on_all_ranks``: every rank raises it, so only rank 0 prints it; set it to False for an error that only one rank raises.
     """
 
     exit_code = 1
@@ -36,13 +36,13 @@ class ConfigError(ReportedError, ValueError):
 
 
 class CheckpointError(ReportedError):
-    """A checkpoint that is absent, incomplete, damaged, or of another model."""
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
 
     exit_code = EXIT_CHECKPOINT
 
 
 class DataError(ReportedError):
-    """A data set or tokenizer that is absent, damaged, or does not fit the model."""
+    """A data set or tokenizer that is missing, damaged, or does not fit the model."""
 
     exit_code = EXIT_DATA
 
@@ -54,7 +54,7 @@ class NumericsError(ReportedError):
 
 
 class DiskError(ReportedError):
-    """No space, or no permission, where the run must write."""
+    """No space or no permission where the run must write, or a failing disk."""
 
     exit_code = EXIT_DISK
 

@@ -1,11 +1,11 @@
-"""Faults on purpose: kill or poison a run at a named point, so that tests can prove what recovery promises.
+"""Fault injection: kill or disturb a run at a named point, so that tests can verify recovery.
 
-A plan is one or more faults joined by ``;``, each ``KIND:key=value:...``, for example
+A plan is one or more faults separated by ``;``, each ``KIND:key=value:...``, for example
 ``kill:rank=1:at=save.shard:step=7:attempt=0``. Kinds: ``kill`` (SIGKILL to this process), ``sigterm`` (SIGTERM to this
-process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point asks
-``poisons()`` and spoils a value itself). ``rank``, ``step`` and
-``attempt`` (torchrun's restart count) narrow a fault down; one that is left out matches everything.
-The variable is refused unless --enable-fault-injection was given: production never obeys an inherited environment.
+process), ``stop`` (SIGSTOP), ``full`` (the disk is full at that point of a save) and ``nan`` (the code at that point calls
+``poisons()`` and makes a value NaN itself). ``rank``, ``step`` and ``attempt`` (torchrun's restart count) restrict a fault; an
+omitted key matches everything.
+The variable is rejected unless --enable-fault-injection is given, so that an inherited environment cannot affect production runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """The faults of one rank in one attempt; empty in every real run."""
+    """Faults to inject on one rank in one attempt; empty in every real run."""
 
     faults: tuple[_Fault, ...] = ()
 
@@ -53,9 +53,9 @@ class FaultPlan:
         Args:
             enabled: whether --enable-fault-injection was given.
             rank: this process's rank.
-            attempt: how often torchrun has restarted the job.
+            attempt: number of restarts of the job so far.
         Raises:
-            ConfigError: the variable is set but not enabled, or cannot be read.
+            ConfigError: the variable is set but not enabled, or cannot be parsed.
         """
         text = os.environ.get(FAULT_VARIABLE, "")
         if not text:
@@ -66,10 +66,10 @@ class FaultPlan:
         return cls(tuple(f for f in faults if f.rank in (None, rank) and f.attempt in (None, attempt)))
 
     def at(self, point: str, step: int) -> None:
-        """Fire what is planned for this point and step.
+        """Trigger the faults planned for this point and step.
 
         Raises:
-            OSError: the disk is "full".
+            OSError: the injected fault is a full disk.
         """
         for fault in self.faults:
             if fault.at == point and fault.step in (None, step):
@@ -79,7 +79,7 @@ class FaultPlan:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def poisons(self, point: str, step: int) -> bool:
-        """Whether the value at this point (``loss`` or ``grad``) is to be made NaN at this step."""
+        """Return whether to make the value at this point (``loss`` or ``grad``) NaN at this step."""
         return any(f.at == point and f.kind == "nan" and f.step in (None, step) for f in self.faults)
 
 

@@ -1,7 +1,7 @@
-"""Writing files so that a crash or a power cut leaves the old contents or the new ones, never a mixture.
+"""Atomic file writes: a crash or power failure leaves the old contents or the new ones, never a mixture.
 
 The order is always: write under a temporary name in the same folder, fsync the file, rename it over the old one, fsync the
-folder. A rename within one folder is atomic; the two fsyncs put it on the disk, not only in the kernel's memory.
+folder. A rename within one folder is atomic; the two fsyncs ensure that it is on the disk, not only in the kernel's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODES = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "rb+"}
 
 
 def file_system(where: int | str | Path) -> str:
-    """Type of the file system on which a file lies (its descriptor or path), as /proc has it; nothing where that cannot be told."""
+    """Return the type of a file's file system (by descriptor or path) according to /proc; "" if unknown."""
     device = os.stat(where).st_dev
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
@@ -38,7 +38,7 @@ def file_system(where: int | str | Path) -> str:
 
 
 def fsync_dir(path: str | Path) -> None:
-    """Put a folder's entries (files created, renamed or removed in it) on the disk; a no-op where that is not supported."""
+    """Fsync a folder's entries (files created, renamed or removed in it); a no-op where that is not supported."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -55,11 +55,11 @@ def fsync_dir(path: str | Path) -> None:
 
 
 def write_synced(path: str | Path, data: bytes) -> None:
-    """Create a new file with these contents and put it on the disk.
+    """Create a new file with these contents and fsync it.
 
     Raises:
-        FileExistsError: there is such a file; it is left as it is.
-        OSError: as any write.
+        FileExistsError: the file exists; it is left unchanged.
+        OSError: as from any write.
     """
     with open(path, "xb") as file:
         file.write(data)
@@ -68,10 +68,10 @@ def write_synced(path: str | Path, data: bytes) -> None:
 
 
 def open_own(path: str | Path, flags: int) -> BinaryIO:
-    """Open a file that belongs to us, such as a run's: no link is followed, and nothing but a regular file is opened, or waited for.
+    """Open a file of our own, such as a run's: links are not followed, only a regular file is opened, and the call never blocks.
 
     Raises:
-        OSError: as any open; or it is a link, a folder, a FIFO, a device or a socket, which ``strerror`` says.
+        OSError: as from any open; or it is a link, a folder, a FIFO, a device or a socket, as stated in ``strerror``.
     """
     require_own(path)
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -85,10 +85,10 @@ def open_own(path: str | Path, flags: int) -> BinaryIO:
 
 
 def open_readable(path: str | Path) -> BinaryIO:
-    """Open a file for reading, through links too, but nothing else than a regular file: none that is waited for, or has no end.
+    """Open a regular file for reading; links are followed, and the call never blocks.
 
     Raises:
-        OSError: as any open; or it is a folder, a FIFO, a device or a socket, which ``strerror`` says.
+        OSError: as from any open; or it is a folder, a FIFO, a device or a socket, as stated in ``strerror``.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -102,10 +102,10 @@ def open_readable(path: str | Path) -> BinaryIO:
 
 
 def require_own(path: str | Path) -> None:
-    """Of a file that we are about to write, or read, as ours.
+    """Check that a path is free or a regular file, before it is read or written as a file of our own.
 
     Raises:
-        OSError: it is there, and it is no regular file; ``strerror`` says what it is.
+        OSError: it exists and is not a regular file, as stated in ``strerror``.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -116,7 +116,7 @@ def require_own(path: str | Path) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """What a file is that is no regular one, in words."""
+    """Return the kind of a file that is not a regular one, such as "a folder"."""
     kinds = {
         stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a disk",
     }  # fmt: skip
@@ -124,22 +124,22 @@ def kind_of(mode: int) -> str:
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """Replace a file of ours by this text (UTF-8): readers see the old contents or the new ones, even across a power cut.
+    """Replace a file of our own by this text (UTF-8), atomically, even across a power failure.
 
-    For what a flag names there is ``utils/output_file.py``.
+    For a path given by a flag use ``utils/output_file.py``.
 
     Raises:
-        OSError: nothing was replaced, and no temporary file is left; also where the path is a link, or anything else but a file.
+        OSError: nothing was replaced, and no temporary file is left; also raised if the path is a link or anything but a regular file.
     """
     require_own(path)
     atomic_replace(Path(path), text.encode("utf-8"))
 
 
 def atomic_replace(path: Path, data: bytes, *, keep_mode: bool = False) -> None:
-    """What the two above have in common: the caller has seen that the path is free, or a regular file.
+    """Replace a file's contents atomically; the caller must have checked that the path is free or a regular file.
 
     Args:
-        keep_mode: the permissions of the old file are the new one's.
+        keep_mode: keep the permissions of the old file.
     Raises:
         OSError: nothing was replaced, and no temporary file is left.
     """
@@ -184,17 +184,17 @@ def held_folder(folder: str | Path, patience_s: float = 10.0) -> Iterator[None]:
 
 
 def atomic_write_json(path: str | Path, value: Any) -> None:
-    """``atomic_write_text`` of indented JSON with a newline at its end.
+    """Replace a file of our own by indented JSON, as ``atomic_write_text``.
 
     Raises:
-        TypeError, ValueError: the value is not JSON; the file is left as it was.
+        TypeError, ValueError: the value is not JSON; the file is left unchanged.
         OSError: as ``atomic_write_text``.
     """
     atomic_write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def free_bytes(path: str | Path) -> int:
-    """Bytes an ordinary user can still write to the file system of ``path`` (or of its nearest existing parent)."""
+    """Return the bytes an ordinary user can still write to the file system of ``path`` (or of its nearest existing parent)."""
     path = Path(path).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent

@@ -1,4 +1,4 @@
-"""How a field of a configuration dataclass says that it is a flag: help, unit, other spellings, and the bounds of its value."""
+"""Metadata that makes a configuration dataclass field a flag: help, unit, aliases, and bounds of its value."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def flag(
     default: Any, help: str, *, unit: str = "", aliases: tuple[str, ...] = (), low: float | None = None, high: float | None = None,
     alone: int | None = None, path: bool = False,
 ) -> Any:  # fmt: skip
-    """A dataclass field that becomes a flag.
+    """Create a dataclass field that becomes a flag.
 
     Args:
-        help: one line for --help; a default that is worked out from other fields is described here.
+        help: one line for --help; also describes a default that is computed from other fields.
         unit: shown in --help and in docs/flags.md.
-        aliases: other spellings, without dashes in front.
+        aliases: other names of the flag, without leading dashes.
         low: the smallest value allowed.
-        high: the largest (default: ``MAX_COUNT``, or ``MAX_NUMBER`` of a float): far above what anybody trains, and low enough that no
-            arithmetic with it overflows or takes long.
-        alone: the value when the flag stands without one.
-        path: of a file, or the beginning of one.
+        high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float): far above any real use, and low enough
+            that no arithmetic with it overflows or takes long.
+        alone: the value if the flag is given without one.
+        path: the value is a file's path, or a prefix of one.
     """
     metadata = {"help": help, "unit": unit, "aliases": aliases, "low": low, "high": high, "alone": alone, "path": path}
     return field(default=default, metadata=metadata)

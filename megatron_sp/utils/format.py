@@ -1,10 +1,10 @@
-"""Numbers as people read them: durations, bytes, counts."""
+"""Human-readable formatting of durations, bytes and counts."""
 
 from __future__ import annotations
 
 
 def format_duration(seconds: float) -> str:
-    """``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
+    """Format a duration like ``3 h 07 min``, ``12 min 05 s`` or ``42 s``."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:
@@ -13,7 +13,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """``1.5 GiB`` and the like."""
+    """Format a number of bytes like ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -22,7 +22,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``5.1 M``, ``124.4 M``, ``1.3 B``: parameters, tokens."""
+    """Format a count, as of parameters or tokens, like ``124.4 M`` or ``1.3 B``."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,8 +1,8 @@
-"""Standard output and standard error, which may be full, closed, or a terminal that has gone.
+"""Handling of failing standard output and standard error: full disks, closed pipes, vanished terminals.
 
-A training run must not end because nobody takes what it says: ``survive()`` puts streams in their place that drop what cannot be written
-and remember why. A program whose output is its result must not claim success then: within ``checked()`` the first failure of standard
-output ends the program with a code and, where standard error still works, a sentence; a closed pipe ends it quietly, as it ends ``cat``.
+A training run must not end because its output cannot be written: ``survive()`` replaces the streams with ones that drop such output
+and remember the reason. A program whose output is its result must not report success then: within ``checked()`` the first failure of
+standard output ends the program with an exit code and, if standard error still works, a message; a closed pipe ends it quietly, as ``cat``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 class OutputLost(SystemExit):
-    """Standard output could not be written, and it was the program's result; ends the program with ``code``."""
+    """Raised when standard output is the program's result and cannot be written; ends the program with ``code``."""
 
 
 class Stream:
-    """A text stream whose writes never raise an error of the system.
+    """A text stream whose writes never raise an OSError.
 
-    A letter that its encoding has not is written as "?".
+    A character that its encoding lacks is written as "?".
 
     Args:
-        stream: None where it was closed before the program began.
+        stream: the underlying stream; None if it was closed before the program began.
         name: stdout or stderr.
-        is_result: a failure ends the program (``OutputLost``).
+        is_result: the output is the program's result, so a failure ends the program (``OutputLost``).
     """
 
     def __init__(self, stream: Any, name: str, is_result: bool) -> None:
@@ -92,13 +92,13 @@ class Stream:
         self.require()
 
     def require(self) -> None:
-        """Raises OutputLost: it was the result, and some of it is lost."""
+        """Raise OutputLost if the stream is the program's result and some of it has been lost."""
         if self.is_result and self.error is not None:
             raise OutputLost(EXIT_READER_GONE if self.error.errno == errno.EPIPE else EXIT_DISK)
 
 
 def survive() -> None:
-    """From here on nothing that this process prints can end it; for a process that prints beside its work."""
+    """Make failing output non-fatal from now on; for a process whose output is not its result."""
     _fill_standard_descriptors()
     for name in _NAMES:
         stream = getattr(sys, name)
@@ -109,7 +109,7 @@ def survive() -> None:
 
 
 def lost() -> dict[str, str]:
-    """Why standard output and standard error could not be written since ``survive()``, by name; empty where they could."""
+    """Return the errors of standard output and standard error since ``survive()``, by name; empty if there were none."""
     streams = {name: getattr(sys, name) for name in _NAMES}
     return {
         name: stream.error.strerror or str(stream.error)
@@ -120,10 +120,10 @@ def lost() -> dict[str, str]:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Around what a program prints as its result: all of it has been taken when this is left.
+    """Context manager for printing a program's result: on exit all of it has been written.
 
     Raises:
-        OutputLost: standard output could not be written; what was written to it since is dropped.
+        OutputLost: standard output could not be written; output after the failure is dropped.
     """
     _fill_standard_descriptors()
     before = {name: getattr(sys, name) for name in _NAMES}
@@ -148,13 +148,13 @@ def checked() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error, whatever becomes of it; from a signal handler or a thread, too."""
+    """Write a line to standard error, ignoring errors; may be called from a signal handler or a thread."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _say_elsewhere(name: str, text: str) -> None:
-    """On the other of the two streams, if that one works."""
+    """Write a line to the other of the two streams, if that one works and it does not mix with a result."""
     other = getattr(sys, "stdout" if name == "stderr" else "stderr", None)
     if name == "stderr" and isinstance(other, Stream) and other.is_result:
         return  # a result is not to be mixed with it
@@ -164,7 +164,7 @@ def _say_elsewhere(name: str, text: str) -> None:
 
 
 def _silence(stream: Any) -> None:
-    """What is left in its buffer goes nowhere, or the interpreter would complain of it at its end and change the exit code."""
+    """Redirect a failed stream to /dev/null; otherwise flushing its buffer at exit would fail and change the exit code."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -172,7 +172,7 @@ def _silence(stream: Any) -> None:
 
 
 def _fill_standard_descriptors() -> None:
-    """Descriptors 0 to 2 are open, so that no file of ours gets one of them and with it what is said to people."""
+    """Open descriptors 0 to 2 if they are closed, so that no file of ours gets one of them and with it the program's output."""
     for wanted in range(3):
         try:
             os.fstat(wanted)

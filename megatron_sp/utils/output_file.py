@@ -1,9 +1,8 @@
-"""Writing the file that a flag names, which may be anything: ``--output``, ``--json``, ``--html``, ``--report``, ``--picture``.
+"""Writing to a path given by a flag, of whatever kind: ``--output``, ``--json``, ``--html``, ``--report``, ``--picture``.
 
-A regular file is replaced at once or not at all, and keeps its permissions; a link to one stays, and what it points to is replaced. A FIFO,
-a terminal or another character device is written into (``/dev/stdout`` too), as a shell's ``>`` does, and never replaced. A folder, a
-socket, a disk and a link that leads nowhere near a file are refused in words. Files that are our own follow other rules:
-``utils/files.py``.
+A regular file is replaced atomically and keeps its permissions; a link to one is kept, and its target is replaced. A FIFO, a terminal
+or another character device (``/dev/stdout`` too) is written to, as by a shell's ``>``, and never replaced. A folder, a socket, a disk,
+a link to one of these and a loop of links are rejected with a message. Files of our own follow other rules: ``utils/files.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _OPEN_FILES = ("/dev/fd/", "/proc/")  # names of what is open already: /dev/stdo
 
 
 def require_place(path: str | Path, flag: str, *, only_file: bool = False) -> None:
-    """Before the work is done: can this be written at its end?
+    """Check, before the work is done, that its result can be written to a path.
 
     Args:
-        only_file: a FIFO or a device will not do.
+        only_file: reject a FIFO or a device, too.
     Raises:
-        ConfigError: there is no such folder, or the path is one, or a disk, a socket, or links in a circle.
+        ConfigError: the folder does not exist, or the path is a folder, a disk, a socket, or a loop of links.
     """
     try:
         place = file_place(path) if only_file else regular_place(path)
@@ -40,10 +39,10 @@ def require_place(path: str | Path, flag: str, *, only_file: bool = False) -> No
 
 
 def regular_place(path: str | Path) -> Path | None:
-    """Where the regular file is, or will be, that this path leads to; None: it is no such file, and is to be written into.
+    """Resolve a path to its regular file, existing or not; None for a FIFO, a device or an open file, which is to be written to.
 
     Raises:
-        OSError: it is neither; ``strerror`` says what it is.
+        OSError: it is neither, as stated in ``strerror``.
     """
     if _is_open_already(path):
         return None
@@ -59,12 +58,12 @@ def regular_place(path: str | Path) -> Path | None:
 
 
 def write_output(path: str | Path, data: str | bytes) -> None:
-    """Write a file, or into what there is.
+    """Replace a regular file, or write to a FIFO or device.
 
     Args:
         data: text is written as UTF-8.
     Raises:
-        OSError: a file is as it was; ``strerror`` says why.
+        OSError: the reason is in ``strerror``; a regular file is unchanged.
     """
     data = data.encode("utf-8") if isinstance(data, str) else data
     place = regular_place(path)
@@ -75,15 +74,15 @@ def write_output(path: str | Path, data: str | bytes) -> None:
 
 
 def write_output_json(path: str | Path, value: Any) -> None:
-    """``write_output`` of indented JSON with a newline at its end."""
+    """Write indented JSON with a final newline, as ``write_output``."""
     write_output(path, json.dumps(value, indent=2) + "\n")
 
 
 def file_place(path: str | Path) -> Path:
-    """``regular_place`` of what can only be a file, because it is not written in one go.
+    """Resolve a path like ``regular_place``, for output that must be a file because it is not written in one go.
 
     Raises:
-        OSError: as that; also for a FIFO or a device.
+        OSError: as from ``regular_place``; also for a FIFO or a device.
     """
     place = regular_place(path)
     if place is None:

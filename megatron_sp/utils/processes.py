@@ -1,4 +1,4 @@
-"""Processes of this host."""
+"""State of the processes of this host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Which host this is, where pids mean the same processes: boot and pid namespace; the host's name where /proc does not tell.
+    """Return an identifier of the host as far as pids are valid: boot id and pid namespace; without /proc the host name.
 
-    Names do not tell hosts apart: containers and images that were cloned share theirs.
+    Host names do not identify a host: containers and cloned images share theirs.
     """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -19,7 +19,7 @@ def machine() -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still because a signal (SIGSTOP, SIGTSTP) or a debugger has stopped it; False where /proc does not tell."""
+    """Return whether a process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; False if /proc is unavailable."""
     return _state(pid) in ("T", "t")
 
 
@@ -32,7 +32,7 @@ def _state(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
+    """Return whether a process exists and has not ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")  # a zombie has died, only its parent has not looked yet

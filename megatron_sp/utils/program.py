@@ -1,9 +1,9 @@
-"""The outermost frame of every program, and the only way out of its process.
+"""Outermost frame of every program: error reporting, exit codes and the end of the process.
 
-The interpreter's own tear-down is not for a process that has joined a process group: gloo's and NCCL's threads live as long as anybody
-refers to their group, and one that asks for the interpreter's lock meanwhile (to let go of a tensor, to call back) is ended by force in the
-middle of C++, which aborts the process (`terminate called without an active exception`), after all its work was done. So nobody waits for
-that: what was registered for the end is done, what was said is flushed, and ``os._exit`` ends all threads at once.
+The interpreter's normal shutdown is unsafe for a process that has joined a process group: the threads of gloo and NCCL live as long as
+their group is referenced, and one that requests the interpreter lock during shutdown (to release a tensor, for a callback) is killed in
+the middle of C++ code, which aborts the process (`terminate called without an active exception`) after all its work is done. So the
+shutdown is skipped: exit handlers are run, streams are flushed, and ``os._exit`` ends all threads at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, torch's or numpy's allocator, or the system could not give the memory that was asked for."""
+    """Return whether an error means that memory could not be allocated, on a GPU, by torch, by numpy or by the system."""
     if isinstance(error, MemoryError) or (type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in str(error)):
         return True
     if isinstance(error, OSError):
@@ -43,10 +43,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
-    """For argparse's ``type=``: an integer that nothing behind the flag has to be afraid of.
+    """Return a converter for argparse's ``type=`` that accepts integers in [-high, high].
 
     Args:
-        high: the largest, and with a minus the smallest.
+        high: the largest absolute value.
     """
 
     def convert(text: str) -> int:
@@ -60,18 +60,18 @@ def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
 
 
 def first_words(error: BaseException) -> str:
-    """The first line of what a library says, for a message."""
+    """Return the first line of an error's text (at most 300 characters), or its type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def code_of(main: Callable[[], int | None], name: str = "") -> int:
-    """Call ``main`` and return its exit code, or that of what went wrong, said on standard error.
+    """Call ``main`` and return its exit code, or that of its error, which is printed on standard error.
 
-    A message of ours, Ctrl-C, memory that is not there and the disk are answered; a mistake of ours is raised.
+    Handles ``ReportedError``, Ctrl-C, out of memory and OSError; any other exception is a bug and is raised.
 
     Args:
-        main: does the work.
-        name: of the program, in front of the message.
+        main: the program.
+        name: its name, printed before the message.
     """
     prefix = name or "error"
     try:
@@ -94,9 +94,9 @@ def code_of(main: Callable[[], int | None], name: str = "") -> int:
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program's ``main`` and leave the process with its code; never returns.
+    """Run a program's ``main`` and exit with its code; never returns.
 
-    A failure of standard output has a code of its own (``utils/output.py``); the others are as ``code_of`` has them.
+    A failure of standard output has a code of its own (``utils/output.py``); others have those of ``code_of``.
     """
     code, as_usual = 1, True
     watch_imports()
@@ -120,11 +120,11 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
 
 
 def leave(code: int, *, as_usual: bool = True) -> NoReturn:
-    """End this process, with everything flushed, but without the interpreter's tear-down. From the main thread.
+    """Exit this process with streams flushed, but without the interpreter's shutdown. Call it from the main thread.
 
     Args:
-        as_usual: do first what an ordinary end does: wait for threads that are no daemons, call what was registered with ``atexit``
-            (trackers, temporary folders). After a failure nobody waits. A fork leaves what was registered to its parent.
+        as_usual: first wait for non-daemon threads and run ``atexit`` handlers (trackers, temporary folders), as a normal exit does; not
+            after a failure. A forked child leaves the handlers to its parent.
     """
     if "torch" not in sys.modules and os.getpid() == _PID:  # no backend, no threads of one
         sys.exit(code)

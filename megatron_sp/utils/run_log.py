@@ -1,4 +1,4 @@
-"""Reading what a run says of itself: ``metrics.jsonl``, written by several processes one after the other, and ``run_status.json``."""
+"""Reading a run's log files: ``metrics.jsonl``, written by several processes in succession, and ``run_status.json``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOST_STATUS_BYTES = 1 << 24
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All records of a run, in the order they were written.
+    """Read all records of a run, in the order in which they were written.
 
     Args:
         path: a run folder, or the file itself.
     Returns:
-        (records, each with ``kind`` and ``step``; sentences about lines that were left out, such as one that a dying process cut off).
+        (records, each with ``kind`` and ``step``; notes about skipped lines, such as one truncated by a dying process).
     Raises:
-        DataError: there is no such file.
+        DataError: the file cannot be read.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
@@ -48,9 +48,9 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def evaluated(run_dir: Path, step: int) -> list[str]:
-    """Which of ``valid`` and ``test`` the run's line of history has a record of at this step.
+    """Return those of ``valid`` and ``test`` that the run's current history has a record of at this step.
 
-    What stands before a resume from an earlier step is of a history that was given up. A file that is not there, or is a link, has none.
+    Records before a resume from an earlier step belong to an abandoned history. Empty if the file is missing or a link.
     """
     found = set[str]()
     try:
@@ -69,7 +69,7 @@ def evaluated(run_dir: Path, step: int) -> list[str]:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The parsed ``run_status.json`` ({} when there is none)."""
+    """Return the parsed ``run_status.json``; {} if it is missing or unreadable."""
     try:
         with open_own(run_dir / "run_status.json", os.O_RDONLY) as file:
             record = json.loads(file.read(_MOST_STATUS_BYTES))
@@ -79,7 +79,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Of the last checkpoint that the run has written, as ``run_status.json`` says; None: it says nothing."""
+    """Return the step of the last checkpoint that the run has written, from ``run_status.json``; None if unknown."""
     saved = read_status(run_dir).get("saved_step")
     return saved if type(saved) is int and saved >= 0 else None
 

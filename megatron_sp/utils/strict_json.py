@@ -1,7 +1,7 @@
-"""Reading JSON and small files that may be damaged or hostile, within bounds of size, depth and number of values.
+"""Reading JSON and small files that may be damaged or malicious, with limits on size, depth and number of values.
 
-Python's parser holds some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: the number of commas and
-opening brackets is counted first, without parsing. Brackets inside strings count too, which only makes the bound stricter.
+Python's parser needs some 64 bytes per value, so a few megabytes of ``[[],[],...`` would take hundreds: commas and opening
+brackets are counted first, without parsing. Those inside strings count too, which only makes the limit stricter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_DEPTH = 32
 
 
 def open_regular(path: Path) -> int:
-    """A read-only file descriptor of a regular file; never follows a link, never blocks on a pipe.
+    """Return a read-only file descriptor of a regular file; never follows a link, never blocks on a pipe.
 
     Raises:
-        CheckpointError: it is missing, a link, or not a plain file.
+        CheckpointError: it is missing, a link, or not a regular file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -37,7 +37,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """The whole file, unless it is larger than ``max_bytes`` (CheckpointError) or not a plain file."""
+    """Read a whole regular file. Raises CheckpointError if it is larger than ``max_bytes``, unreadable or not a regular file."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -52,10 +52,10 @@ def parse_object(data: bytes, where: str, max_values: int = MAX_VALUES) -> dict[
     """Parse a JSON object.
 
     Args:
-        data: its bytes; the caller has bounded their number.
+        data: its bytes; the caller must have limited their number.
         where: what is being read, for messages.
     Raises:
-        CheckpointError: not JSON, not an object, a name given twice, nested too deeply, or with too many values.
+        CheckpointError: not JSON, not an object, a duplicate name, nested too deeply, or too many values.
     """
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > max_values:
@@ -89,10 +89,10 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a JSON value is a non-negative integer that fits 64 bits (true and false are not)."""
+    """Return whether a JSON value is a non-negative integer below 2^63 (true and false are not)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def is_counts(value: Any) -> TypeGuard[list[int]]:
-    """Whether a JSON value is a list of such integers."""
+    """Return whether a JSON value is a list of non-negative integers, as ``is_count``."""
     return isinstance(value, list) and all(is_count(v) for v in value)

@@ -1,4 +1,4 @@
-"""Small text files that people write: flags, schedules. Nothing of them is believed before their size is known."""
+"""Reading of small user-written text files, such as flags or schedules, with a size limit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def read_text(path: str | Path, name: str, max_bytes: int, kind: str) -> str:
-    """The text of a file.
+    """Read the text of a file.
 
     Args:
-        name: of the file in messages, with the flag that gave it.
-        max_bytes: of the largest that can be meant.
-        kind: what it should be: "a file of flags".
+        name: name of the file in messages, with the flag that gave it.
+        max_bytes: size limit.
+        kind: the expected kind, such as "a file of flags".
     Raises:
         ConfigError: it cannot be read, is too large, or not UTF-8.
     """

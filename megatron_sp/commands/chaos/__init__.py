@@ -1,1 +1,1 @@
-"""``megatron-sp chaos``: a training is killed, stopped, starved and damaged again and again, and must come out with the same weights."""
+"""``megatron-sp chaos``: inject faults into a training again and again, and check that it ends with the same weights as without."""

@@ -1,9 +1,9 @@
-"""Runs without a fault and with many, and the proof that they end with the same weights.
+"""A campaign of runs without and with faults, and the check that all end with the same weights.
 
-    clean                    the training, left in peace
-    round 1, 2, ...          the same training from the start: a fault, restarted if it has ended, another fault, ..., to its end
+    clean                    the training without faults
+    round 1, 2, ...          the same training from the start: a fault, a restart if it has ended, another fault, ..., to its end
 
-After each round every tensor of the last checkpoint is compared with the clean run's, bit for bit, and the loss of every logged step.
+After each round every tensor of the last checkpoint, and the loss of every logged step, is compared with the clean run's, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRIES = 4  # starts in a row that come to nothing
 
 @dataclass
 class Tally:
-    """What became of the faults of one kind."""
+    """Outcome of the faults of one kind."""
 
     times: int = 0
     resumed: int = 0
@@ -43,11 +43,11 @@ class Tally:
 
 @dataclass
 class Campaign:
-    """Everything about one call of the command.
+    """State of one call of the command.
 
     Attributes:
-        folder: holds the runs; made and marked by ``claim``.
-        command: of a training; [] for the built-in one.
+        folder: folder of the runs, prepared by ``claim``.
+        command: command of a training; [] for the built-in one.
         say: prints a line.
     """
 
@@ -71,7 +71,7 @@ class Campaign:
         self._jobs: list[Job] = []
 
     def run(self) -> bool:
-        """The whole of it; whether every round has ended as the clean run did, and nothing else was wrong."""
+        """Run the campaign; return whether all faults were injected, every round ended like the clean run, and there was no problem."""
         try:
             self._clean()
             while self.done < self.num_faults and not self._is_late() and len(self.problems) < 10:
@@ -166,7 +166,7 @@ class Campaign:
         return not self.command and self.ranks > 1
 
     def _inflict(self, kind: Kind, job: Job, watch: Watch, after: _After) -> int:
-        """Let it happen; how many faults that were: none if the training had ended before."""
+        """Inject a fault; return the number of faults, 1, or 0 if the training had ended before."""
         scene = Scene(job, watch, self.rng, self.patience_s, lambda: self._start(job.run))
         problem = kind.inflict(scene)
         if problem:
@@ -199,7 +199,7 @@ class Campaign:
             self._problem(job, f"a traceback after '{kind.name}'")
 
     def _is_wrong(self, job: Job) -> bool:
-        """Whether an attempt that ended by itself before its first step has said anything but that a port or a peer was lost."""
+        """Return whether an attempt ended with an error in configuration, checkpoint, data or numerics, not with a lost port or peer."""
         return job.has_ended() and read_status(job.run).get("exit_code") in (2, 3, 4, 5)
 
     def _resumed(self, after: _After, watch: Watch, job: Job) -> None:
@@ -227,7 +227,7 @@ class Campaign:
         self.say(f"problem: {what}\n{_last(job)}")
 
     def table(self) -> str:
-        """Kind, times, outcome."""
+        """Return a table of the faults by kind: number and outcome."""
         rows = [("fault", "times", "resumed", "went on", "steps lost (mean)")]
         for kind in KINDS:
             t = self.tallies.get(kind.name)
@@ -248,7 +248,7 @@ class Campaign:
 
 @dataclass
 class _After:
-    """What has happened since the last attempt that began."""
+    """Faults since the last attempt that reached its start."""
 
     names: list[str] = field(default_factory=list)
     last_step: int = 0
@@ -260,10 +260,10 @@ def _last(job: Job) -> str:
 
 
 def require_settled(start: dict[str, Any]) -> None:
-    """Of the record with which a training starts: nothing is settled by timing, which may come out otherwise when it starts anew.
+    """Check in the ``start`` record of a training that no setting was chosen by timing, which may differ after a restart.
 
     Raises:
-        ConfigError: --sp-overlap-mode is.
+        ConfigError: --sp-overlap-mode was chosen by timing.
     """
     parallel = Config.from_dict(start["config"])[0].parallel
     if parallel.sequence_parallel_size > 1 and parallel.overlap_mode == "auto":
@@ -277,10 +277,10 @@ def require_settled(start: dict[str, Any]) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Make the folder ours, and empty.
+    """Create the folder, or empty it if it is from an earlier call, and mark it.
 
     Raises:
-        ConfigError: it holds something that we have not put there, or cannot be made.
+        ConfigError: the folder holds anything else, or cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``megatron-sp chaos``."""
+"""The command ``megatron-sp chaos``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_sp.utils.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
 
 
 def run(args: argparse.Namespace, words: list[str]) -> int:
-    """Try a training; the exit code is 0 only if every run has ended with the clean run's weights.
+    """Run a campaign; return the exit code, 0 only if every run ended with the clean run's weights.
 
     Raises:
-        ConfigError: flags or a folder that cannot be used, or a training that does not run even without a fault.
+        ConfigError: flags or folder cannot be used, or the training fails even without a fault.
     """
     command = words[1:] if words[:1] == ["--"] else words
     if command and command[0].startswith("-"):

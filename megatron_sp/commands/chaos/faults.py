@@ -1,4 +1,4 @@
-"""What is done to a training: from outside, to its processes and files, as machines and people do it."""
+"""Faults that are injected into a training from outside, into its processes and files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PAUSE_S = 0.3
 
 @dataclass
 class Scene:
-    """A training at work.
+    """A running training, and the means to inject a fault.
 
     Attributes:
-        job, watch: of this attempt, which has said that it begins.
-        rng: chooses when and whom.
+        job, watch: job and watch of this attempt, which has reported its start (but see ``killed_while_starting``).
+        rng: chooses time and target.
         patience_s: longest wait.
         start_again: starts the same command a second time, beside the first.
-        struck: whether the fault has come in time, before the training's own end.
+        struck: True if the fault took effect before the training's own end.
     """
 
     job: Job
@@ -40,11 +40,11 @@ class Scene:
     struck: bool = False
 
     def some_rank(self) -> int:
-        """A process; if the ranks cannot be told, any of the job's."""
+        """Return the process id of a random rank; of any process of the job if the ranks are not known."""
         return self.rng.choice(self.job.ranks() or self.job.processes() or [0])
 
     def some_steps_pass(self) -> None:
-        """Between no and some steps, and a part of one."""
+        """Wait for a random number of steps, possibly none, and a fraction of a step."""
         seen = len(self.watch.of("train"))
         wanted = self.rng.randrange(_MOST_STEPS + 1)
         self.job.wait(lambda: len(self.watch.of("train")) >= seen + wanted, self.patience_s)
@@ -62,7 +62,7 @@ class Scene:
         self.job.kill()
 
     def ends(self, what: str) -> str:
-        """Wait for the end of the job; a problem if it does not come."""
+        """Wait for the end of the job; return a description of the problem if it does not end, else an empty string."""
         if self.job.wait(lambda: False, self.patience_s):
             return ""
         return f"{what}, and it had not ended after {self.patience_s:.0f} s"
@@ -78,7 +78,7 @@ def rank_killed(scene: Scene) -> str:
 
 
 def rank_killed_in_a_save(scene: Scene) -> str:
-    """As soon as a folder in the making is there, or a little later."""
+    """Kill a rank as soon as the folder of an unfinished save appears, or a little later."""
     checkpoints = scene.job.run / "checkpoints"
     before = _in_the_making(checkpoints)
     scene.job.wait(lambda: _in_the_making(checkpoints) - before, scene.patience_s)
@@ -100,7 +100,7 @@ def all_killed(scene: Scene) -> str:
 
 
 def stop_asked_for(scene: Scene) -> str:
-    """SIGTERM or SIGINT, to one rank or to what was started first: it saves and ends."""
+    """Send SIGTERM or SIGINT to one rank or to the process that was started first: the job has to end."""
     scene.some_steps_pass()
     number = scene.rng.choice((signal.SIGTERM, signal.SIGINT))
     processes = scene.job.processes()
@@ -109,7 +109,7 @@ def stop_asked_for(scene: Scene) -> str:
 
 
 def rank_paused(scene: Scene) -> str:
-    """Stopped for a moment: the others wait, and nothing comes of it."""
+    """Stop a rank for a moment with SIGSTOP: the others wait, and training goes on."""
     scene.some_steps_pass()
     pid = scene.some_rank()
     scene.hit(pid, signal.SIGSTOP)
@@ -119,7 +119,7 @@ def rank_paused(scene: Scene) -> str:
 
 
 def rank_stopped(scene: Scene) -> str:
-    """Stopped for good: the others end by their time-out, and then somebody clears up."""
+    """Stop a rank for good with SIGSTOP: the others have to end by their timeout; then the rest of the job is killed."""
     scene.some_steps_pass()
     pid = scene.some_rank()
     scene.hit(pid, signal.SIGSTOP)
@@ -131,7 +131,7 @@ def rank_stopped(scene: Scene) -> str:
 
 
 def disk_full(scene: Scene) -> str:
-    """No rank can make a file longer than a little, until a save has failed."""
+    """Limit the file size of all processes until a save has failed."""
     scene.some_steps_pass()
     metrics = scene.job.run / "metrics.jsonl"
     limit = (metrics.stat().st_size if metrics.exists() else 0) + (64 << 10)
@@ -150,7 +150,7 @@ def _limit_files(job: Job, size: int) -> None:
 
 
 def second_job(scene: Scene) -> str:
-    """The same command is started once more: it must leave the first alone."""
+    """Start the same command a second time in the same folder: it must not disturb the first."""
     scene.some_steps_pass()
     if scene.job.has_ended():
         return ""
@@ -166,7 +166,7 @@ def second_job(scene: Scene) -> str:
 
 
 def killed_while_starting(scene: Scene) -> str:
-    """The scene is that of a job which has not said anything yet."""
+    """Kill a job that has not reported its start yet."""
     scene.kill_all()
     return ""
 
@@ -176,9 +176,9 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        inflict: does it.
-        weight: how often, against the others.
-        damages: a checkpoint is damaged when the attempt is over.
+        inflict: function that injects the fault.
+        weight: relative frequency.
+        damages: True if a checkpoint is damaged after the attempt.
     """
 
     name: str
@@ -203,10 +203,10 @@ KINDS = (
 
 
 def damage(run: Path, rng: random.Random) -> tuple[int, str] | None:
-    """Spoil the newest checkpoint, if there is a sound one before it.
+    """Damage the newest checkpoint, if there is a sound one before it.
 
     Returns:
-        (its step, what was done); None if nothing may be touched.
+        (its step, description of the damage); None if there are fewer than two sound checkpoints.
     """
     steps = [(step, path) for step, path in list_steps(run / "checkpoints").items() if is_complete(path)]
     if len(steps) < 2:

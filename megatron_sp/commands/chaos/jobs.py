@@ -1,7 +1,7 @@
-"""Starting a training, watching it from outside, and ending what is left of it.
+"""Start a training, watch it from outside, and kill what is left of it.
 
-Nothing here asks the training for anything: progress is read from ``metrics.jsonl``, ranks from ``run_status.json``. A process gets a
-signal only if it is a descendant of one that we have started.
+Nothing here needs the training's cooperation: progress is read from ``metrics.jsonl``, ranks from ``run_status.json``. A process gets a
+signal only if it is one that was started here, or a descendant of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S = 0.004
 
 
 class Watch:
-    """What has been added to ``metrics.jsonl`` of a run since the watch began."""
+    """Reader of the records added to ``metrics.jsonl`` of a run since its creation."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
@@ -33,7 +33,7 @@ class Watch:
         self.records: list[dict[str, Any]] = []
 
     def look(self) -> list[dict[str, Any]]:
-        """All records since, complete lines only."""
+        """Return all records since the creation of this object, complete lines only."""
         with contextlib.suppress(OSError), open(self._path, "rb") as file:
             file.seek(self._at)
             data = file.read()
@@ -50,12 +50,12 @@ class Watch:
 
 
 class Job:
-    """A training that runs in processes of its own; their output goes into a file.
+    """A training in separate processes, whose output goes to a file.
 
     Args:
-        run: its run folder.
-        output: a new file.
-        pids: of the processes that were started; ranks may be below them.
+        run: run folder.
+        output: file with the output of the processes.
+        pids: ids of the processes that were started; ranks may be descendants of these.
     """
 
     def __init__(self, run: Path, output: Path, pids: list[int]) -> None:
@@ -64,7 +64,7 @@ class Job:
         self._known: set[int] = set(pids)
 
     def has_ended(self) -> bool:
-        """Whether all processes that were started have ended."""
+        """Return whether all processes that were started have ended."""
         for pid in self._started:
             if pid not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -74,11 +74,11 @@ class Job:
 
     @property
     def code(self) -> int:
-        """0 if all have ended well, else the first other code."""
+        """Exit code of the job: 0 if all processes succeeded, else the first nonzero code."""
         return next((self.codes[pid] for pid in self._started if self.codes[pid]), 0)
 
     def processes(self) -> list[int]:
-        """Those that were started and their descendants, as far as they run; the started ones first."""
+        """Return the ids of running processes: those that were started come first, then their descendants."""
         parents = _parents()
         before = -1
         while before != len(self._known):  # also of those whose parent has gone: they were known before
@@ -87,7 +87,7 @@ class Job:
         return sorted((pid for pid in self._known if pid in parents and is_running(pid)), key=lambda pid: (pid not in self._started, pid))
 
     def ranks(self) -> list[int]:
-        """Process ids by rank, of this attempt; [] while it has not said so."""
+        """Return the process ids of this attempt by rank; [] until ``run_status.json`` lists them."""
         with contextlib.suppress(OSError, ValueError):
             pids = json.loads((self.run / "run_status.json").read_text()).get("pids")
             own = set(self.processes())
@@ -96,7 +96,7 @@ class Job:
         return []
 
     def wait(self, condition: Callable[[], Any], timeout_s: float) -> bool:
-        """Until the condition holds or the job has ended; False if neither comes in time."""
+        """Wait until the condition holds or the job has ended; return False on timeout."""
         deadline = time.monotonic() + timeout_s
         while not (condition() or self.has_ended()):
             if time.monotonic() > deadline:
@@ -105,7 +105,7 @@ class Job:
         return True
 
     def kill(self) -> None:
-        """End everything, and wait until it is gone."""
+        """Kill all processes, and wait until they are gone."""
         while left := self.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -122,7 +122,7 @@ class Job:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of every process of this machine that can be seen."""
+    """Return the parent of every visible process of this machine."""
     found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -135,7 +135,7 @@ def start_command(command: list[str], run: Path, output: Path) -> Job:
     """Start a training's own command for this run folder.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     words = [*command, *save_flags(run)]
     with open(output, "wb") as file:
@@ -145,7 +145,7 @@ def start_command(command: list[str], run: Path, output: Path) -> Job:
 
 
 def start_built_in(ranks: int, run: Path, output: Path) -> Job:
-    """Start the tiny training by forking this process, which has imported all that it needs."""
+    """Start the built-in training by forking this process, which has already imported everything."""
     from megatron_sp.commands.chaos import tiny
 
     with socket.socket() as free:
@@ -182,10 +182,10 @@ def _fork(body: Callable[[], None], output: Path) -> int:
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """What ``body`` returns, as JSON, computed in a forked process: this one stays without threads, so that it can go on forking.
+    """Return the result of ``body``, passed as JSON from a forked process: this one stays free of threads, so that it can go on forking.
 
     Raises:
-        RuntimeError: the child failed; with its traceback.
+        RuntimeError: the child failed; the message has its traceback.
     """
     ours, theirs = os.pipe()
     pid = os.fork()

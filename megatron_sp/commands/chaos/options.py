@@ -14,7 +14,7 @@ EPILOG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags; the training's command is what argparse leaves over."""
+    """Add all flags; the arguments that argparse does not know are the training's command."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="for the runs, on the file system to try; new, empty, or from an earlier call"
     )

@@ -1,4 +1,4 @@
-"""Whether two runs have come to the same: every tensor of the last checkpoint, and the loss of every step that was logged."""
+"""Comparison of two runs: every tensor of the last checkpoint, and the loss of every logged step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sp.utils.run_log import read_records
 
 
 def differences(clean: Path, run: Path) -> list[str]:
-    """What differs, in words; nothing if the two are equal to the last bit."""
+    """Return a description of each difference; an empty list if the two runs are equal to the last bit."""
     torch.set_num_threads(1)
     try:
         folders = [Checkpointer(None).find(path) for path in (clean, run)]

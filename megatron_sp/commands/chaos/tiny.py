@@ -1,4 +1,4 @@
-"""The training that ``megatron-sp chaos`` brings along: a GPT of some ten thousand parameters on made-up tokens."""
+"""The built-in training of ``megatron-sp chaos``: a GPT of some ten thousand parameters on synthetic tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STEPS = 40
 
 
 def words(ranks: int) -> list[str]:
-    """The command line; with an even number of ranks over two kinds of them."""
+    """Return the command line; sp is 2 if the number of ranks is a multiple of 4, else 1."""
     layout = ["--zero-stage", "1", "--sequence-parallel-size", "2" if ranks % 4 == 0 else "1"]
     return [*FLAGS.split(), *layout, "--global-batch-size", str(4 * ranks), "--train-iters", str(STEPS)]
 
 
 def train(rank: int, ranks: int, port: int, more: list[str]) -> None:
-    """Be one rank of it; never returns."""
+    """Run one rank of the training; never returns."""
     torch.set_num_threads(1)  # before anything else: OpenMP with more threads hangs after a fork
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),

@@ -1,1 +1,1 @@
-"""``megatron-sp ckpt``: looking at, checking, comparing, thinning out and merging checkpoints. docs/ckpt.md"""
+"""``megatron-sp ckpt``: list, show, verify, compare, prune and merge checkpoints (docs/ckpt.md)."""

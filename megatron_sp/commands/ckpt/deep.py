@@ -1,4 +1,4 @@
-"""What bytes and hashes cannot tell: whether tensors are there in full, finite, of the configuration's shapes, and belong together."""
+"""Checks of tensors beyond files and hashes: they must be complete, finite, consistent, and have the configuration's shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_sp.utils.errors import CheckpointError, ReportedError
 
 
 def deep_problems(step_dir: Path, listed: Manifest) -> list[str]:
-    """Everything that is wrong beyond the bytes of the files."""
+    """Return all problems of a checkpoint beyond the bytes of its files."""
     index: load.Index = defaultdict(list)
     found = []
     for file in load.data_files(listed):
@@ -57,7 +57,7 @@ def _not_finite(reader: TensorReader, names: set[str]) -> Iterator[str]:
 
 
 def _unpaired(tensors: Tensors) -> Iterator[str]:
-    """Optimizer state must be of a weight, of its shape, and of every kind for each weight that has any."""
+    """Yield inconsistent optimizer state: it must belong to a weight, have its shape, and be of every kind for each weight that has any."""
     weights, owned = weights_of(tensors), defaultdict(set)
     for name, (_, shape) in sorted(tensors.items()):
         kind, weight = kind_of(name)

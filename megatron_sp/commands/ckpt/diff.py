@@ -1,4 +1,4 @@
-"""``ckpt diff``: what two checkpoints differ in. How they were cut over processes is no difference; it is told and not counted."""
+"""``ckpt diff``: differences of two checkpoints. Their layout over processes is shown, but does not count as a difference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_ROWS = 20
 
 
 class Difference(NamedTuple):
-    """Something that is ``a`` in one and ``b`` in the other; ``counts`` towards the exit code."""
+    """A value that is ``a`` in one checkpoint and ``b`` in the other; ``counts``: it affects the exit code."""
 
     name: str
     a: Any
@@ -35,12 +35,13 @@ class Difference(NamedTuple):
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that is not the same in both.
+    """A tensor that differs between the checkpoints.
 
     Attributes:
-        a, b: dtype and shape; None where it is absent.
-        max_abs, max_rel: max|a-b|, and that over max|b|; None where values were not compared.
-        beyond: values beyond the tolerances, of ``values``.
+        a, b: dtype and shape; None if the tensor is absent.
+        max_abs, max_rel: max|a-b|, and max|a-b| / max|b|; None if values were not compared.
+        beyond: number of values beyond the tolerances.
+        values: number of all values.
     """
 
     name: str
@@ -55,16 +56,16 @@ class TensorDifference(NamedTuple):
 def run(
     a: Path, b: Path, *, tensors: str | None, weights_only: bool, rtol: float | None, atol: float | None, as_json: bool
 ) -> int:  # fmt: skip
-    """Compare and tell.
+    """Compare two checkpoints and print the differences.
 
     Args:
-        tensors: compare only tensors, those whose names match; None: everything.
-        rtol, atol: None: values, and dtypes, must be the same.
+        tensors: compare only tensors whose names match this pattern; None: everything.
+        rtol, atol: tolerances; if both are None, values and dtypes must be equal.
     Returns:
-        0: the same; 1: different.
+        The exit code: 0 if they are the same, 1 if they differ.
     Raises:
-        ConfigError: a tolerance that is no number from 0 on.
-        CheckpointError: a checkpoint that is absent or damaged, or no tensor matches.
+        ConfigError: a tolerance is not a finite number >= 0.
+        CheckpointError: a checkpoint is missing or damaged, or no tensor matches.
     """
     for name, value in (("--rtol", rtol), ("--atol", atol)):
         if value is not None and not 0 <= value < math.inf:
@@ -94,7 +95,7 @@ def _chosen(tensors: Tensors, pattern: str, weights_only: bool) -> dict[str, tup
 
 
 def state_rows(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Difference]:
-    """Differences of state.json: progress and schedule, flags, and, not counted, layout and versions."""
+    """Return the differences of ``state.json``: progress, schedule and flags; layout and versions, too, but not counted."""
     states = [read_state(folder) for folder in folders]
     layouts = [layout_words(layout_of(listed, state)) for listed, state in zip(lists, states, strict=True)]
     rows = [Difference(key, states[0].get(key), states[1].get(key)) for key in _STATE]
@@ -111,7 +112,7 @@ def state_rows(folders: Sequence[Path], lists: Sequence[Manifest]) -> list[Diffe
 
 
 def tensor_rows(folders: Sequence[Path], a: Tensors, b: Tensors, rtol: float | None, atol: float | None) -> list[TensorDifference]:
-    """Tensors that only one has, that have another dtype or shape, or values beyond the tolerances; the values are read in blocks."""
+    """Return the tensors that are in one checkpoint only, or differ in dtype, shape or values; values are read in blocks."""
     from megatron_sp.checkpoint.stream import BLOCK_BYTES, NativeReader
     from megatron_sp.commands.ckpt.distance import Distance
 
@@ -174,7 +175,7 @@ def _only_in_one(alone: list[TensorDifference]) -> list[str]:
 
 
 def _worst(found: list[TensorDifference]) -> list[str]:
-    """A line for each kind of tensors whose values differ."""
+    """Return a line for each kind of tensor with different values."""
     kinds: dict[str, list[TensorDifference]] = {}
     for row in found:
         if row.max_abs is not None:

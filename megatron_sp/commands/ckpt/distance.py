@@ -1,4 +1,4 @@
-"""How far two tensors are from each other, gathered block by block."""
+"""Distance between two tensors, accumulated block by block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron_sp.commands.ckpt.values import BLOCK_BYTES
 
 @dataclass
 class Distance:
-    """Of values a from values b.
+    """Distance of values a from values b.
 
     Attributes:
-        max_abs: max|a-b|; inf where one is finite and the other not, or not the same infinity.
-        largest: max|b| of finite values.
-        beyond: values with |a-b| > atol + rtol*|b|; NaN at the same place is the same.
+        max_abs: max|a-b|; inf if only one of the two is finite, or they are different infinities.
+        largest: max|b| over finite values.
+        beyond: number of values with |a-b| > atol + rtol*|b|; NaN equals NaN.
+        count: number of all values.
     """
 
     max_abs: float = 0.0
@@ -29,7 +30,7 @@ class Distance:
 
     @classmethod
     def of(cls, blocks: Iterable[tuple[Tensor, Tensor]], rtol: float, atol: float, progress: Callable[[int], None]) -> Distance:
-        """Of two tensors that come in blocks of equal shapes; ``progress`` is told the bytes of the first one's."""
+        """Compute the distance of two tensors given in blocks of equal shapes; ``progress`` receives the bytes of the first's blocks."""
         found = cls()
         for a, b in blocks:
             step = max(1, BLOCK_BYTES // max(a.element_size(), b.element_size()))
@@ -39,7 +40,7 @@ class Distance:
         return found
 
     def add(self, x: Tensor, y: Tensor, rtol: float, atol: float) -> None:
-        """More values, as many of each."""
+        """Add a block of values, the same number from each tensor."""
         self.count += x.numel()
         if not x.numel():
             return
@@ -56,7 +57,7 @@ class Distance:
 
     @property
     def max_rel(self) -> float:
-        """max|a-b| / max|b|."""
+        """Relative distance: max|a-b| / max|b|."""
         if self.max_abs == 0.0:
             return 0.0
         return self.max_abs / self.largest if self.largest else math.inf

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest and state say, in words; nothing about the state's contents is trusted."""
+"""Summary of a checkpoint's manifest and state; the contents of the state are not trusted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Facts = dict[str, Any]
 
 
 def facts(manifest: Manifest, state: dict[str, Any]) -> Facts:
-    """For a row of a table, and as JSON."""
+    """Return the facts for a row of a table and for JSON."""
     totals = by_kind(manifest.tensors)
     weights = {dtype: total for (kind, dtype), total in totals.items() if kind == WEIGHTS}
     kinds = sorted({kind for kind, _ in totals if kind != WEIGHTS})
@@ -28,7 +28,7 @@ def facts(manifest: Manifest, state: dict[str, Any]) -> Facts:
 
 
 def layout_of(manifest: Manifest, state: dict[str, Any]) -> Facts:
-    """Numbers of processes: tp, sp, dp and the ZeRO stage, as far as the state says."""
+    """Return the world size, and tp, sp, dp and the ZeRO stage as far as the state has them."""
     layout = state.get("layout")
     found: Facts = {"world_size": manifest.world_size}
     if isinstance(layout, dict):
@@ -40,7 +40,7 @@ def layout_of(manifest: Manifest, state: dict[str, Any]) -> Facts:
 
 
 def layout_words(layout: Facts) -> str:
-    """``4: dp 2, sp 2, ZeRO 1``; axes of one are left out."""
+    """Return a layout as text, such as ``4: dp 2, sp 2, ZeRO 1``; axes of size 1 are omitted."""
     words = [f"{axis} {layout[axis]}" for axis in ("dp", "sp", "tp") if layout.get(axis, 1) > 1]
     words += ["tp_seq"] if layout.get("tp_seq") and layout.get("tp", 1) > 1 else []
     words += [f"ZeRO {layout['zero_stage']}"] if layout.get("zero_stage") else []
@@ -48,12 +48,12 @@ def layout_words(layout: Facts) -> str:
 
 
 def parameter_words(found: Facts) -> str:
-    """``5.1 M fp32``."""
+    """Return the number and dtypes of parameters as text, such as ``5.1 M fp32``."""
     return f"{format_count(found['parameters'])} {'+'.join(found['dtypes'])}".strip()
 
 
 def dig(value: Any, *keys: str) -> Any:
-    """An entry of nested objects, None where there is none."""
+    """Return an entry of nested objects; None if it is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value

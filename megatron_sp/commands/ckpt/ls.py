@@ -1,4 +1,4 @@
-"""``ckpt ls``: a line for each checkpoint of a run, and what to do about what is damaged or left over."""
+"""``ckpt ls``: one line for each checkpoint of a run, and advice on damaged checkpoints and leftovers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RIGHT = (2, 3, 4, 8)
 
 
 def run(paths: Sequence[Path], *, as_json: bool) -> int:
-    """Print the lists. Raises CheckpointError: there is no such folder."""
+    """Print the lists. Raises CheckpointError if a folder does not exist."""
     surveys = [survey(place) for path in paths for place in places_under(path)]
     if as_json:
         print(json.dumps([_as_dict(found) for found in surveys], indent=1))
@@ -55,7 +55,7 @@ def _row(found: Survey, entry: Entry) -> tuple[str, ...]:
 
 
 def health(found: Survey, entry: Entry) -> str:
-    """One word or two: complete, damaged, being written, unfinished, set aside, abandoned."""
+    """Return the state of an entry in a few words: complete, damaged, being written or deleted, unfinished, set aside, abandoned."""
     if entry.kind == "part":
         return "being written or deleted" if found.is_written else "unfinished"
     word = {STEP: "complete", "replaced": "set aside", "abandoned": "abandoned"}[entry.kind]
@@ -73,7 +73,7 @@ def _state(found: Survey, entry: Entry) -> str:
 
 
 def _advice(found: Survey) -> list[str]:
-    """What a person should know or do, as sentences."""
+    """Return notes and advice for the user, one line each."""
     run, newest, lines = found.place.run or found.place.folder, found.newest, list(found.notes)
     if found.is_written and found.writer is not None:
         lines.append(f"a job is writing here: {found.writer.who}, last sign of life {found.writer.age_s:.0f} s ago")

@@ -1,4 +1,4 @@
-"""``ckpt merge``: a checkpoint of many processes' files, written anew as one of a single process, a tensor in memory at a time."""
+"""``ckpt merge``: rewrite a checkpoint of many processes as one of a single process, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, dtype: str | None) -> int:
-    """Merge and tell.
+    """Merge a checkpoint and print the result.
 
     Args:
-        output: run folder to make.
-        dtype: of the weights; None: as they are.
+        output: run folder to create.
+        dtype: dtype of the weights; None: unchanged.
     Raises:
-        ConfigError: a dtype with the optimizer's tensors.
-        CheckpointError: the checkpoint is absent or damaged, or the output has checkpoints.
+        ConfigError: ``dtype`` is given without ``weights_only``.
+        CheckpointError: the checkpoint is missing or damaged, or the output already has checkpoints.
+        DataError: the run's copy of its tokenizer is damaged.
         DiskError, LockError: the output cannot be written.
     """
     if dtype is not None and not weights_only:
@@ -56,7 +57,7 @@ def run(path: Path, ckpt_step: int | None, output: Path, *, weights_only: bool, 
 
 
 def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None) -> dict[str, Source]:
-    """What is written. A weight of another dtype is made from its master weight where there is one: its own is that one's rounding."""
+    """Return the tensors to write. A weight is converted to another dtype from its master weight if there is one, to round only once."""
     tensors, found = reader.tensors(), {}
     for name, (shape, stored) in tensors.items():
         if weights_only and kind_of(name)[0] != WEIGHTS:
@@ -69,7 +70,7 @@ def _sources(reader: NativeReader, weights_only: bool, dtype: torch.dtype | None
 
 
 def _take_tokenizer(state: dict[str, Any], step_dir: Path, output: Path) -> None:
-    """The run's own copy goes along. Raises DataError: it is damaged; DiskError: it cannot be written."""
+    """Copy the run's tokenizer to the output. Raises DataError if it is damaged, DiskError if it cannot be written."""
     record = kept.Record.from_json(state.get("tokenizer"))
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors say: of a weight or of the optimizer, and of which module."""
+"""Classification of a checkpoint's tensors by name: weight or optimizer state, and module."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # as in a manifest: name ->
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """(``weights`` or the kind of optimizer state, the weight's name)."""
+    """Return (``weights`` or the kind of optimizer state, name of the weight)."""
     match = _OPTIMIZER.fullmatch(name)
     return (match[1], match[2]) if match else (WEIGHTS, name)
 
 
 def weights_of(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Without the optimizer's."""
+    """Return the weights, without the optimizer's tensors."""
     return {name: value for name, value in tensors.items() if kind_of(name)[0] == WEIGHTS}
 
 
@@ -40,7 +40,7 @@ def num_bytes(dtype: str, shape: Iterable[int]) -> int:
 
 @dataclass
 class Total:
-    """Of some tensors."""
+    """Number, elements and bytes of a set of tensors."""
 
     tensors: int = 0
     elements: int = 0
@@ -53,7 +53,7 @@ class Total:
 
 
 def by_kind(tensors: Tensors) -> dict[tuple[str, str], Total]:
-    """(kind, dtype) -> total, weights first."""
+    """Return (kind, dtype) -> total, weights first."""
     totals: dict[tuple[str, str], Total] = {}
     for name, (dtype, shape) in tensors.items():
         totals.setdefault((kind_of(name)[0], dtype), Total()).add(dtype, shape)
@@ -61,7 +61,7 @@ def by_kind(tensors: Tensors) -> dict[tuple[str, str], Total]:
 
 
 def by_module(tensors: Tensors) -> dict[str, Total]:
-    """Of the weights: module -> total; the same module of all layers is one, its number a star."""
+    """Return module -> total for the weights; the same module of all layers is one entry, with ``*`` for the layer's number."""
     totals: dict[str, Total] = {}
     for name, (dtype, shape) in sorted(weights_of(tensors).items()):
         module = _LAYER.sub(".*", name).rpartition(".")[0] or name
@@ -70,10 +70,10 @@ def by_module(tensors: Tensors) -> dict[str, Total]:
 
 
 def matching(tensors: Tensors, pattern: str) -> list[str]:
-    """Names that are the pattern, or match it as a shell's does.
+    """Return the names that equal the pattern or match it as a shell pattern.
 
     Raises:
-        CheckpointError: there is none; with the nearest names.
+        CheckpointError: no name matches; the message lists the nearest names.
     """
     found = [name for name in sorted(tensors) if name == pattern or fnmatchcase(name, pattern)]
     if not found:

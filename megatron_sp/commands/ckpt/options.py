@@ -1,4 +1,4 @@
-"""The flags of ``megatron-sp ckpt``; each action is loaded only when it is asked for."""
+"""Flags of ``megatron-sp ckpt``; each action is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STEP_OR_RUN = "one step folder, or a run: then its newest step"
 
 
 def add_actions(ckpt: argparse.ArgumentParser) -> None:
-    """A subcommand for each action."""
+    """Add a subcommand for each action."""
     actions = ckpt.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_ls(actions)
     _add_show(actions)

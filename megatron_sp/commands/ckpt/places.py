@@ -1,4 +1,4 @@
-"""From a path on the command line to step folders, and to the run they belong to."""
+"""Resolution of a path on the command line to step folders, and to the run they belong to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHECKPOINTS = "checkpoints"
 
 
 class CheckpointPath(NamedTuple):
-    """What a path stands for.
+    """Meaning of a path on the command line.
 
     Attributes:
-        folder: holds the step folders.
-        run: holds LOCK and metrics.jsonl; None for step folders that lie elsewhere than in a run.
-        only: the one step folder that was named, if it was one.
+        folder: folder of the step folders.
+        run: run folder, with LOCK and metrics.jsonl; None for step folders outside of a run.
+        only: the step folder, if the path names a single one; else None.
     """
 
     folder: Path
@@ -29,10 +29,10 @@ class CheckpointPath(NamedTuple):
 
 
 def place_of(path: Path) -> CheckpointPath:
-    """What a path stands for: a run, its checkpoints folder, or one step folder.
+    """Resolve a path to a run, its checkpoints folder, or one step folder.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: the folder does not exist.
     """
     if not path.is_dir():
         find.candidates(path, None)  # says what there is instead
@@ -43,7 +43,7 @@ def place_of(path: Path) -> CheckpointPath:
 
 
 def places_under(path: Path) -> list[CheckpointPath]:
-    """As ``place_of``; a folder of runs stands for each of them."""
+    """Resolve a path like ``place_of``, and a folder of runs to all of them."""
     place = place_of(path)
     if place.only is None and place.folder == path and not list_steps(path) and path.name != CHECKPOINTS:
         runs = sorted(Path(entry.path) for entry in os.scandir(path) if entry.is_dir() and (Path(entry.path) / CHECKPOINTS).is_dir())
@@ -53,7 +53,7 @@ def places_under(path: Path) -> list[CheckpointPath]:
 
 
 def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
-    """The step folder itself, or the newest (or named) one of a run, not verified. Raises CheckpointError: there is none."""
+    """Return the step folder itself, or the newest (or chosen) one of a run, not verified. Raises CheckpointError if there is none."""
     found = find.candidates(path, ckpt_step)
     for warning in found.warnings:
         warn(warning)
@@ -61,10 +61,10 @@ def step_folder(path: Path, ckpt_step: int | None = None) -> Path:
 
 
 def run_to_change(path: Path) -> CheckpointPath:
-    """The run whose checkpoints are to be changed, under its lock.
+    """Return the run whose checkpoints are to be changed; the caller has to take its lock.
 
     Raises:
-        CheckpointError: the path is no run, nor a run's checkpoints folder.
+        CheckpointError: the path is neither a run nor a run's checkpoints folder.
     """
     place = place_of(path)
     if place.only is not None or place.run is None:

@@ -1,6 +1,6 @@
-"""``ckpt prune``: old checkpoints and left-over folders of a run go, under its lock, and never the newest sound one.
+"""``ckpt prune``: delete old checkpoints and leftover folders of a run, under its lock; the newest sound checkpoint is never deleted.
 
-What is kept is read byte for byte first: a damaged checkpoint does not count as one of those that are to stay.
+Every checkpoint to keep is read in full first: a damaged one does not count as kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron_sp.utils.format import format_bytes
 
 
 def run(path: Path, *, keep_last: int | None, keep_every: int | None, leftovers: bool, dry_run: bool) -> int:
-    """Delete and tell.
+    """Delete checkpoints and print what was deleted.
 
     Args:
-        keep_last: sound checkpoints to keep; None: no step is deleted.
-        keep_every: also keep multiples of this.
-        leftovers: delete unfinished and set-aside folders.
+        keep_last: number of sound checkpoints to keep; None: no step is deleted.
+        keep_every: also keep multiples of this step number.
+        leftovers: also delete unfinished and set-aside folders.
         dry_run: delete nothing.
     Raises:
-        ConfigError: flags that ask for nothing, or for too much.
-        LockError: a job is writing into this run.
-        CheckpointError: the path is no run, or there is no sound checkpoint beside which others could go.
-        DiskError: something cannot be deleted.
+        ConfigError: the flags request nothing, or are out of range.
+        LockError: a job is writing to this run.
+        CheckpointError: the path is not a run, there is no sound checkpoint to keep, or a leftover folder may still be needed.
+        DiskError: a folder cannot be deleted.
     """
     _check_flags(keep_last, keep_every, leftovers)
     place = run_to_change(path)
@@ -83,7 +83,7 @@ def _prune(place: CheckpointPath, keep_last: int | None, keep_every: int | None,
 
 
 def _delete_leftovers(folder: Path, sound: Callable[[Path], bool], dry_run: bool) -> int:
-    """Unfinished folders, and those that were set aside, if there is a sound step beside them; a link or a file is not ours."""
+    """Delete unfinished and set-aside folders, but no links or files; return the freed bytes. Refuses if one may still be needed."""
     names = [entry.name for entry in os.scandir(folder) if commit.left_over(entry.name) and entry.is_dir(follow_symlinks=False)]
     names.sort()
     if not names:

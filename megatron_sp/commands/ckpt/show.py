@@ -27,10 +27,10 @@ def run(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Seque
     """Print one checkpoint.
 
     Args:
-        tensors: list those whose names match; None: none.
-        values: names or patterns of tensors whose values are to be read.
+        tensors: list the tensors whose names match this pattern; None: list none.
+        values: names or patterns of tensors whose values are read for statistics.
     Raises:
-        CheckpointError: there is none, its manifest or state is damaged, or no tensor matches.
+        CheckpointError: the checkpoint is missing, its manifest or state is damaged, or no tensor matches.
     """
     step_dir = step_folder(path, ckpt_step)
     listed, state = read_manifest(step_dir), read_state(step_dir)
@@ -49,7 +49,7 @@ def run(path: Path, ckpt_step: int | None, *, tensors: str | None, values: Seque
 
 
 def read_values(step_dir: Path, names: Sequence[str]) -> dict[str, Record]:
-    """Statistics of these tensors; they are read a block at a time, and nothing else is."""
+    """Return statistics of these tensors, which are read one block at a time."""
     from megatron_sp.checkpoint.stream import NativeReader
     from megatron_sp.commands.ckpt.values import Values
 

@@ -1,4 +1,4 @@
-"""The parameters that a configuration's model has, without memory for them."""
+"""Parameters of a configuration's model, computed without allocating memory for them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WORDS = "embedding.word_embeddings.weight"
 
 
 def expected_shapes(stored_config: Any, tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Global shape of every parameter, by name.
+    """Return the global shape of every parameter, by name.
 
     Args:
-        stored_config: of state.json.
-        tensors: what is stored: they tell the number of classes, and the vocabulary where the configuration leaves it to the tokenizer.
+        stored_config: configuration in ``state.json``.
+        tensors: stored tensors; they determine the number of classes, and the vocabulary size if the configuration does not.
     Raises:
-        ConfigError: there is no configuration, or no model can be made from it.
+        ConfigError: there is no configuration, or no model can be built from it.
     """
     config, _ = Config.from_dict(stored_config)
     normalize(config)

@@ -1,6 +1,6 @@
-"""What lies in a checkpoints folder, at a glance: manifests and sizes are looked at, no tensor is read, no lock taken, nothing changed.
+"""Quick survey of a checkpoints folder: only manifests, state and file sizes are read, no tensors; takes no lock and changes nothing.
 
-A job may be saving or deleting meanwhile: a folder that is gone when it is looked into is left out.
+A job may be saving or deleting meanwhile: a folder that disappears during the survey is omitted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ STEP = "step"
 
 @dataclass
 class Entry:
-    """One folder.
+    """One folder of a survey.
 
     Attributes:
-        kind: ``step``, or what it was left over as: ``part``, ``replaced``, ``abandoned``.
-        num_bytes, num_files: on the disk now, whatever its manifest says.
-        saved: when, in seconds since 1970.
-        manifest: None where there is no sound one.
-        state: state.json; empty where it cannot be read.
-        problems: what is wrong, as far as manifest, state and sizes tell.
+        kind: ``step``, or the kind of leftover: ``part``, ``replaced``, ``abandoned``.
+        num_bytes, num_files: bytes and files now on disk, whatever the manifest lists.
+        saved: time of the save, in seconds since 1970.
+        manifest: None if there is no valid one.
+        state: contents of ``state.json``; empty if it cannot be read.
+        problems: problems that manifest, state and sizes show.
     """
 
     path: Path
@@ -51,14 +51,14 @@ class Entry:
 
 @dataclass
 class Survey:
-    """A checkpoints folder.
+    """Survey of a checkpoints folder.
 
     Attributes:
-        entries: by step; what is left over from a step behind the step itself.
+        entries: entries in order of steps; leftovers of a step follow the step itself.
         latest: the step that the file ``latest`` names.
-        writer: who holds the run's lock.
-        losses: step -> record of its training loss in metrics.jsonl, as the run went on in the end.
-        notes: what is odd about the folder.
+        writer: holder of the run's lock.
+        losses: step -> its training record in ``metrics.jsonl``, without records that a resume has undone.
+        notes: irregularities of the folder.
     """
 
     place: CheckpointPath
@@ -78,30 +78,30 @@ class Survey:
 
     @property
     def is_written(self) -> bool:
-        """Whether a job may be saving here."""
+        """True if a job may be saving here."""
         return self.writer is not None and self.writer.may_write
 
     @property
     def newest(self) -> Entry | None:
-        """The step a resume looks at first: what a cut-short save has set aside is put back by then, if it is newer."""
+        """The entry that a resume tries first: one that an interrupted save has set aside is put back by then, if it is newer."""
         newest = self.steps[-1] if self.steps else None
         aside = [e for e in self.leftovers if e.kind == "replaced" and e.step > (newest.step if newest else -1)]
         return max(aside, key=lambda entry: entry.step) if aside else newest
 
     @property
     def resumes_from(self) -> Entry | None:
-        """The step a resume would take, if the newest one is complete."""
+        """The entry that a resume would load; None if the newest one is not complete."""
         return self.newest if self.newest is not None and self.newest.is_complete else None
 
     def loss_of(self, entry: Entry) -> float | None:
-        """The training loss that was logged at this step; None where none was, or where the run went another way afterwards."""
+        """Return the training loss logged at this step; None if there is none, or if the run later continued from an earlier step."""
         if entry.kind in ("replaced", "abandoned") or entry.step not in self.losses:
             return None
         return number(self.losses[entry.step].get("loss"))
 
 
 def survey(place: CheckpointPath) -> Survey:
-    """Look at a folder, or at the one step folder that ``place`` names."""
+    """Survey a folder, or the one step folder that ``place`` names."""
     found = Survey(place, writer=holder_of(place.run) if place.run else None)
     if place.only is not None:
         found.entries = [look_at(place.only, _step_of(place.only), STEP)]
@@ -114,7 +114,7 @@ def survey(place: CheckpointPath) -> Survey:
 
 
 def look_at(path: Path, step: int, kind: str) -> Entry:
-    """One folder: its manifest, its state, and whether the files are there with their sizes."""
+    """Examine one folder: its manifest, its state, and existence and sizes of its files."""
     entry = Entry(path, step, kind)
     with os.scandir(path) as files:
         for file in files:

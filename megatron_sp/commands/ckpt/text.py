@@ -1,4 +1,4 @@
-"""What the actions print: aligned columns, dates, and a line of progress on a terminal."""
+"""Text output of the actions: aligned columns, dates, and a progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "  ") -> list[str]:
-    """Lines with the columns below each other; the last column is never padded."""
+    """Return lines with aligned columns, without trailing spaces."""
     if not rows:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -22,26 +22,26 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: 
 
 
 def date(seconds: float) -> str:
-    """A time in local time, to the minute."""
+    """Return a local date and time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def plural(count: int, noun: str, several: str | None = None) -> str:
-    """``1 file``, ``2 files``."""
+    """Return a count with its noun, such as ``1 file`` or ``2 files``."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 def warn(text: str) -> None:
-    """Beside the result, so that a pipe does not get it."""
+    """Print a warning to standard error, so that it does not get into a pipe."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """A line on standard error that says how many bytes are done and how long the rest takes; nothing where that is no terminal.
+    """Progress line on standard error with the bytes done and the time left; silent unless that is a terminal.
 
     Args:
-        what: a word for what is being done.
-        total: bytes.
+        what: name of the activity.
+        total: total bytes.
     """
 
     _EVERY_S = 0.2
@@ -54,7 +54,7 @@ class Progress:
         self._width = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Add bytes that were done."""
         with self._lock:
             self._done += num_bytes
             now = time.monotonic()
@@ -66,7 +66,7 @@ class Progress:
                 self._show(words)
 
     def close(self) -> None:
-        """Wipe the line."""
+        """Erase the line."""
         if self._width:
             self._show("")
             sys.stderr.write("\r")

@@ -1,4 +1,4 @@
-"""Statistics of a tensor's values, gathered block by block: any size in bounded memory."""
+"""Statistics of a tensor's values, accumulated block by block in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass
 class Values:
-    """Of finite values, but for the counts.
+    """Statistics of a tensor; all except the counts are of finite values only.
 
     Attributes:
-        count: of all values.
-        nans, infinities, zeros: how many of them are.
-        norm: the square root of the sum of squares.
+        count: number of all values.
+        nans, infinities, zeros: number of such values.
+        norm: square root of the sum of squares.
     """
 
     count: int = 0
@@ -36,7 +36,7 @@ class Values:
 
     @classmethod
     def of(cls, blocks: Iterable[Tensor], progress: Callable[[int], None] = lambda num_bytes: None) -> Values:
-        """Of a tensor that comes in blocks; ``progress`` is told the bytes of each."""
+        """Compute the statistics of a tensor given in blocks; ``progress`` receives the bytes of each block."""
         found = cls()
         for block in blocks:
             for part in block.reshape(-1).split(max(1, BLOCK_BYTES // block.element_size())):
@@ -45,7 +45,7 @@ class Values:
         return found
 
     def add(self, part: Tensor) -> None:
-        """More values; sums are in fp64, means and squares joined as Chan, Golub and LeVeque do (1979)."""
+        """Add values; sums are in fp64, means and squares are combined as in Chan, Golub and LeVeque (1979)."""
         x = part.double()
         good = torch.isfinite(x)
         self.count += x.numel()
@@ -66,11 +66,11 @@ class Values:
 
     @property
     def std(self) -> float:
-        """Of all values, not of a sample."""
+        """Population standard deviation."""
         return math.sqrt(self._squares / self._finite) if self._finite else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: None where there is no finite value."""
+        """Return the statistics for JSON; None in place of those that are not finite."""
         numbers = {"min": self.smallest, "max": self.largest, "mean": self.mean, "std": self.std, "norm": self.norm}
         counts = {"count": self.count, "zeros": self.zeros, "nan": self.nans, "infinite": self.infinities}
         return {name: value if self._finite and math.isfinite(value) else None for name, value in numbers.items()} | counts

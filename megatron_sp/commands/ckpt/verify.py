@@ -1,4 +1,4 @@
-"""``ckpt verify``: everything that is wrong with a checkpoint, not only the first of it."""
+"""``ckpt verify``: all problems of a checkpoint, not only the first."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_sp.utils.format import format_bytes
 
 
 def run(path: Path, ckpt_step: int | None, *, every: bool, deep: bool) -> int:
-    """Verify and tell.
+    """Verify checkpoints and print the results.
 
     Args:
-        every: all steps of the run.
-        deep: the tensors themselves, too.
+        every: verify all steps of the run.
+        deep: check the tensors themselves, too.
     Returns:
-        The exit code: 3 if anything is wrong.
+        The exit code: 0, or 3 if there is any problem.
     """
     code = EXIT_OK
     for step_dir in _folders(path, ckpt_step, every):
@@ -47,7 +47,7 @@ def _folders(path: Path, ckpt_step: int | None, every: bool) -> list[Path]:
 
 
 def problems(step_dir: Path, *, deep: bool) -> list[str]:
-    """What is wrong with a step folder, one sentence each; files that the manifest does not list are only warned of."""
+    """Return the problems of a step folder, one sentence each; files that the manifest does not list only cause a warning."""
     try:
         listed = read_manifest(step_dir)
     except CheckpointError as error:
@@ -65,7 +65,7 @@ def problems(step_dir: Path, *, deep: bool) -> list[str]:
 
 
 def of_bytes(step_dir: Path, listed: Manifest) -> list[str]:
-    """Files that are missing, cut or changed."""
+    """Return a sentence for each file that is missing, cut or changed."""
     lacking = {name: texts for name in listed.files if (texts := verify.missing_or_cut(step_dir, _only(listed, name)))}
     there = [name for name in listed.files if name not in lacking]
     with Progress("verifying", sum(listed.files[name].num_bytes for name in there)) as progress:
@@ -73,7 +73,7 @@ def of_bytes(step_dir: Path, listed: Manifest) -> list[str]:
 
 
 def is_sound(step_dir: Path) -> bool:
-    """Whether every byte is what the manifest says, and the manifest sound."""
+    """Return whether the manifest is valid and every file has the listed contents."""
     try:
         listed = read_manifest(step_dir)
     except CheckpointError:

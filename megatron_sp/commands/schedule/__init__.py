@@ -1,1 +1,1 @@
-"""``megatron-sp schedule``: schedules of models that are not ours, on the command line."""
+"""``megatron-sp schedule``: schedules of external models on the command line."""

@@ -1,4 +1,4 @@
-"""What each action of ``megatron-sp schedule`` does."""
+"""Actions of ``megatron-sp schedule``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run an action; returns the exit code."""
+    """Run an action; return the exit code."""
     if args.factory and (args.class_name or args.settings):
         raise ConfigError("--class and --set are about a config.json: with --factory your function decides")
     if args.action == "verify":
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace, mesh: Mesh, *, meta: bool) -> tuple[Schedule, source.Batch | None]:
-    """(schedule, batch if the factory gave one)."""
+    """Build the model and its schedule; return (schedule, batch if the factory returned one)."""
     batch: source.Batch | None = None
     if args.factory:
         model, batch = source.from_factory(args.factory)

@@ -1,4 +1,4 @@
-"""The flags of ``megatron-sp schedule``; each action is loaded only when it is asked for."""
+"""Flags of ``megatron-sp schedule``; each action is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FACTORY = "function of yours that returns the model, or (model, batch of keywor
 
 
 def add_actions(schedule: argparse.ArgumentParser) -> None:
-    """A subcommand for each action."""
+    """Add a subcommand for each action."""
     actions = schedule.add_subparsers(title="actions", metavar="ACTION", required=True)
     _action(actions, "check", "look for mistakes without a job: paths, sizes, sums that are missing or made twice; exit code 2 for one")
     show = _action(actions, "show", "the model's tree: what is split and how, where ranks talk")
@@ -52,7 +52,7 @@ def _action(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: 
 
 
 def _add_train(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``megatron-sp schedule train``: flags of its own; all others are a training's."""
+    """Add ``megatron-sp schedule train`` with its own flags; all others are those of a training."""
     text = "train a transformers model from a local folder; start it with torchrun -m megatron_sp; other flags: those of pretrain_gpt.py"
     parser = actions.add_parser("train", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     plan = "plan.yaml; `auto`: the preset of the model's family; MODULE:FUNCTION of yours, which gets (schedule, seq)"

@@ -1,4 +1,4 @@
-"""``schedule verify``: on the ranks of a launcher, or on processes of this machine that are started for it."""
+"""``schedule verify`` on the ranks of a launcher, or on local processes that are started for it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _GRACE_S = 20  # for other ranks to end, once the first has
 
 
 def verify(args: argparse.Namespace, prepare: Prepare) -> int:
-    """Compare; returns the exit code.
+    """Compare the scheduled model with the original; return the exit code.
 
     Raises:
-        ConfigError: the launcher has started another number of processes.
-        NumericsError: they differ; names the worst tensors, and the first module that differs.
+        ConfigError: the launcher has started a different number of processes than the layout needs.
+        NumericsError: they differ; the message names the worst tensors and the first module that differs.
     """
     size, launch = args.tp * args.sp * args.dp, Launch.from_env()
     if launch.world_size > 1 or size == 1:

@@ -1,4 +1,4 @@
-"""The model of a command: from a config.json, which is data, or from a function that the user names, which is code."""
+"""Model of a command: built from a config.json (data only), or by a function that the user names (code)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Batch = dict[str, Any]
 
 
 def from_folder(folder: str, class_name: str | None, settings: Sequence[str], *, meta: bool) -> nn.Module:
-    """Make a model of transformers with random weights, or without any.
+    """Build a model of transformers with random weights, or on the meta device.
 
     Args:
-        folder: with a config.json; or that file.
-        class_name: of transformers; None: the first of ``architectures``.
-        settings: KEY=VALUE, VALUE in JSON or a word.
-        meta: without numbers, in no time.
+        folder: folder with a config.json, or the path of that file.
+        class_name: class of transformers; None: the first of ``architectures``.
+        settings: KEY=VALUE to override, with VALUE in JSON or as a plain string.
+        meta: build the model on the meta device, without memory for its weights.
     Raises:
-        ConfigError: no such file, not one of transformers' own models, or a setting that it does not have.
+        ConfigError: the file is missing or invalid, the model is not one of transformers' own, or it has no such setting.
     """
     data = _read(folder)
     config = _config(data, folder)
@@ -110,10 +110,10 @@ def _class(name: str | None, folder: str) -> Callable[[Any], nn.Module]:
 
 
 def from_factory(name: str) -> tuple[nn.Module, Batch | None]:
-    """Call ``module:function`` or ``file.py:function``; runs the user's code, as the user asks.
+    """Build a model by calling the user's ``module:function`` or ``file.py:function``.
 
     Raises:
-        ConfigError: there is no such module or function, or it returns something else.
+        ConfigError: there is no such module or function, it raises, or it returns something else.
     """
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
@@ -158,7 +158,7 @@ def _module(place: str, name: str) -> ModuleType:
 
 
 def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
-    """What the user's own code has raised, and where."""
+    """Return a description of an error in the user's own code, with its place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{frames[-1].filename}:{frames[-1].lineno}"
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
@@ -166,10 +166,10 @@ def _told(error: Exception, made: Callable[[], Any] | None = None) -> str:
 
 
 def example(model: nn.Module, rows: int, tokens: int, seed: int) -> Batch:
-    """A batch for a model of transformers: token ids of several lengths with their mask, and labels where it takes some; or pictures.
+    """Return a random batch for a model of transformers: token ids of different lengths with mask and, if needed, labels; or images.
 
     Raises:
-        ConfigError: it is not known what the model takes.
+        ConfigError: the inputs of the model are not known.
     """
     draw = torch.Generator().manual_seed(seed)
     names, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)

@@ -1,4 +1,4 @@
-"""``megatron-sp schedule train``: train a local transformers model as a plan, or its family's preset, says.
+"""``megatron-sp schedule train``: train a local transformers model with a plan, or with the preset of its family.
 
 torchrun --nproc-per-node 4 -m megatron_sp schedule train auto --model FOLDER --tp 2 --sp 2 --lr 1e-3 --train-iters 100 ...
 """
@@ -24,7 +24,7 @@ _CLASSES = {"next": ("gpt", "AutoModelForCausalLM"), "masked": ("bert", "AutoMod
 
 
 def run(args: argparse.Namespace) -> int:
-    """Parse the rest of the words as a training's, and train; exits the process."""
+    """Parse the remaining arguments as those of a training, and train; exits the process."""
     family, auto_class = _CLASSES[args.task]
     words = ["--bert-no-binary-head"] if family == "bert" else []
     for axis, flag in LONG.items():
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Writer:
-    """Puts the lines of a plan, of a function, or of the family's preset into a schedule.
+    """Writer of a plan's directives into a schedule: from a file, a function, or the preset of the model's family.
 
     Args:
-        plan: auto, MODULE:FUNCTION, or a file.
+        plan: ``auto`` (the preset), MODULE:FUNCTION, or the path of a file.
     """
 
     def __init__(self, plan: str) -> None:
@@ -52,7 +52,7 @@ class Writer:
         self._function: Callable[[Schedule, bool], object] | None = None
 
     def prepare(self) -> None:
-        """Find the function or the file, on every rank. Raises ConfigError: there is none."""
+        """Find the function or the file, on every rank. Raises ConfigError if it does not exist."""
         if re.fullmatch(r"[\w.]+:\w+", self.plan):
             self._function = _import(self.plan)
         elif self.plan != "auto" and not Path(self.plan).is_file():
@@ -70,7 +70,7 @@ class Writer:
             raise ConfigError(f"{self.plan} says zero, which is a flag of a training: take the line out, and give --zero-stage")
 
     def _require_same(self, s: Schedule, seq: bool) -> None:
-        """Raises ConfigError: the file and the flag differ about activations between the layers."""
+        """Raise ConfigError if the plan and --sequence-parallel differ about sharding activations between the layers."""
         says = any(d.do == "sequence" for d in s.directives)
         if says != seq:
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""The command line of a training of a foreign model: the flags of every training, and ``--model FOLDER``, whose config.json says the shape.
+"""Command line of training an external model: the flags of every training, and ``--model FOLDER``, whose config.json gives the shape.
 
-Nothing here imports torch: mistakes are answered at once.
+Nothing here imports torch, so that errors are reported at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LONG = {"tp": "tensor-model-parallel-size", "sp": "sequence-parallel-size"}
 def parse_external(
     argv: Sequence[str] | None = None, *, description: str, family: str, prog: str | None = None
 ) -> tuple[Config, str | None]:
-    """(the configuration, the model's folder or None), for an entry point; prints and exits as ``parse_config`` does.
+    """Return (configuration, folder of the model or None), for an entry point; prints and exits like ``parse_config``.
 
     Args:
-        argv: the words after the program's name (default: this process's).
-        description: what --help says first.
-        family: "gpt" or "bert": whose data it is trained on.
+        argv: the arguments after the program's name (default: this process's).
+        description: first line of --help.
+        family: "gpt" or "bert": the kind of data that the model is trained on.
         prog: the program's name in messages.
     """
     from megatron_sp.commands.pretrain import parse_config  # not for `megatron-sp --help`
@@ -54,7 +54,7 @@ def parse_external(
 
 
 def take_folder(words: list[str]) -> tuple[list[str], str | None]:
-    """The words without ``--model FOLDER``, and the folder."""
+    """Return the arguments without ``--model FOLDER``, and the folder."""
     rest, folder, at = [], None, 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
@@ -72,10 +72,10 @@ def take_folder(words: list[str]) -> tuple[list[str], str | None]:
 
 
 def flags_of(folder: str) -> list[str]:
-    """The shape that a config.json says, as flags; what stands behind them on the command line wins.
+    """Return the shape in a config.json as flags; later flags on the command line take precedence.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: the file is missing or invalid.
     """
     path = Path(folder) / "config.json"
     try:

@@ -1,1 +1,1 @@
-"""The command line: parser, help, configuration files, Megatron's and DeepSpeed's spellings."""
+"""Command line: parser, help, configuration files, and compatibility with Megatron's flags and DeepSpeed's JSON."""

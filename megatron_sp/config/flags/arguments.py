@@ -1,12 +1,12 @@
-"""From a command line, and perhaps a YAML file, to a checked ``Config``.
+"""Parser from a command line, and optionally a YAML file, to a validated ``Config``.
 
-The fields of ``config/schema.py`` are the flags. Both dialects of Megatron are read: other spellings are rewritten, flags without
-meaning here are collected in ``Config.ignored_flags``, flags that would change the result and are not there are refused
-(``ignored_flags.py``). A name is never completed from its beginning and never guessed: a mistyped flag ends the program
-with exit code 2 and the nearest names. Later wins: defaults, those of --preset (``presets.py``), then the file, then the command line
-from left to right; DeepSpeed's JSON (``deepspeed_config.py``) must agree with them.
+The fields of ``config/schema.py`` are the flags. The flags of Megatron-LM and Megatron-DeepSpeed are accepted: other names are
+rewritten, flags without meaning here are collected in ``Config.ignored_flags``, unsupported flags that would change the result are
+rejected (``ignored_flags.py``). Abbreviations are not accepted: a mistyped flag ends the program with exit code 2 and the nearest
+names. Later values win: defaults, those of --preset (``config/presets.py``), then the file, then the command line from left to right;
+DeepSpeed's JSON (``deepspeed_config.py``) must agree with them, except for the values that its engine reads from the file alone.
 
-Nothing here imports torch or numpy; a wrong flag is answered in a tenth of a second, before any rank talks to another.
+Nothing here imports torch or numpy; a wrong flag is reported in a tenth of a second, before any communication.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANY = -1  # number of values: as many as follow
 
 
 class Target(NamedTuple):
-    """The field that a spelling sets."""
+    """The field that a flag name sets."""
 
     group: str
     name: str
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass
 class CommandLine:
-    """What stands on a command line, before names and values are looked at."""
+    """A command line split into flags, before names and values are checked."""
 
     settings: list[Setting] = field(default_factory=list)
     config_file: str | None = None
@@ -59,13 +59,13 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for.
+    """A parsed command line: the action to perform, and its configuration.
 
     Attributes:
-        action: "run", or the question that is answered instead of a run: "help", "print-config" or "dry-run".
-        config: normalised and validated; None where ``action`` is "help".
+        action: "run", or "help", "print-config" or "dry-run" instead of a run.
+        config: normalised and validated; None if ``action`` is "help".
         world_size: number of processes that the configuration is for.
-        dry_run: how a dry run is written, "text" or "json".
+        dry_run: output format of a dry run, "text" or "json".
     """
 
     action: str
@@ -75,14 +75,14 @@ class Request:
 
 
 def read_request(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Request:
-    """What a program's command line asks for; ``commands/pretrain.py`` does it.
+    """Parse a program's command line; ``commands/pretrain.py`` performs the request.
 
     Args:
         argv: the words after the program's name.
         world_size: number of processes (default: torchrun's WORLD_SIZE, else 1).
-        family: of the models that the program trains, "gpt" or "bert"; None: whatever --model-family says.
+        family: family of the models that the program trains, "gpt" or "bert"; None: that of --model-family.
     Raises:
-        ConfigError: a flag is unknown, or a value is impossible.
+        ConfigError: a flag is unknown, or a value is invalid.
     """
     line = scan(argv)
     if line.help:
@@ -95,15 +95,15 @@ def read_request(argv: Sequence[str], *, world_size: int | None = None, family: 
 
 
 def config_from_args(argv: Sequence[str], *, world_size: int | None = None, family: str | None = None) -> Config:
-    """The configuration of a run's command line. Raises ConfigError; knows neither --help nor --print-config."""
+    """Return the configuration of a run's command line, ignoring --help, --print-config and --dry-run. Raises ConfigError."""
     return _configure(scan(argv), world_size, family)
 
 
 def draft_config(argv: Sequence[str]) -> tuple[Config, set[tuple[str, str]]]:
-    """A configuration that somebody else completes, neither normalised nor validated, and the fields that were given, as (group, name).
+    """Return an incomplete configuration, neither normalised nor validated, and the fields that were given, as (group, name).
 
     Raises:
-        ConfigError: something cannot be read.
+        ConfigError: the command line cannot be parsed.
     """
     line = scan(argv)
     for name, present in (("--dry-run", line.dry_run is not None), ("--print-config", line.print_config)):
@@ -120,7 +120,7 @@ def _rewritten(name: str) -> list[str]:
 
 
 def config_as_yaml(config: Config) -> str:
-    """Text that --config reads back to an equal configuration."""
+    """Return the configuration as YAML that --config reads back to an equal one."""
     import yaml
 
     notes = "".join(f"# ignored: {note}\n" for note in config.ignored_flags)
@@ -140,7 +140,7 @@ def _configure(line: CommandLine, world_size: int | None, family: str | None) ->
 
 
 def _settings(line: CommandLine, family: str | None = None) -> list[Setting]:
-    """The program's own, those of the file, then those of the command line."""
+    """Return the program's own settings, then those of the file, then those of the command line."""
     own = [] if family is None else [Setting("model-family", (family,), "this program")]
     return own + (read_config_file(line.config_file) if line.config_file else []) + line.settings
 
@@ -155,7 +155,7 @@ def _launched_processes() -> int:
 
 @cache
 def targets() -> dict[str, Target]:
-    """Every spelling that sets a field, aliases and the negations of switches included."""
+    """Return all flag names that set a field, including aliases and negated switches."""
     table: dict[str, Target] = {}
     for group, cls in GROUPS.items():
         kinds = field_kinds(cls)
@@ -175,18 +175,18 @@ def _negation(name: str) -> str:
 
 
 def _refusal(name: str) -> str | None:
-    """Why the flag is refused, if it is one that Megatron knows."""
+    """Return why a flag of Megatron is not supported; None if it is not among those."""
     return dialect.REFUSED.get(name) or next((why for start, why in dialect.REFUSED_PREFIXES.items() if name.startswith(start)), None)
 
 
 def all_spellings() -> Iterable[str]:
-    """Every name that gets an answer other than "unknown", our own first."""
+    """Return every flag name that is not unknown, our own first."""
     tables = (targets(), _SPECIAL, dialect.REWRITTEN, dialect.IGNORED_SWITCHES, dialect.IGNORED_VALUES, dialect.REFUSED)
     return [name for table in tables for name in table]
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Up to three names that ``name`` may have been meant as: those it begins, then those that look alike."""
+    """Return up to three names that ``name`` may be meant as: those it is a prefix of, then similar ones; our own are preferred."""
     names = list(names)
     begun = [other for other in names if len(name) >= 3 and other.startswith(name)]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
@@ -200,7 +200,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def scan(argv: Sequence[str]) -> CommandLine:
-    """Cut a command line into flags and their words; what belongs to no flag, or cannot stand there, is kept as a problem."""
+    """Split a command line into flags and their words; words that belong to no flag and invalid uses are recorded as problems."""
     line, rest = CommandLine(), list(argv)
     previous = ""
     while rest:
@@ -254,7 +254,7 @@ def _note(line: CommandLine, setting: Setting) -> None:
 
 
 def _num_words(name: str, rest: list[str]) -> int:
-    """How many of the words that follow a flag belong to it."""
+    """Return how many of the words that follow a flag belong to it."""
     following = next((i for i, word in enumerate(rest) if _is_flag(word)), len(rest))
     if name == "profile" and rest[:1] and rest[0] in ("pt", "pt-full"):  # Megatron-DeepSpeed's --profile takes a word
         return 1
@@ -285,7 +285,7 @@ def _arity(name: str) -> int:
 
 
 def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
-    """The configuration that ``settings`` describe; a ConfigError lists everything that cannot be read."""
+    """Return the configuration that ``settings`` describe. Raises a ConfigError that lists all problems."""
     config = Config()
     problems = [*problems, *_start_from_preset(config, settings)]
     weak: list[Setting] = []
@@ -346,7 +346,7 @@ def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Con
 
 
 def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
-    """The families of flags one of which asks for their feature: that one is refused, and with it the others."""
+    """Return the flag families whose feature is requested by one of their flags; all flags of such a family are rejected."""
 
     def asks(setting: Setting) -> bool:
         harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), "0")
@@ -357,7 +357,7 @@ def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
 
 
 def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
-    """Give the model the values of the last --preset; returns what is wrong with it."""
+    """Set the model's fields from the last --preset; return problems with it."""
     given = {setting.name: setting for setting in settings if setting.name in ("preset", "model-family")}
     if "preset" not in given:
         return []
@@ -374,7 +374,7 @@ def _start_from_preset(config: Config, settings: list[Setting]) -> list[str]:
 
 
 def _settle_preset(config: Config, given: Given) -> None:
-    """Note what is still the preset's; of that, a tokenizer replaces the vocabulary, and a longer sequence the length of the table."""
+    """Record which fields still have the preset's values; a tokenizer replaces its vocabulary, a longer sequence its table length."""
     model, data = config.model, config.data
     own = {name for name in config.preset_fields if ("model", name) not in given}
     if "vocab_size" in own and (
@@ -406,7 +406,7 @@ def _value(setting: Setting, target: Target) -> Any:
 
 
 def _one_window(text: str) -> str:
-    """Megatron's pair of keys before and behind a token's own, such as "4095,0", as the number of keys that it sees."""
+    """Convert Megatron's window, the keys before and after a token's own such as "4095,0", to the number of visible keys."""
     pair = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
     if pair is None:
         return text
@@ -419,7 +419,7 @@ def _one_window(text: str) -> str:
 
 
 def _is_on(words: tuple[str, ...]) -> bool:
-    """Whether a switch is on: alone it is; in a file it says true or false."""
+    """Return whether a switch is on: without a value it is; in a file its value is true or false."""
     return not words or FieldKind("bool").parse(words)
 
 
@@ -428,7 +428,7 @@ def _is_off(words: tuple[str, ...]) -> bool:
 
 
 def _profile_steps(setting: Setting) -> list[Setting]:
-    """Megatron-DeepSpeed's "first,last" as our two flags."""
+    """Convert Megatron-DeepSpeed's "first,last" to our two flags."""
     steps = FieldKind("str").parse(setting.words).split(",")
     if len(steps) != 2:
         raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
@@ -460,7 +460,7 @@ def _known_elsewhere(setting: Setting) -> str:
 
 
 def _count_tokens(config: Config, tokens: dict[str, int]) -> list[str]:
-    """Turn lengths in tokens into the unit that the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
+    """Convert lengths in tokens to steps or samples, as the run counts, rounded up; they take precedence, as in Megatron-DeepSpeed."""
     if not tokens:
         return []
     negative = [f"--{name} ({value}) must be at least 0" for name, value in tokens.items() if value < 0]

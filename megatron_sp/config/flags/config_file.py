@@ -1,7 +1,7 @@
-"""Flags from a YAML file: the same names, the same values, the same checks as on the command line.
+"""Flags from a YAML file, with the same names, values and checks as on the command line.
 
-The file is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is text that
-gets refused; words keep the spelling of the file (``1e-4`` is a number here, though YAML 1.1 calls it a string), and every
+The file is parsed into nodes only and never constructed into objects, so a tag such as ``!!python/object`` is rejected as
+mere text; words keep their spelling in the file (``1e-4`` is a number here, though YAML 1.1 calls it a string), and every
 message can name its line. Keys are flag names with ``-`` or ``_``, flat or under the name of their group.
 """
 
@@ -24,7 +24,7 @@ _SCALARS = ("str", "int", "float", "bool", "null", "timestamp")
 
 
 class Setting(NamedTuple):
-    """One flag as it was written somewhere."""
+    """One flag as it was given on the command line or in a file."""
 
     name: str  # hyphens, no dashes in front
     words: tuple[str, ...]  # its value; empty for a switch on the command line
@@ -32,15 +32,15 @@ class Setting(NamedTuple):
 
 
 def canonical(spelling: str) -> str:
-    """The name of a flag without dashes in front, and hyphens throughout."""
+    """Return the name of a flag without leading dashes and with hyphens."""
     return spelling.removeprefix("--").replace("_", "-")
 
 
 def read_config_file(path: str) -> list[Setting]:
-    """The settings of a YAML file, in its order; empty values (``null``, ``[]``) leave the default.
+    """Read the settings of a YAML file, in its order; empty values (``null``, ``[]``) keep the default.
 
     Raises:
-        ConfigError: the file is absent, too large, not YAML, or holds anything but flags with words or lists of words.
+        ConfigError: the file is missing, too large, not YAML, or contains anything but flags with words or lists of words.
     """
     name = os.path.basename(path)
     text = read_text(path, f"--config {path}", MAX_FILE_BYTES, "a file of flags")
@@ -55,7 +55,7 @@ def read_config_file(path: str) -> list[Setting]:
 
 
 def _check_depth(text: str, path: str) -> None:
-    """Refuse what composing would recurse into for seconds; the events come one by one, so this stops early."""
+    """Reject deeply nested YAML, on which composing would spend seconds; events are read one by one, so this stops early."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON (``--deepspeed_config FILE``) against our flags: what it says becomes part of the configuration.
+"""DeepSpeed's JSON (``--deepspeed_config FILE``): its values become part of the configuration.
 
-``deepspeed_keys.py`` knows what each key means. Where the command line or ``--config`` says it too, both must agree: DeepSpeed never
-compared its JSON with the flags, and one of the two was silently not what ran. Where only DeepSpeed's engine reads a value (the ZeRO
-stage, clipping, loss scaling) its file counts, and a line says that the flag does not. Where neither speaks, the default holds.
+``deepspeed_keys.py`` defines the meaning of each key. A value that is also given on the command line or in ``--config`` must agree:
+DeepSpeed never compared its JSON with the flags, and one of the two was silently ignored. For values that only DeepSpeed's engine reads
+(the ZeRO stage, clipping, loss scaling) the file takes precedence, and a line reports the overridden flag. Otherwise defaults apply.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Given = dict[tuple[str, str], str]  # (group, field) -> where it was said
 
 
 class Claim(NamedTuple):
-    """A value that the file has for one of our fields.
+    """A value in the file for one of our fields.
 
     Attributes:
         field: "group.name".
-        value: ours.
-        where: for messages, "ds.json: zero_optimization.stage (2)".
-        weak: a default of DeepSpeed's: holds where nobody says anything, contradicts nobody.
-        needs: (field, value) without which it says nothing.
+        value: the field's value.
+        where: for messages, such as "ds.json: zero_optimization.stage (2)".
+        weak: a default of DeepSpeed, which applies if no value is given and contradicts none.
+        needs: (field, value), a condition without which it does not apply.
     """
 
     field: str
@@ -38,14 +38,14 @@ class Claim(NamedTuple):
 
 @dataclass
 class DeepSpeedConfig:
-    """What stands in a file.
+    """Contents of a file.
 
     Attributes:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         claims: values of our fields.
         accumulation: micro-batches per step; there is no such flag, it follows from the batch sizes.
         ignored, unknown: paths of keys.
-        problems: what cannot be.
+        problems: error messages.
     """
 
     name: str
@@ -58,7 +58,7 @@ class DeepSpeedConfig:
     """What the command line said of values that DeepSpeed reads from its file alone, one line each."""
 
     def note(self) -> str | None:
-        """One line about all keys that were ignored."""
+        """Return one line that lists all ignored keys; None if there are none."""
         told = [(self.ignored, "DeepSpeed's own tuning, without a meaning here"), (self.unknown, "unknown")]
         parts = [f"{', '.join(paths[:_SHOWN])}{_and_more(paths)} ({why})" for paths, why in told if paths]
         return f"{self.name}: {'; '.join(parts)}" if parts else None
@@ -73,11 +73,11 @@ def settle(found: DeepSpeedConfig, config: Config, given: Given, world_size: int
 
     Args:
         found: the file.
-        config: as the command line has it, neither normalised nor validated; changed.
-        given: what the command line and --config said; what the file says is added.
+        config: configuration from the command line, neither normalised nor validated; modified in place.
+        given: fields given on the command line and in --config; those of the file are added.
         world_size: number of processes, for the batch sizes.
     Returns:
-        problems: what the file alone, or the file against the command line, gets wrong.
+        Problems of the file itself, and contradictions between the file and the command line.
     """
     problems = list(found.problems)
     for claim in sorted(found.claims, key=lambda c: (c.weak, c.needs is not None)):  # defaults last, and what depends on others after them
@@ -123,7 +123,7 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
 
 
 def _told(name: str, config: Config, given: Given) -> Iterator[tuple[Any, str]]:
-    """What is said of a field already, and where, with the value that stands there."""
+    """Yield the values already given for a field, directly or through a flag that implies it, each with its place for messages."""
     for other, needed, says in ((name, None, None), *_IMPLIED.get(name, ())):
         group, _, attribute = other.partition(".")
         value = _value(config, other)
@@ -139,7 +139,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _batch_sizes(found: DeepSpeedConfig, config: Config, given: Given, world_size: int) -> list[str]:
-    """DeepSpeed's rule: train_batch_size = micro-batch * accumulation * data-parallel ranks; what is missing follows."""
+    """Apply DeepSpeed's rule train_batch_size = micro-batch * accumulation * data-parallel ranks, computing the missing one."""
     batch, parallel, steps = config.batch, config.parallel, found.accumulation
     ranks = parallel.tensor_model_parallel_size * parallel.sequence_parallel_size
     if ranks < 1 or world_size % ranks or batch.micro_batch_size < 1:

@@ -1,11 +1,11 @@
-"""What each key of DeepSpeed's JSON means here.
+"""Meaning of each key of DeepSpeed's JSON here.
 
-One of four answers. *Claimed*: it says what one of our flags says. *Ignored*: it tunes DeepSpeed's own machinery and cannot change a
-result; all such keys are listed in one line. *Refused*: it would change the result, or ask for memory that is not there. *Unknown*: listed
-in the same line, unless it looks like a misspelt key. ``"auto"`` and ``null`` say nothing, whatever the key.
+There are four cases. *Claimed*: it has the meaning of one of our flags. *Ignored*: it tunes DeepSpeed's own machinery and cannot change
+results; all such keys are listed in one line. *Refused*: it would change the result, or asks for unsupported offloading. *Unknown*: listed
+in the same line, but an error if it looks like a misspelt key. ``"auto"`` and ``null`` count as not given, whatever the key.
 
-A key that is absent says nothing either, and our default holds. Only inside an ``optimizer`` block, and an ``fp16`` block that is on, what
-is left out has DeepSpeed's default. The file is parsed within bounds of size, depth and number of values. Nothing here imports torch.
+For a missing key our default applies. Only inside an ``optimizer`` block, and an enabled ``fp16`` block, missing keys have DeepSpeed's
+defaults. The file is parsed with limits on size, depth and number of values. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _STAGE_3 = ("parallel.zero_stage", 3)
 
 
 def read_deepspeed_config(path: str) -> DeepSpeedConfig:
-    """Read and judge a file.
+    """Read and interpret a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not one JSON object within bounds, each name given once.
+        ConfigError: it cannot be read, is not a JSON object, has a duplicate name, or exceeds the limits.
     """
     text = read_text(path, f"--deepspeed_config {path}", MAX_FILE_BYTES, "a file of flags")
     try:
@@ -47,13 +47,13 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
 
 
 def _short(value: Any) -> str:
-    """A JSON value on one short line."""
+    """Format a JSON value on one line of at most 60 characters."""
     text = "".join(c if c.isprintable() else "?" for c in json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a key that would be refused asks for nothing."""
+    """Return whether the value of an unsupported key disables its feature."""
     if isinstance(value, dict):
         return value.get("enabled") is False or all(map(_is_off, value.values()))
     return value in (None, False, 0, "auto", "none")
@@ -64,12 +64,12 @@ Handler = Callable[["_Reader", str, Any], None]
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys of a block.
+    """Keys of a block.
 
     Attributes:
-        handlers: keys with a meaning.
-        ignored: keys without one.
-        refused: name -> what is there instead.
+        handlers: keys with a meaning, and their handlers.
+        ignored: keys without a meaning.
+        refused: unsupported keys -> what to use instead.
     """
 
     handlers: Mapping[str, Handler]
@@ -78,13 +78,13 @@ class _Keys:
 
 
 class _Reader:
-    """Walks through a file and collects what it says."""
+    """Reader that walks through a file and collects its contents."""
 
     def __init__(self, name: str) -> None:
         self.found = DeepSpeedConfig(name)
 
     def block(self, data: dict[str, Any], path: str, keys: _Keys) -> None:
-        """All keys of an object."""
+        """Process all keys of an object."""
         for key, value in data.items():
             place = f"{path}.{key}" if path else key
             if key in keys.handlers:
@@ -118,14 +118,14 @@ class _Reader:
         return f"{self.found.name}: {place} ({_short(value)}{f', which is {means}' if means else ''})"
 
     def object(self, place: str, value: Any) -> dict[str, Any]:
-        """``value`` if it is a block; else a problem, and an empty one."""
+        """Return ``value`` if it is an object; else record a problem and return an empty one."""
         if isinstance(value, dict):
             return value
         self.problem(f"{place}: expected an object {{...}}, got {_short(value)}")
         return {}
 
     def flag(self, place: str, value: Any) -> bool | None:
-        """``value`` if it is a boolean or says nothing; else a problem."""
+        """Return ``value`` if it is a boolean; else None, recording a problem unless it is null or "auto"."""
         if isinstance(value, bool) or value is None or value == "auto":
             return value if isinstance(value, bool) else None
         self.problem(f'{place}: expected true, false or "auto", got {_short(value)}')
@@ -134,7 +134,7 @@ class _Reader:
     def claim(
         self, target: str, place: str, value: Any, *, needs: tuple[str, Any] | None = None, means: str = "", shown: Any = None
     ) -> None:
-        """The file says ``value`` of our field ``target``; a value of another type is a problem."""
+        """Record ``value`` for our field ``target``, or a problem if its type or range is wrong."""
         group, _, name = target.partition(".")
         if isinstance(value, float) and value.is_integer() and field_kinds(GROUPS[group])[name].base == "int":
             value = int(value)  # 1e3 is how JSON writes many integers
@@ -151,7 +151,7 @@ class _Reader:
         self.found.claims.append(Claim(target, ours, self.where(place, shown, means), needs=needs))
 
     def default(self, target: str, value: Any, *, needs: tuple[str, Any] | None = None) -> None:
-        """What DeepSpeed takes where the file says nothing."""
+        """Record DeepSpeed's default for our field ``target``."""
         self.found.claims.append(Claim(target, value, self.found.name, weak=True, needs=needs))
 
 
@@ -161,7 +161,7 @@ def _printable(text: str) -> str:
 
 
 def _as(target: str, *, needs: tuple[str, Any] | None = None) -> Handler:
-    """The key is one of our fields."""
+    """Return a handler for a key that corresponds to one of our fields."""
     return lambda reader, place, value: reader.claim(target, place, value, needs=needs)
 
 
@@ -396,7 +396,7 @@ def _betas(reader: _Reader, place: str, value: Any) -> None:
 
 
 def _must_be(wanted: Any, instead: str) -> Handler:
-    """The key is there, and only one value of it."""
+    """Return a handler for a key of which only one value is supported."""
 
     def judge(reader: _Reader, place: str, value: Any) -> None:
         if value == wanted:
@@ -429,7 +429,7 @@ _SGD = _Keys(
 
 
 def _scheduler(reader: _Reader, place: str, value: Any) -> None:
-    """DeepSpeed's warm-ups rise from the third step on and ours from the first: only a constant rate is the same."""
+    """Handle a scheduler: only a constant rate is supported, as DeepSpeed's warm-ups begin at the third step and ours at the first."""
     block = reader.object(place, value)
     kind, params = block.get("type"), block.get("params")
     if kind in (None, "auto") or not block:
@@ -453,7 +453,7 @@ def _scheduler(reader: _Reader, place: str, value: Any) -> None:
 
 
 def _ways(kind: Any, params: dict[str, Any]) -> str:
-    """The flags whose curve comes nearest."""
+    """Return the flags of the most similar schedule."""
 
     def word(key: str, default: str) -> str:
         value = params.get(key)

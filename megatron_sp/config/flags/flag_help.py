@@ -1,4 +1,4 @@
-"""The text of --help, drawn by tyro from the fields of ``config/schema.py``: one box per group, units and defaults at the end."""
+"""Text of --help, formatted by tyro from the fields of ``config/schema.py``: one box per group, with units and defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRY_RUN = "print parameters, memory and traffic of every rank, as a table or as
 
 
 def print_help(prog: str, description: str) -> None:
-    """Write --help to standard output."""
+    """Print --help to standard output."""
     text = f"{description}\n\n{_FOOTER}" if description else _FOOTER
     try:
         tyro.cli(_types(), prog=prog, description=text, args=["--help"], config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff))
@@ -31,7 +31,7 @@ def print_help(prog: str, description: str) -> None:
 
 
 def _types() -> Any:
-    """A dataclass of dataclasses as tyro wants them; only their names, help and metavars are used."""
+    """Return a dataclass of dataclasses for tyro, of which only names, help and metavars are used."""
     general = [
         ("preset", Annotated[Any, _argument(_PRESET), _word("NAME")], None),
         ("config", Annotated[Any, _argument("YAML file of flags, flat or grouped; the command line comes after it"), _word("FILE")], None),
@@ -63,7 +63,7 @@ def _type(item: dataclasses.Field[Any], kind: FieldKind) -> Any:
 
 
 def show_default(value: Any) -> str:
-    """A default as it would be typed."""
+    """Format a default value as it would be typed."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

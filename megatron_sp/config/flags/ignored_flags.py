@@ -1,9 +1,9 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields of our configuration, and what each one gets.
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields of our configuration, and how each is handled.
 
-Three answers: *rewritten* (another spelling of one of our fields), *ignored* (nothing to choose here; listed once when
-training starts, with the reason), *refused* (it would change the result and is not there; the message says what works).
-A flag in none of the tables, and not a field, is a typing error. Sources: the argument parsers and launch scripts of both
-projects. Names are written without dashes in front and with hyphens, as ``arguments.canonical`` leaves them.
+There are three cases: *rewritten* (another name of one of our fields), *ignored* (nothing to choose here; listed once when
+training starts, with the reason), *refused* (unsupported, and would change the result; the message names what works).
+Any other flag that is not a field is unknown, an error. Sources: the argument parsers and launch scripts of both
+projects. Names are written without leading dashes and with hyphens, as ``config_file.canonical`` returns them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One flag as settings of other flags.
+    """Translation of one flag to settings of other flags.
 
     Attributes:
         to: (flag, value) pairs; the value None stands for the flag's own words.
-        weak: only where that flag is not given itself.
+        weak: applies only if the other flag is not given itself.
     """
 
     to: tuple[tuple[str, str | None], ...]
@@ -310,12 +310,12 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
 
 
 class Family(NamedTuple):
-    """Refused flags that mean nothing until one of them asks for the feature that all of them are about.
+    """Refused flags of one feature, which have no effect unless one of them enables it.
 
     Attributes:
-        asks: those that do.
-        names: the others.
-        prefix: beginning of still others; empty: there are none.
+        asks: flags that enable the feature.
+        names: the other flags.
+        prefix: prefix of further flags; empty if there are none.
     """
 
     asks: tuple[str, ...]
@@ -323,7 +323,7 @@ class Family(NamedTuple):
     prefix: str = ""
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is one of the others."""
+        """Return whether ``name`` is one of the flags that do not enable the feature."""
         return name not in self.asks and (name in self.names or bool(self.prefix and name.startswith(self.prefix)))
 
     @property

@@ -1,4 +1,4 @@
-"""Flags that the tools share which use a model and do not train it: which model, where, and over how many processes."""
+"""Flags shared by the tools that use a model without training it: checkpoint, device and layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_sp.utils.program import integer
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Put the group "model" into a tool's command line: which checkpoint, and on what device."""
+    """Add the group "model" to a tool's parser, with the checkpoint and the device; return the group."""
     model = parser.add_argument_group("model")
     model.add_argument("--load", required=True, metavar="RUN", help="a run, its checkpoints folder, or one step folder")
     model.add_argument("--ckpt-step", type=integer(), metavar="N", help="this step instead of the newest")
@@ -22,7 +22,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The same with what tools need that run over several processes, and the group "layout"."""
+    """Add the group "model" with further flags for tools that run on several processes, and the group "layout"."""
     model = add_checkpoint_flags(parser)
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"), default="auto",
                        help="auto: the run's on a GPU, float32 on a CPU")  # fmt: skip

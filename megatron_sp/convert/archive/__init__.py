@@ -1,1 +1,1 @@
-"""Pickle, zip and torch files of other programs, read and written without running anything in them."""
+"""Readers and writers of pickle, zip and torch files of other programs that run no code from the files."""

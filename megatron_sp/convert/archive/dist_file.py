@@ -1,8 +1,8 @@
-"""Folders of ``torch.distributed.checkpoint``, which Megatron's torch_dist format is, read without running anything in them.
+"""Reader of ``torch.distributed.checkpoint`` folders, the format of Megatron's torch_dist, that runs no code from them.
 
-``.metadata`` is a pickle that says which tensors there are and where the rectangles ("chunks") of each lie: a byte range of a
-``.distcp`` file, in which a torch file of its own is embedded. Both kinds of pickle go through ``pickle_tree.py``. A tensor is put
-together chunk by chunk, after its chunks have been checked to cover it exactly once. Writing: ``dist_writer.py``.
+``.metadata`` is a pickle that lists the tensors and where the rectangles ("chunks") of each are stored: each chunk is a torch file
+embedded in a ``.distcp`` file, given by its byte range. Both kinds of pickle go through ``pickle_tree.py``. A tensor is assembled
+chunk by chunk, after checking that its chunks cover it exactly once. Writing: ``dist_writer.py``.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
@@ -38,7 +38,7 @@ class ByteRange(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and where it is."""
+    """A rectangle of a tensor, and the byte range where it is stored."""
 
     rect: Rect
     place: ByteRange
@@ -55,14 +55,14 @@ class StoredTensor(NamedTuple):
 class DistFolder:
     """An open folder; ``close`` it, or use it in a ``with`` statement.
 
-    ``tensors`` and ``objects`` say what is in it, by name; ``planner_data`` and ``extra`` are what else its writer put into
-    ``.metadata``: for torch the path of each name in the nested state, for Megatron ``mcore_data`` with the original shapes.
+    ``tensors`` and ``objects`` describe its contents by name; ``planner_data`` and ``extra`` hold the rest of ``.metadata``:
+    ``planner_data`` the path of each name in the nested state (torch), ``extra`` e.g. Megatron's ``mcore_data`` with the original shapes.
 
     Args:
-        reader: interprets pickles; one of its own by default.
+        reader: interprets the pickles; a new one is created by default.
         max_metadata_bytes: a larger ``.metadata`` is refused; interpreting it takes up to ``MEMORY_OF_PICKLE`` times its size.
     Raises:
-        CheckpointError: there is no whole ``.metadata``, or it is damaged, or of a kind that is not read here.
+        CheckpointError: ``.metadata`` is missing, cut short, damaged, or of an unsupported kind.
     """
 
     def __init__(self, path: str | Path, reader: PickleReader | None = None, max_metadata_bytes: int = MAX_METADATA_BYTES) -> None:
@@ -91,10 +91,10 @@ class DistFolder:
             self._own_reader.close()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor on the CPU; takes its own memory and that of one chunk.
+        """Read a whole tensor into CPU memory; needs the memory of the tensor and of one chunk.
 
         Raises:
-            CheckpointError: there is no such tensor, or a chunk is missing, damaged, or not what ``.metadata`` says.
+            CheckpointError: there is no such tensor, or a chunk is missing, damaged, or does not match ``.metadata``.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
@@ -118,7 +118,7 @@ class DistFolder:
         return torch.empty(tensor.shape, dtype=dtype) if result is None else result
 
     def read_object(self, name: str) -> Any:
-        """What was saved under a name that is no tensor, as plain data; tensors inside it are read."""
+        """Return a saved object that is not a tensor, as plain data; tensors inside it are read."""
         if name not in self.objects:
             raise CheckpointError(f"{self.path} has no object {name!r}")
         with self._open(self.objects[name]) as file:
@@ -157,7 +157,7 @@ class DistFolder:
         return CheckpointError(f"{self.path / '.metadata'} cannot be used: {problem}")
 
     def _sort_out(self, described: Any, stored: Any) -> None:
-        """``tensors`` and ``objects`` from the two tables: what there is, and where."""
+        """Fill ``tensors`` and ``objects`` from the two tables: the descriptions and the byte ranges."""
         if not (isinstance(described, dict) and isinstance(stored, dict)):
             raise self._damaged("it does not say what is stored where")
         places = self._places(stored)
@@ -172,7 +172,7 @@ class DistFolder:
                 raise self._damaged(f"{name[:200]!r} is a {entry.name}, which is not known here")
 
     def _places(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
-        """Byte ranges by name and offsets (None for what is no tensor)."""
+        """Return the byte ranges by name and offsets (None for objects that are not tensors)."""
         places: dict[tuple[str, Any], ByteRange] = {}
         for index, info in stored.items():
             if not (isinstance(index, Object) and isinstance(info, Object) and info.name == STORAGE_INFO):
@@ -220,7 +220,7 @@ def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _with_tensors(file: TorchFile, tree: Any) -> Any:
-    """The tree with every TensorRecord read."""
+    """Return the tree with every TensorRecord replaced by its tensor."""
     if isinstance(tree, TensorRecord):
         return file.read(tree)
     if isinstance(tree, dict):

@@ -1,8 +1,8 @@
-"""Folders that ``torch.distributed.checkpoint`` loads, written chunk by chunk from one process.
+"""Writer of folders that ``torch.distributed.checkpoint`` loads, chunk by chunk from one process.
 
-Which rank would have written a chunk decides on its file only, so the folder of a job with many ranks can be made on a laptop.
-``.metadata`` is written last. It names torch's classes in text, which stays as it is because torch must load older folders; none of them
-is needed here, so nothing of torch.distributed is imported.
+The rank of a chunk only determines the file it is written to, so the folder of a job with many ranks can be made on a laptop.
+``.metadata`` is written last. It refers to torch's classes by name; these names are stable, because torch must load older folders. The
+classes themselves are not needed here, so torch.distributed is not imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_sp.utils.files import fsync_dir, write_synced
 
 
 class NewChunk(NamedTuple):
-    """A rectangle of a tensor on its way into a file; ``make`` returns it when its turn comes."""
+    """A rectangle of a tensor to be written; ``make`` returns it when its turn comes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,14 +35,14 @@ class NewChunk(NamedTuple):
 
 
 class DistFolderWriter:
-    """Writes a folder: tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which ends it.
+    """Writer of a folder: add tensors and objects in any order, then ``finish``. Use it in a ``with`` statement, which closes it.
 
-    Without ``finish`` there is no ``.metadata``, and nothing takes the folder for a checkpoint.
+    Without ``finish`` there is no ``.metadata``, so the folder is not recognized as a checkpoint.
 
     Args:
-        path: a folder without ``.metadata``; made if it is not there.
+        path: a folder without ``.metadata``; created if it does not exist.
     Raises:
-        FileExistsError: there is a checkpoint in it, or a file that would be overwritten.
+        FileExistsError: it already contains a checkpoint, or a file that would be overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -71,7 +71,7 @@ class DistFolderWriter:
 
         Raises:
             ValueError: the chunks do not cover the tensor exactly once, the name is taken, or a chunk is not as announced.
-            OSError: no space, for example.
+            OSError: e.g. no space.
         """
         self._check_new(name)
         rects = [Rect(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
@@ -91,16 +91,16 @@ class DistFolderWriter:
         )
 
     def add_object(self, name: str, tree: Any, rank: int = 0) -> None:
-        """Write something that is no tensor, as ``pickle_writer.TreeWriter`` takes it."""
+        """Write an object that is not a tensor; ``tree`` as accepted by ``pickle_writer.TreeWriter``."""
         self._check_new(name)
         self._stored[_record("MetadataIndex", fqn=name, index=None, offset=None)] = self._append(rank, tree)
         self._described[name] = Object(f"{METADATA}BytesStorageMetadata", state={})
 
     def finish(self, paths: Mapping[str, Sequence[str | int]] | None = None, extra: Mapping[str, Any] | None = None) -> None:
-        """Put the files on the disk, then ``.metadata``.
+        """Sync the files to disk, then write ``.metadata``.
 
         Args:
-            paths: where each name belongs in the nested state; the name itself by default.
+            paths: path of each name in the nested state; the name itself by default.
             extra: further attributes of the metadata, such as Megatron's ``mcore_data``.
         """
         for file in self._files.values():
@@ -127,7 +127,7 @@ class DistFolderWriter:
             raise ValueError(f"{name} is written twice")
 
     def _append(self, rank: int, tree: Any) -> Object:
-        """A torch file at the end of the rank's file, and where it is."""
+        """Append a torch file to the rank's file and return the record of its byte range."""
         if rank not in self._files:
             self._files[rank] = open(self.path / f"__{rank}_0.distcp", "xb", buffering=0)  # noqa: SIM115 - closed in close()
         file = self._files[rank]
@@ -141,7 +141,7 @@ def _record(name: str, **attributes: Any) -> Object:
 
 
 def _properties(dtype: torch.dtype) -> Object:
-    """torch's TensorProperties: dtype, layout, requires_grad, memory format, pinned."""
+    """Return torch's TensorProperties: dtype, layout, requires_grad, memory format, pinned."""
     layout = Object("torch.serialization._get_layout", ("torch.strided",))
     memory_format = Object(f"{METADATA}_MEM_FORMAT_ENCODING", (0,))
     return Object(f"{METADATA}TensorProperties", state=(dtype, layout, False, memory_format, False))

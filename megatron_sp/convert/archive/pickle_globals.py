@@ -1,10 +1,10 @@
-"""What the names in a foreign checkpoint's pickle mean here.
+"""Table of the class and function names accepted in the pickle of a foreign checkpoint.
 
 A pickle names classes and functions and asks for them to be called. Here no name is ever looked up or imported, so none of them can do
-anything: the name decides which kind of plain record stands in its place. The list is there so that nothing is misread in
-silence, and so that a file that carries more than a checkpoint is refused with the name of what it carries.
+anything: the name only decides which kind of plain record replaces the call. The list makes sure that nothing is silently
+misread, and that a file that contains more than a checkpoint is refused with the offending name.
 
-Nothing but the standard library is imported: the process that reads pickles loads this file and ``pickle_machine.py`` only.
+Only the standard library is imported: the process that reads pickles loads this file and ``pickle_machine.py`` only.
 Source of the names: the files that torch, Megatron-LM, Megatron-DeepSpeed and DeepSpeed write; ``pickle`` renames of Python 2.
 """
 
@@ -65,7 +65,7 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # by Python 3
 
 
 def full_name(module: str, name: str) -> str | None:
-    """The dotted name of a global that the machine knows, or None: refuse it."""
+    """Return the dotted name of a global that the machine knows, or None if it must be refused."""
     full = f"{_RENAMED.get(module, module)}.{name}"
     if not _NAME.fullmatch(full) or ".." in full:
         return None
@@ -73,6 +73,6 @@ def full_name(module: str, name: str) -> str | None:
 
 
 def storage_dtype(full: str) -> str | None:
-    """The dtype of a storage class, "untyped" for plain bytes, or None for other names."""
+    """Return the dtype of a storage class, "untyped" for plain bytes, or None for other names."""
     found = _STORAGE.fullmatch(full)
     return STORAGES.get(found[2]) if found else None

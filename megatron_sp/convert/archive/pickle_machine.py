@@ -1,21 +1,21 @@
-"""An interpreter of pickles that makes plain data and can do nothing else.
+"""An interpreter of pickles that produces plain data and can do nothing else.
 
-A pickle is a program for a stack machine. This one has the stack, the marks and the memo, and in place of every class and function a
-record that carries its name: nothing is imported, looked up, called or constructed, whatever the pickle says. Opcodes
-that only a hand-made pickle or one from Python 2's text protocol uses are refused by name.
+A pickle is a program for a stack machine. This one has the stack, the marks and the memo, and represents every class and function by
+a record of its name: nothing is imported, looked up, called or constructed, whatever the pickle contains. Opcodes that occur
+only in hand-made pickles or in Python 2's text protocol are refused by name.
 
-Values are JSON as far as possible: None, booleans, numbers and strings stand for themselves, bytes stay bytes, and everything
+Values are JSON as far as possible: None, booleans, numbers and strings represent themselves, bytes stay bytes, and everything
 else is a list that begins with a tag::
 
     ["[", item, ...]  ["(", item, ...]  ["{", key, value, ...]       list, tuple, dict (in order, a key may come twice)
     ["s", item, ...]  ["f", item, ...]                               set, frozenset
-    ["g", name]                                                      a class, function or constant that is only named
-    ["o", name, args, state, item, ...]                              what a call of the name would have made; state: from BUILD
+    ["g", name]                                                      a class, function or constant, by name only
+    ["o", name, args, state, item, ...]                              the result of calling the name; state: from BUILD
     ["S", key, dtype, numel]                                         a storage; its bytes are elsewhere in the file
     ["T", storage, offset, size, stride, requires_grad, dtype]       a tensor; offset and stride in elements, dtype or None
 
-Shared parts stay shared here and would be written out in full for the reader ("billion laughs"): ``check`` bounds that before it happens,
-and refuses cycles. What an opcode itself may take is bounded from outside, by the process (``pickle_worker.py``).
+Shared parts stay shared here but would be written out in full for the reader ("billion laughs"): ``check`` bounds the size beforehand
+and refuses cycles. The memory and time of a single opcode are bounded from outside, by the process (``pickle_worker.py``).
 Only the standard library is imported. Source: the comments of CPython's ``pickletools``; torch/_utils.py for the tensors' arguments.
 """
 
@@ -40,15 +40,15 @@ Node = Any  # as above
 
 
 class Refused(Exception):
-    """Why a pickle is not read; a clause for a message that begins with the file's name."""
+    """Refusal of a pickle; its text is a clause for a message that begins with the file's name."""
 
 
 class Machine:
-    """One pickle, from its first byte to its STOP.
+    """Interpreter of one pickle, from its first byte to its STOP.
 
     Args:
-        data: holds the pickle; bytes behind its end are not looked at.
-        start: where it begins.
+        data: the bytes that contain the pickle; bytes after its end are ignored.
+        start: position of its first byte.
     """
 
     def __init__(self, data: bytes, start: int = 0) -> None:
@@ -60,10 +60,10 @@ class Machine:
         self.devices: set[str] = set()  # on which storages were, those with a number: cuda:1
 
     def run(self) -> Node:
-        """Its value; afterwards ``at`` is the first byte behind it, ``storages`` what it asks for by key.
+        """Return the pickle's value; afterwards ``at`` is the first byte after it and ``storages`` are the storages it refers to, by key.
 
         Raises:
-            Refused: it names something else than checkpoints do, is cut short, or is no pickle.
+            Refused: it contains names that checkpoints do not have, is cut short, or is not a pickle.
         """
         while True:
             opcode = self.take(1)
@@ -107,7 +107,7 @@ class Machine:
         return self.stack.pop()
 
     def top(self, tags: str, what: str) -> list[Node]:
-        """The container on top of the stack, which must have one of these tags."""
+        """Return the container on top of the stack, which must have one of these tags."""
         node = self.stack[-1] if self.stack else None
         if not (isinstance(node, list) and node[0] in tags):
             raise Refused(f"{what}: it is damaged")
@@ -158,7 +158,7 @@ class Machine:
         self.global_(module, name)
 
     def short_string(self, count: int) -> None:
-        """A string of Python 2: text if it is UTF-8, otherwise bytes."""
+        """Push a string of Python 2: text if it is UTF-8, otherwise bytes."""
         data = self.take(count)
         try:
             self.push(data.decode("utf-8"))
@@ -174,7 +174,7 @@ class Machine:
         self.top("{o", "sets an item of what is no dict").extend(items)
 
     def call(self, args: Node) -> None:
-        """REDUCE and NEWOBJ: what the name would have made of the arguments, as plain data."""
+        """Handle REDUCE and NEWOBJ: push the result of calling the name with the arguments, as plain data."""
         function = self.pop()
         if not (isinstance(function, list) and function[0] == "g"):
             raise Refused("calls something that is no name")
@@ -183,14 +183,14 @@ class Machine:
         self.push(result_of(function[1], args[1:]))
 
     def build(self) -> None:
-        """BUILD: attributes of the object below; those of an ordered dict (torch's ``_metadata``) have no use here."""
+        """Handle BUILD: set the attributes of the object below; those of an ordered dict (torch's ``_metadata``) are dropped."""
         state = self.pop()
         node = self.top("o{", "gives attributes to what has none")
         if node[0] == "o":
             node[3] = state
 
     def persistent(self) -> None:
-        """A storage, ("storage", class, key, device, number of elements[, view])."""
+        """Handle BINPERSID: push the storage of a persistent id ("storage", class, key, device, number of elements[, view])."""
         args = self.pop()
         parts = args[1:] if isinstance(args, list) and args[0] == "(" else []
         if len(parts) == 6 and parts[5] is None:
@@ -210,15 +210,15 @@ class Machine:
 
 
 def is_count(value: Node) -> bool:
-    """Whether it is a non-negative integer of at most 62 bits."""
+    """Return whether the value is a non-negative integer of at most 62 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def result_of(name: str, args: list[Node]) -> Node:
-    """What a call of the name with these arguments stands for.
+    """Return the node that represents a call of the name with these arguments.
 
     Raises:
-        Refused: the name makes plain data, and not from such arguments.
+        Refused: the name produces plain data, but not from such arguments.
     """
     for group, make in _MAKERS:
         if name in group:
@@ -230,7 +230,7 @@ def result_of(name: str, args: list[Node]) -> Node:
 
 
 def _items(args: list[Node]) -> list[Node] | None:
-    """The items of the one list, tuple or set given, or none if nothing is given."""
+    """Return the items of the single list, tuple or set argument, [] without arguments, None for anything else."""
     if not args:
         return []
     return args[0][1:] if len(args) == 1 and isinstance(args[0], list) and args[0][0] in "[(sf" else None
@@ -277,7 +277,7 @@ def _string(_name: str, args: list[Node]) -> Node:
 
 
 def _tensor(name: str, args: list[Node]) -> Node:
-    """_rebuild_tensor(storage, offset, size, stride), _v2(..., requires_grad, hooks[, metadata]), _v3(..., dtype[, metadata])."""
+    """Node of _rebuild_tensor(storage, offset, size, stride), _v2(..., requires_grad, hooks[, metadata]), _v3(..., dtype[, metadata])."""
     least = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}[name.rsplit(".", 1)[1]]
     extra = args[least:] if least > 4 else []
     if not least <= len(args) <= least + 1 or any(node is not None and node != ["{"] for node in extra):
@@ -293,26 +293,26 @@ def _tensor(name: str, args: list[Node]) -> Node:
 
 
 def _parameter(_name: str, args: list[Node]) -> Node:
-    """_rebuild_parameter(tensor, requires_grad, hooks[, state])."""
+    """Node of _rebuild_parameter(tensor, requires_grad, hooks[, state])."""
     tensor = args[0] if len(args) in (3, 4) else None
     return [*tensor[:5], args[1] is True, tensor[6]] if isinstance(tensor, list) and tensor[0] == "T" else None
 
 
 def _tensor_subclass(_name: str, args: list[Node]) -> Node:
-    """_rebuild_from_type_v2(function, class, arguments, state): the tensor without the attributes that were set on it."""
+    """Node of _rebuild_from_type_v2(function, class, arguments, state): the tensor, without attributes set on it."""
     known = len(args) == 4 and isinstance(args[0], list) and args[0][0] == "g" and args[0][1] in names.TENSORS | names.PARAMETERS
     plain = known and args[1] in (["g", "torch.Tensor"], ["g", "torch.nn.parameter.Parameter"], ["g", "torch.nn.parameter.Buffer"])
     return result_of(args[0][1], args[2][1:]) if plain and isinstance(args[2], list) and args[2][0] == "(" else None
 
 
 def _reconstructor(_name: str, args: list[Node]) -> Node:
-    """copyreg._reconstructor(class, object, None), how protocols before 2 make an object."""
+    """Node of copyreg._reconstructor(class, object, None), which creates objects in protocols before 2."""
     known = len(args) == 3 and isinstance(args[0], list) and args[0][0] == "g" and args[1] == ["g", "builtins.object"]
     return ["o", args[0][1], ["("], None] if known else None
 
 
 def _enum_by_name(_name: str, args: list[Node]) -> Node:
-    """getattr(class, "member"), how some versions of Python store the member of an enumeration."""
+    """Node of getattr(class, "member"), by which some versions of Python store an enum member."""
     known = len(args) == 2 and isinstance(args[0], list) and args[0][0] == "g" and isinstance(args[1], str) and args[1].isidentifier()
     return ["o", args[0][1], ["(", args[1]], None] if known else None
 
@@ -406,7 +406,7 @@ def check(root: Node, max_cost: int) -> None:
     """Refuse a value that is nested too deeply, contains itself, or would be too large with every shared part written out.
 
     Args:
-        max_cost: characters of strings and bytes, and ``_NODE_COST`` or ``_LIST_COST`` for every value.
+        max_cost: bound on the sum of the lengths of strings and bytes plus ``_NODE_COST`` or ``_LIST_COST`` for every value.
     """
     known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are looked at
 

@@ -1,8 +1,8 @@
-"""Foreign pickles as plain data: dicts, lists, numbers, strings, and records for tensors and objects.
+"""Reader of foreign pickles that returns plain data: dicts, lists, numbers, strings, and records for tensors and objects.
 
-The bytes go to a process of their own that interprets them and can do nothing else (``pickle_worker.py``, ``pickle_machine.py``); what
-comes back is text, bounded in size, and is turned into the values below. No name in the file is ever imported or called, there is no
-way to allow it, and a file that wants something unknown is refused with the name.
+The bytes go to a separate process that interprets them and can do nothing else (``pickle_worker.py``, ``pickle_machine.py``); it
+returns text of bounded size, which is converted to the values below. No name in the file is ever imported or called, there is no
+option to allow it, and a file with an unknown name is refused with a message that contains the name.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _SCRIPT = "import sys; sys.path.append({root!r}); from megatron_sp.convert.archi
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class, function or constant that the pickle only names, such as torch.float32."""
+    """A class, function or constant that the pickle refers to by name, such as torch.float32."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """What stands for an object of another program: its class and what it was made of.
+    """Stand-in for an object of another program: its class and the data it was built from.
 
-    ``state`` is usually its attributes by name; ``items`` are what was appended or set (keys and values in turn).
+    ``state`` usually holds its attributes by name; ``items`` are the items appended or set (keys and values alternate).
     """
 
     name: str
@@ -53,22 +53,22 @@ class Object:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Its attributes by name; empty if it has none."""
+        """The attributes by name; empty if the object has none."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Array:
-    """A numpy array in ``numbers``.
+    """Wrapper of a numpy array, ``numbers``.
 
-    Not the array itself: whatever compares a value with another, or asks whether there is one, would get a row of answers or an exception.
+    The array itself would break generic code: comparing it or testing its truth gives an array or raises an exception.
     """
 
     numbers: Any
 
 
 class Storage(NamedTuple):
-    """A stretch of numbers elsewhere in the file."""
+    """A storage, whose elements are elsewhere in the file."""
 
     key: str
     dtype: str  # as in torch.<dtype>, or "untyped": numel counts bytes then
@@ -77,7 +77,7 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where a tensor's elements lie in a storage; ``offset`` and ``stride`` in elements."""
+    """Location of a tensor's elements in a storage; ``offset`` and ``stride`` in elements."""
 
     storage: Storage
     offset: int
@@ -88,7 +88,7 @@ class TensorRecord:
 
 
 class Pickles(NamedTuple):
-    """Pickles that stand one behind the other."""
+    """Values of consecutive pickles."""
 
     values: list[Any]
     end: int  # the first byte behind the last one
@@ -97,10 +97,10 @@ class Pickles(NamedTuple):
 
 
 class PickleReader:
-    """Reads pickles in a process of its own, which it keeps for the next ones; ``close`` it, or use it in a ``with`` statement.
+    """Reader of pickles in a separate process, which is reused for further pickles; ``close`` it, or use it in a ``with`` statement.
 
     Args:
-        timeout_seconds: wall time for one call of ``read``; large pickles have more.
+        timeout_seconds: wall-clock limit for one call of ``read``; extended for large pickles.
     """
 
     def __init__(self, timeout_seconds: float = 60.0) -> None:
@@ -118,7 +118,7 @@ class PickleReader:
         self.close()
 
     def close(self) -> None:
-        """End the process; the next ``read`` starts another."""
+        """End the process; the next ``read`` starts a new one."""
         process, self._process = getattr(self, "_process", None), None
         if process is not None:
             process.kill()
@@ -129,26 +129,26 @@ class PickleReader:
             process.wait()
 
     def read(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Any:
-        """The value of a pickle that is all of ``data``.
+        """Return the value of a pickle that fills all of ``data``.
 
         Args:
-            where: what is read, for messages.
-            max_bytes: more are refused.
-            max_cost: likewise, of bytes that the values take here, about.
+            where: name of the data, for error messages.
+            max_bytes: larger data is refused.
+            max_cost: values that take more memory (approximate, in bytes) are refused.
         Raises:
-            CheckpointError: it is damaged, too large, or not what a checkpoint consists of.
+            CheckpointError: it is damaged, too large, or contains something that checkpoints do not have.
         """
         return self.read_whole(data, where, max_bytes, max_cost).values[0]
 
     def read_whole(self, data: bytes, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Pickles:
-        """As ``read``, with all that is known of the pickle."""
+        """Read like ``read``, and also return the storages and devices of the pickle."""
         pickles = self.read_several(data, 1, where, max_bytes, max_cost)
         if pickles.end != len(data):
             raise CheckpointError(f"{where} has {len(data) - pickles.end:,} bytes behind the end of its pickle: it is damaged")
         return pickles
 
     def read_several(self, data: bytes, count: int, where: str, max_bytes: int = MAX_PICKLE_BYTES, max_cost: int = MAX_COST) -> Pickles:
-        """``count`` pickles from the start of ``data``; what lies behind them is not looked at."""
+        """Read ``count`` pickles from the start of ``data``; bytes after them are ignored."""
         if len(data) > max_bytes:
             raise CheckpointError(f"{where} has a pickle of {len(data):,} bytes: more than the {max_bytes:,} that are read")
         answer = self._ask(data, count, where, max_cost)
@@ -185,7 +185,7 @@ class PickleReader:
             timer.cancel()
 
     def _started(self, num_bytes: int) -> subprocess.Popen[bytes]:
-        """The process, a new one if there is none or it may not hold so much."""
+        """Return the process; start a new one if none is running or its memory limit is too low for ``num_bytes``."""
         if self._process is not None and (num_bytes > self._capacity or self._process.poll() is not None):
             self.close()
         if self._process is None:
@@ -209,16 +209,16 @@ _WAY_OUT = (
 
 
 def _headroom(capacity: int) -> int:
-    """Bytes that the process may use above its start, for pickles of up to ``capacity`` bytes."""
+    """Return the bytes that the process may use beyond those at its start, for pickles of up to ``capacity`` bytes."""
     return (44 << 20) + MEMORY_OF_PICKLE * capacity
 
 
 class _Meaningless(Exception):
-    """A value that the interpreter lets through but that cannot be."""
+    """A value that the interpreter accepts but that cannot be converted."""
 
 
 def _value(node: Any) -> Any:
-    """The value of a node of pickle_machine.py's."""
+    """Convert a node of ``pickle_machine.py`` to its value."""
     if not isinstance(node, list):
         return node
     return _KINDS[node[0]](node)
@@ -264,7 +264,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _numpy_dtype(value: Any) -> str:
-    """The type string, such as "<f8", of a pickled numpy dtype of plain numbers."""
+    """Return the type string, such as "<f8", of a pickled numpy dtype of plain numbers."""
     code = value.args[0] if isinstance(value, Object) and value.name == "numpy.dtype" and value.args else None
     state = value.state if isinstance(value, Object) else None
     order = state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
@@ -288,7 +288,7 @@ def _numbers(dtype: str, data: Any, shape: Sequence[Any], columns_first: Any) ->
 
 
 def _numpy_array(made: Object) -> Any:
-    """From its state: (version, shape, dtype, columns first, bytes)."""
+    """Build an array from its state: (version, shape, dtype, column-major, bytes)."""
     state = made.state
     if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[1], tuple)):
         raise _Meaningless("has a numpy array without contents")
@@ -296,14 +296,14 @@ def _numpy_array(made: Object) -> Any:
 
 
 def _numpy_from_buffer(made: Object) -> Any:
-    """From its arguments: (bytes, dtype, shape, "C" or "F")."""
+    """Build an array from its arguments: (bytes, dtype, shape, "C" or "F")."""
     if len(made.args) != 4 or not isinstance(made.args[2], tuple):
         raise _Meaningless("has a numpy array without contents")
     return Array(_numbers(_numpy_dtype(made.args[1]), made.args[0], made.args[2], made.args[3] == "F"))
 
 
 def _numpy_scalar(made: Object) -> Any:
-    """The Python number of scalar(dtype, bytes)."""
+    """Return the Python number of scalar(dtype, bytes)."""
     if len(made.args) != 2:
         raise _Meaningless("has a numpy number without contents")
     return _numbers(_numpy_dtype(made.args[0]), made.args[1], (), False).item()

@@ -1,13 +1,13 @@
-"""The process in which foreign pickles are interpreted: it has its three pipes, little memory, and gives up everything else first.
+"""The sandboxed process that interprets foreign pickles: it has three pipes and little memory, and gives up all else first.
 
-The interpreter makes plain data only (``pickle_machine.py``); this is the second fence, for its faults: no file can be opened,
-no process started, no module imported, and memory and time are bounded. Started by ``pickle_tree.PickleReader`` as
+The interpreter produces plain data only (``pickle_machine.py``); the process is a second barrier in case it has bugs: no file can be
+opened, no process started, no module imported, and memory and time are bounded. Started by ``pickle_tree.PickleReader`` as
 
     python -I -S -c "..." HEADROOM_BYTES CPU_SECONDS
 
-A request on standard input is 24 bytes, little endian (length of the data, number of pickles to read one after the other, bound of
-``check``), and the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...], "devices": [...]}
-or {"refused": "..."}. The process ends with its input.
+A request on standard input is 24 bytes, little endian (length of the data, number of consecutive pickles, ``max_cost`` of ``check``),
+followed by the data. An answer is 8 bytes of length and JSON: {"values": [...], "end": ..., "storages": [...], "devices": [...]}
+or {"refused": "..."}. The process exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _give_up_everything(headroom_bytes: int, cpu_seconds: int) -> None:
 
 
 def _no_event(event: str, _args: Any) -> None:
-    """Python announces what touches the world outside (open, import, exec, ...); none of it belongs here, so the process ends."""
+    """End the process at any audit event: Python raises one before open, import, exec, ..., none of which is needed here."""
     if event != "builtins.id":  # the one that ``check`` needs
         os._exit(9)
 
 
 def _address_space() -> int:
-    """Bytes of address space in use, or a guess where the system does not tell."""
+    """Return the bytes of address space in use, or a guess where the system does not report them."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

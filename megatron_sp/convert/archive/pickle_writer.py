@@ -1,8 +1,9 @@
-"""Plain data as a pickle that other programs load: torch (also with ``weights_only=True``), Megatron-LM, DeepSpeed.
+"""Writer of plain data as a pickle that other programs load: torch (also with ``weights_only=True``), Megatron-LM, DeepSpeed.
 
-Protocol 2, with the opcodes that torch's safe loader knows. Nothing is looked up either: the name of a class is written as text, so a
-pickle of another program's object (``Object``) can be made without having that program. Two references to one list become two
-lists; two tensors in one storage stay in one. Source: the comments of CPython's ``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
+Protocol 2, with the opcodes that torch's safe loader knows. No name is looked up here either: a class name is written as text, so a
+pickle of another program's object (``Object``) can be made without installing that program. Two references to one list become two
+lists; tensors that share a storage still share it.
+Source: the comments of CPython's ``pickletools``; torch/_utils.py :: _rebuild_tensor_v2.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if dtype != "unty
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when its turn to be written comes, and forgotten behind that.
+    """A tensor that is created just before it is written, and released afterwards.
 
-    ``make`` returns it on any device, in any layout, with this shape and dtype.
+    ``make`` returns it on any device and with any strides, with this shape and dtype.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class LazyTensor:
     make: Callable[[], Tensor]
 
     def numbers(self) -> Tensor:
-        """Its elements, row by row, on the CPU."""
+        """Make the tensor and return its elements in row-major order on the CPU."""
         tensor = self.make()
         if tuple(tensor.shape) != tuple(self.shape) or tensor.dtype != self.dtype:
             raise ValueError(f"announced {list(self.shape)} {self.dtype}, made {list(tensor.shape)} {tensor.dtype}")
@@ -45,9 +46,9 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class LazyFlat:
-    """A long vector whose stretches are made one behind the other when its turn comes: for the checksum, and again to write.
+    """A long vector whose parts are created one after the other, once for the checksum and again for writing.
 
-    ``parts`` starts over at every call; all parts together have ``numel`` elements.
+    ``parts`` starts over at every call; together the parts have ``numel`` elements.
     """
 
     numel: int
@@ -56,7 +57,7 @@ class LazyFlat:
 
 
 class TreeWriter:
-    """Writes one pickle and collects the storages that it refers to, in the order of their keys "0", "1", ..."""
+    """Writer of one pickle; collects the storages that it refers to, in the order of their keys "0", "1", ..."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -64,11 +65,11 @@ class TreeWriter:
         self.storages: list[Callable[[], Tensor] | LazyFlat] = []  # each returns the storage's elements
 
     def dumps(self, tree: Any) -> bytes:
-        """The pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, namespaces, numpy arrays, ``Tensor``,
+        """Return the pickle of None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, namespaces, numpy arrays, ``Tensor``,
         ``LazyTensor``, dtypes, ``Name`` and ``Object``.
 
         Raises:
-            TypeError: the tree has something else in it.
+            TypeError: the tree contains something else.
         """
         self._parts = [b"\x80\x02"]
         self._value(tree)
@@ -176,7 +177,7 @@ class TreeWriter:
         self._out(b"b")
 
     def _tensor(self, value: Tensor) -> None:
-        """As torch does: the whole storage once, however many tensors lie in it."""
+        """Write a tensor as torch does: its whole storage once, however many tensors share it."""
         value = value.detach().cpu()
         storage, size = value.untyped_storage(), value.element_size()
         numel = storage.nbytes() // size

@@ -1,4 +1,4 @@
-"""Safetensors files as everyone writes them: whole tensors, each in one file. Read by byte ranges, written one tensor at a time."""
+"""Ordinary safetensors files, with each tensor whole in one file. Read by byte ranges, written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_sp.utils.strict_json import open_regular
 
 
 class SafetensorsFiles:
-    """The tensors of some files (a ``TensorStore``).
+    """The tensors of several files (a ``TensorStore``).
 
     Args:
-        folder: of the files.
-        names: of the files, plain names.
+        folder: the folder of the files.
+        names: plain file names.
     Raises:
-        CheckpointError: a damaged header, or a tensor that two files have.
+        CheckpointError: a header is damaged, or a tensor is in two files.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class SafetensorsFiles:
         self._tensors = {name: TensorInfo(piece.rect.sizes, DTYPES[piece.dtype]) for name, piece in self._pieces.items()}
 
     def file_of(self, name: str) -> str:
-        """In which file a tensor is."""
+        """Return the name of the file that contains a tensor."""
         return self._pieces[name].file
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -57,7 +57,7 @@ class SafetensorsFiles:
 
 
 def divide(store: TensorStore, max_bytes: int) -> list[list[NamedPiece]]:
-    """Which tensors go into which file, in their order: a new file begins where the next tensor would make it too large."""
+    """Assign the tensors to files in order: a new file begins where the next tensor would exceed ``max_bytes``."""
     files: list[list[NamedPiece]] = []
     room = 0
     for name, info in store.tensors().items():
@@ -74,8 +74,8 @@ def write_tensors(path: Path, items: Sequence[NamedPiece], store: TensorStore) -
     """Write one file, each tensor read when its turn comes.
 
     Raises:
-        CheckpointError: a dtype that the format does not have.
-        OSError: as any write.
+        CheckpointError: a dtype that the format does not support.
+        OSError: a failed write.
     """
     for item in items:
         if item.piece.tensor.dtype not in DTYPE_NAMES:

@@ -1,8 +1,8 @@
-"""Files of ``torch.save``, read without running anything in them, one tensor at a time.
+"""Reader of ``torch.save`` files that runs no code from them and reads one tensor at a time.
 
-``TorchFile(path).tree`` is what was saved, with a ``TensorRecord`` in place of every tensor; ``read(record)`` brings that tensor's bytes,
-and only those, from the file into memory of their own. Both formats are read: zip files (torch 1.6 and later) and the stream of
-pickles before that. Everything is checked against the file's size before memory is taken for it. Writing: ``torch_writer.py``.
+``TorchFile(path).tree`` is the saved object, with a ``TensorRecord`` in place of every tensor; ``read(record)`` reads the bytes of that
+tensor, and only those, into new memory. Both formats are read: zip files (torch 1.6 and later) and the older stream of
+pickles. Every size is checked against the file's size before memory is allocated for it. Writing: ``torch_writer.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAGIC_LEGACY = 0x1950A86A20F9469CFC6C
 
 
 class StoragePlace(NamedTuple):
-    """Where a storage lies in the file; ``entry`` carries its checksum in a zip file."""
+    """Location of a storage in the file; in a zip file ``entry`` holds its checksum."""
 
     start: int
     num_bytes: int
@@ -46,11 +46,11 @@ class StoragePlace(NamedTuple):
 class TorchFile:
     """A file of ``torch.save``; ``close`` it, or use it in a ``with`` statement.
 
-    It is open only while something is read: a universal folder of a large model consists of more files than a process may have open.
+    The file is open only while it is read: a universal folder of a large model consists of more files than a process may have open.
 
     Args:
-        path: a plain file; links are not followed.
-        reader: interprets pickles; one of its own by default. Share one when there are many small files.
+        path: a regular file; symbolic links are not followed.
+        reader: interprets the pickles; a new one is created by default. Share one when there are many small files.
         part: (first byte, length) of a torch file that is embedded in this one.
     Raises:
         CheckpointError: it is missing, cut short, damaged, of another format, or holds more than data.
@@ -88,10 +88,10 @@ class TorchFile:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """The same file again.
+        """Reopen the file for the time of a ``with`` block.
 
         Raises:
-            CheckpointError: it is another one now.
+            CheckpointError: the file has changed in the meantime.
         """
         if self._is_closed:
             raise RuntimeError(f"{self.path} was closed: read its tensors before")
@@ -120,10 +120,10 @@ class TorchFile:
         raise CheckpointError(f"{self._window.where} is no file of torch.save: {_what_it_is(self._window, first)}")
 
     def read(self, record: TensorRecord) -> Tensor:
-        """A tensor on the CPU; its elements and strides are those that were saved.
+        """Read a tensor into CPU memory, with the elements and strides that were saved.
 
         Raises:
-            CheckpointError: it reaches outside its storage, the storage is not there or has another size, or is damaged.
+            CheckpointError: it reaches outside its storage, or the storage is missing, has another size, or is damaged.
         """
         where = f"{self._window.where}: a tensor {list(record.shape)[:8]} of {record.dtype}"
         dtype = DTYPES.get(record.dtype)
@@ -150,7 +150,7 @@ class TorchFile:
         return flat.as_strided(record.shape, record.stride)
 
     def _place(self, storage: Storage, dtype: torch.dtype) -> StoragePlace:
-        """Where a storage's bytes are; its size must be what the pickle says."""
+        """Return the location of a storage's bytes; its size must be as stated in the pickle."""
         unit = 1 if storage.dtype == "untyped" else DTYPES[storage.dtype].itemsize
         entry = self._entries.get(f"data/{storage.key}")
         place = self._storages.get(storage.key)
@@ -167,7 +167,7 @@ class TorchFile:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor."""
+    """Return a view of the bytes of a contiguous CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -188,7 +188,7 @@ def _window(fd: int, path: Path, part: tuple[int, int] | None) -> Window:
 
 
 def _without_root(window: Window, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries without the name of the folder that all are in; refuses what is no little-endian file of torch.save."""
+    """Strip the common root folder from the entry names; refuse files that are not little-endian files of torch.save."""
     roots = {name.split("/", 1)[0] for name in entries}
     if len(roots) != 1 or f"{next(iter(roots))}/data.pkl" not in entries:
         raise CheckpointError(f"{window.where} is a zip file, but not one of torch.save: it has no folder with a data.pkl")
@@ -203,7 +203,7 @@ def _without_root(window: Window, entries: Mapping[str, Entry]) -> dict[str, Ent
 
 
 def _extent(record: TensorRecord) -> tuple[int, int, int]:
-    """Number of elements, the first one's position in the storage, and how many from there on contain them all."""
+    """Return the number of elements, the position of the first in the storage, and the length of the range that contains them all."""
     numel, span = 1, 1
     for size, stride in zip(record.shape, record.stride, strict=True):
         numel *= size
@@ -222,7 +222,7 @@ def _what_it_is(window: Window, first: bytes) -> str:
 
 
 def _read_legacy(window: Window, reader: PickleReader) -> tuple[Any, dict[str, StoragePlace]]:
-    """The format before torch 1.6: five pickles (mark, version, machine, what was saved, keys), then each storage's length and bytes."""
+    """Read the format before torch 1.6: five pickles (magic, version, system, object, keys), then each storage's length and bytes."""
     data_size = 1 << 16
     while True:  # the pickles' length is nowhere: more is taken until they end
         data = window.read(0, min(data_size, window.size, MAX_PICKLE_BYTES))

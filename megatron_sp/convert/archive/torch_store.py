@@ -1,4 +1,4 @@
-"""Tensors by name in files of ``torch.save``, as transformers wrote them before safetensors. Nothing in the files is run."""
+"""Named tensors in files of ``torch.save``, as transformers wrote them before safetensors. No code in the files is run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_sp.utils.errors import CheckpointError
 
 
 class TorchFiles:
-    """The tensors of some files (a ``TensorStore``).
+    """The tensors of several files (a ``TensorStore``).
 
     Args:
-        folder: of the files.
-        names: of the files, plain names.
+        folder: the folder of the files.
+        names: plain file names.
     Raises:
-        CheckpointError: one is damaged, holds anything else than names and tensors, or a tensor that another has, too.
+        CheckpointError: a file is damaged, contains anything but named tensors, or a tensor is in two files.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
@@ -43,7 +43,7 @@ class TorchFiles:
             self._found[name] = (file, record)
 
     def file_of(self, name: str) -> str:
-        """In which file a tensor is."""
+        """Return the name of the file that contains a tensor."""
         return self._found[name][0].path.name
 
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -1,6 +1,6 @@
-"""Files as ``torch.save`` writes them, streamed: of all the tensors in the tree only one is in memory at a time.
+"""Streaming writer of ``torch.save`` files: lazy tensors of the tree are in memory one at a time.
 
-Plain data, tensors and ordered dicts load with ``weights_only=True``; a Namespace needs its class to be allowed there, as Megatron does.
+Plain data, tensors and ordered dicts load with ``weights_only=True``; for a Namespace its class must be allowlisted, as Megatron does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron_sp.utils.files import fsync_dir
 
 
 def write_torch_file(path: str | Path, tree: Any) -> int:
-    """Write a file of torch.save; it is complete and on the disk, or it is not there.
+    """Write a file of torch.save atomically: afterwards it is complete and synced to disk, or it does not exist.
 
     Args:
         tree: as in ``pickle_writer.TreeWriter.dumps``; a ``LazyTensor`` is made when its turn comes.
     Returns:
-        Its size in bytes.
+        Size of the file in bytes.
     Raises:
-        FileExistsError: there is such a file.
-        OSError: no space, for example; nothing is left.
-        TypeError, ValueError: the tree has something in it that cannot be written, or a LazyTensor makes another tensor than announced.
+        FileExistsError: the file exists already.
+        OSError: e.g. no space; nothing is left behind.
+        TypeError, ValueError: the tree contains something that cannot be written, or a LazyTensor makes another tensor than announced.
     """
     path = Path(path)
     if path.exists():
@@ -49,7 +49,7 @@ def write_torch_file(path: str | Path, tree: Any) -> int:
 
 
 def stream_torch_file(write: Callable[[memoryview | bytes], object], tree: Any) -> int:
-    """The same into any sink that takes all bytes it is given; returns their number."""
+    """Stream a file of torch.save to a sink that accepts all bytes it is given; return the number of bytes."""
     writer = TreeWriter()
     pickled = writer.dumps(tree)
     archive = ZipWriter(write)
@@ -73,7 +73,7 @@ def _memories(flat: LazyFlat) -> Iterator[memoryview]:
 
 
 def write_all(file: Any, data: memoryview | bytes) -> None:
-    """All of it to an unbuffered file, which may take less at a time."""
+    """Write all of ``data`` to an unbuffered file, whose ``write`` may accept only a part."""
     done = 0
     while done < len(data):
         done += file.write(data[done:])

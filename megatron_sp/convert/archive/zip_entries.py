@@ -1,9 +1,9 @@
-"""The entries of a zip file, read with suspicion, and written one after the other.
+"""Strict reader and streaming writer of the entries of a zip file.
 
-A torch file is a zip file whose entries are stored as they are. Reading looks at the directory at the end only, checks it against the
-file's size and itself before anything is believed, and then reads byte ranges; nothing is unpacked, no entry's name is used as a path.
-Writing needs no seeking, so a zip can be a part of a larger file, and puts the contents of every entry at a multiple of 64 bytes, as torch
-does, so that they can be mapped into memory. Python's ``zipfile`` can neither align nor be this strict.
+A torch file is a zip file whose entries are stored uncompressed. The reader uses only the directory at the end, checks it against the
+file's size and for consistency before using it, and then reads byte ranges; nothing is unpacked, no entry's name is used as a path.
+The writer never seeks, so a zip can be part of a larger file, and aligns the contents of every entry to a multiple of 64 bytes, as torch
+does, so that they can be memory-mapped. Python's ``zipfile`` can neither align nor be this strict.
 Source: PKWARE's APPNOTE.TXT, 4.3; caffe2/serialize/inline_container.cc.
 """
 
@@ -31,10 +31,10 @@ _DATE = (1 << 5) | 1  # 1980-01-01, so that equal contents give equal files
 
 
 class Window:
-    """A stretch of an open file: a whole file, or one that is embedded in it.
+    """A byte range of an open file: the whole file, or a file embedded in it.
 
     Args:
-        where: the file and the place in it, for messages.
+        where: the file and the place in it, for error messages.
     """
 
     def __init__(self, fd: int, start: int, size: int, where: str) -> None:
@@ -46,7 +46,7 @@ class Window:
         return bytes(data)
 
     def read_into(self, target: memoryview, at: int, crc: int = 0) -> int:
-        """Fill ``target`` from these bytes and return their CRC-32, continued from ``crc``."""
+        """Fill ``target`` with the bytes at ``at`` and return their CRC-32, continued from ``crc``."""
         self._checked(at, len(target))
         done = 0
         while done < len(target):
@@ -76,11 +76,11 @@ class Entry(NamedTuple):
 
 
 def read_directory(window: Window) -> dict[str, Entry]:
-    """All entries by name.
+    """Return all entries by name.
 
     Raises:
-        CheckpointError: it is cut short or damaged, or an entry is compressed, encrypted, named twice, overlaps another or has a
-            name that leads elsewhere.
+        CheckpointError: the file is cut short or damaged, or an entry is compressed or encrypted, overlaps another, has the name of
+            another, or a name that leads out of the file.
     """
     position, size, count = _find_directory(window)
     data, at, entries = window.read(position, size), 0, list[Entry]()
@@ -101,7 +101,7 @@ def _damaged(window: Window, problem: str) -> CheckpointError:
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:
-    """Position, bytes and entries of the directory, from the record at the end of the file."""
+    """Return position, size in bytes and number of entries of the directory, from the record at the end of the file."""
     at = window.size - _END.size
     if at < 0:
         raise _damaged(window, f"it has {window.size:,} bytes")
@@ -124,7 +124,7 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _central_entry(window: Window, data: bytes, at: int) -> tuple[Entry, int]:
-    """The entry whose record begins at ``at`` in the directory, and the record's length."""
+    """Return the entry whose record begins at ``at`` in the directory, and the record's length."""
     fields = _CENTRAL.unpack_from(data, at)
     signature, _, _, flags, method, _, _, crc, packed, size, len_name, len_extra, len_comment, _, _, _, header = fields
     end = at + _CENTRAL.size + len_name + len_extra + len_comment
@@ -151,7 +151,7 @@ def _entry_name(window: Window, data: bytes) -> str:
 
 
 def _long_fields(window: Window, extra: bytes, fields: list[int]) -> list[int]:
-    """Size, packed size and position, those that do not fit 32 bits from the extra field."""
+    """Return size, packed size and position, taking those that do not fit in 32 bits from the extra field."""
     missing = [index for index, value in enumerate(fields) if value == _LARGE]
     at = 0
     while missing and at + 4 <= len(extra):
@@ -177,7 +177,7 @@ def _check_places(window: Window, entries: list[Entry], end: int) -> None:
 
 
 def data_start(window: Window, entry: Entry) -> int:
-    """Where the contents of an entry begin; the local header in front of them must be this entry's."""
+    """Return the position of an entry's contents; the local header in front of them must belong to this entry."""
     fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name = window.read(entry.header + _LOCAL.size, fields[9])
     start = entry.header + _LOCAL.size + fields[9] + fields[10]
@@ -187,7 +187,7 @@ def data_start(window: Window, entry: Entry) -> int:
 
 
 def check_crc(window: Window, entry: Entry, crc: int) -> None:
-    """Refuse contents whose CRC-32 is not the recorded one; 0 is what torch records after ``set_crc32_options(False)``."""
+    """Check the CRC-32 of an entry; a recorded 0 is accepted, as torch records it after ``set_crc32_options(False)``."""
     if entry.crc not in (0, crc):
         raise CheckpointError(
             f"{window.where}: {entry.name} is damaged: its checksum is {crc:08x}, the file says {entry.crc:08x}. Copy it again"
@@ -195,7 +195,7 @@ def check_crc(window: Window, entry: Entry, crc: int) -> None:
 
 
 def read_entry(window: Window, entry: Entry, max_bytes: int) -> bytes:
-    """All of a small entry; its checksum is verified."""
+    """Read all of a small entry and verify its checksum."""
     if entry.size > max_bytes:
         raise CheckpointError(f"{window.where}: {entry.name} has {entry.size:,} bytes: more than the {max_bytes:,} that it can have")
     data = window.read(data_start(window, entry), entry.size)
@@ -204,10 +204,10 @@ def read_entry(window: Window, entry: Entry, max_bytes: int) -> bytes:
 
 
 class ZipWriter:
-    """Writes a zip file front to back.
+    """Sequential writer of a zip file.
 
     Args:
-        write: takes the bytes, all of them, in order.
+        write: called with the bytes in order; must accept all of them.
     """
 
     def __init__(self, write: Callable[[memoryview | bytes], object]) -> None:
@@ -216,14 +216,14 @@ class ZipWriter:
         self._central: list[bytes] = []
 
     def add(self, name: str, data: memoryview | bytes) -> None:
-        """One entry, stored, its contents at a multiple of ALIGNMENT."""
+        """Add one uncompressed entry, with its contents at a multiple of ALIGNMENT."""
         self._entry(name, len(data), zlib.crc32(data), [data])
 
     def add_parts(self, name: str, size: int, parts: Callable[[], Iterable[memoryview]]) -> None:
-        """The same of contents that are too large to hold: ``parts`` is gone through twice, for the checksum in front and to write.
+        """Add an entry that is too large for memory: ``parts`` is iterated twice, for the checksum in the header and for writing.
 
         Raises:
-            ValueError: the parts do not have ``size`` bytes together.
+            ValueError: the parts do not add up to ``size`` bytes.
         """
         crc = found = 0
         for part in parts():
@@ -250,7 +250,7 @@ class ZipWriter:
         self._central.append(_CENTRAL.pack(*fields, _narrow(header)) + encoded + extra)
 
     def finish(self) -> None:
-        """The directory behind the entries."""
+        """Write the directory after the entries."""
         start, count = self.position, len(self._central)
         self._out(b"".join(self._central))
         end = self.position
@@ -270,6 +270,6 @@ def _narrow(value: int) -> int:
 
 
 def _padding(at: int) -> bytes:
-    """An extra field that moves what follows ``at`` to a multiple of ALIGNMENT."""
+    """Return an extra field for position ``at`` that aligns the byte after it to a multiple of ALIGNMENT."""
     length = (-(at + 4)) % ALIGNMENT
     return b"FB" + struct.pack("<H", length) + b"Z" * length

@@ -1,1 +1,1 @@
-"""Model families of Hugging Face: their config.json and the names of their tensors, in terms of ours."""
+"""Model families of Hugging Face: their config.json and tensor names, mapped to ours."""

@@ -1,4 +1,4 @@
-"""BERT: norms behind attention and MLP (``Bert...``) or in front of them (``MegatronBert...``), for pretraining or with a classifier."""
+"""BERT with post-norm (``Bert...``) or pre-norm (``MegatronBert...``) blocks, for pretraining or with a classifier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NORM = {"post": ("embedding.layernorm", "bert.embeddings.LayerNorm"), "pre": ("
 
 
 class Bert:
-    """The original, with norms behind; ``MegatronBert`` says what differs."""
+    """The original BERT (post-norm); ``MegatronBert`` overrides what differs."""
 
     model_type, prefix, placement, name = "bert", "bert.", "post", "Bert"
 
@@ -60,7 +60,7 @@ class Bert:
         return config
 
     def _require_head(self, settings: Settings, tensors: Tensors) -> None:
-        """Raises CheckpointError: the files of a bare model, or of another task; or an order of segments where there is one."""
+        """Check the heads in the files. Raises CheckpointError: a bare model, another task, or an order head with one segment type."""
         if "bert.embeddings.word_embeddings.weight" not in tensors:  # these are not the files of a whole model
             return
         classifies = "classifier.weight" in tensors and "bert.pooler.dense.weight" in tensors

@@ -1,4 +1,4 @@
-"""What a family of models says of itself."""
+"""The interface of a model family."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ Tensors = Mapping[str, tuple[int, ...]]
 
 
 class Family(Protocol):
-    """One family of architectures; an instance has no state."""
+    """A family of architectures; instances are stateless."""
 
     @property
     def model_type(self) -> str:
-        """Of config.json."""
+        """``model_type`` of config.json."""
         ...
 
     @property
     def prefix(self) -> str:
-        """With which the names of all tensors but those of a head begin; checkpoints of a bare model lack it."""
+        """Prefix of all tensor names except those of a head; checkpoints of a bare model lack it."""
         ...
 
     def renamed(self, name: str) -> str:
-        """The family's name of today for a tensor that older files call otherwise."""
+        """Return the family's current name of a tensor; older files may use another."""
         ...
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:
-        """The shape of the model.
+        """Return the configuration of the model.
 
         Args:
             settings: config.json.
-            tensors: what is there, by the family's own names.
+            tensors: shapes of the tensors in the files, by the family's own names.
         Raises:
-            CheckpointError: the model has something that ours has not, named.
+            CheckpointError: the model has a feature that ours lacks; the message names it.
         """
         ...
 
     def num_classes(self, tensors: Tensors) -> int:
-        """Of a classifier; 0: it is none."""
+        """Return the number of classes of a classifier; 0 for other models."""
         ...
 
     def copies(self, config: ModelConfig, num_classes: int) -> Iterable[Copy]:
-        """What of theirs is what of ours."""
+        """Return the correspondence between regions of our tensors and of theirs."""
         ...
 
     def ignored(self, config: ModelConfig) -> Mapping[str, str]:
-        """Regular expressions of names that hold no weights of the model, each with the reason."""
+        """Return regular expressions of names that hold no weights of the model, each with the reason."""
         ...
 
     def architecture(self, config: ModelConfig, num_classes: int) -> str:
-        """The class in which such a model is used."""
+        """Return the name of the transformers class for such a model."""
         ...
 
     def fits(self, config: ModelConfig) -> str | None:
-        """Why no model of this family computes what this one does, or None if one does."""
+        """Return why no model of this family computes what this one does, or None if one does."""
         ...
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
-        """config.json, without what is the same for all families."""
+        """Return config.json without the entries that all families share."""
         ...
 
 
@@ -73,7 +73,7 @@ _PLAIN = {
 
 
 def misfit(config: ModelConfig, **wanted: Any) -> str | None:
-    """Which fields of a model are not as a family wants them, or None."""
+    """Describe the fields of a model that differ from what a family requires, or return None."""
     wanted = {**_PLAIN, **wanted}
     wrong = [f"{name} is {getattr(config, name)}, not {value}" for name, value in wanted.items() if getattr(config, name) != value]
     return "; ".join(wrong) or None

@@ -1,4 +1,4 @@
-"""GPT-2: ``GPT2LMHeadModel``. Its projections are Conv1D, stored [in, out], and q, k, v lie one behind the other."""
+"""GPT-2: ``GPT2LMHeadModel``. Its projections are Conv1D, stored [in, out], with q, k and v concatenated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama and what shares its tensors: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``."""
+"""Llama and models with the same tensors: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Llama:
         return config
 
     def _groups(self, settings: Settings, heads: int) -> int:
-        """Null is as many as heads; so is absence, but for members whose class has a number of its own."""
+        """Return the number of query groups: that of the heads for null, and for a missing entry unless the class has its own default."""
         absent = "num_key_value_heads" not in settings.document
         return int(settings.count("num_key_value_heads", (absent and self.groups_if_absent) or heads))
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        """What this member of the family has of its own."""
+        """Set the fields that are specific to this member of the family."""
         attention = settings.get("attention_bias", bool, False)
         set_biases(config, qkv=attention, proj=attention, mlp=settings.get("mlp_bias", bool, False))
 
@@ -84,7 +84,7 @@ class Llama:
         )  # fmt: skip
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
-        """Fields that must be as they are here."""
+        """Return the required values of the fields that are specific to this member of the family."""
         return {"proj_bias": config.qkv_bias}
 
     def document(self, config: ModelConfig) -> dict[str, Any]:
@@ -98,18 +98,18 @@ class Llama:
         }  # fmt: skip
 
     def own_entries(self, config: ModelConfig) -> dict[str, Any]:
-        """Of config.json."""
+        """Return the entries of config.json that are specific to this member of the family."""
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
 class Mistral(Llama):
-    """With a sliding window, and never a bias."""
+    """Llama with a sliding window and without biases."""
 
     model_type, name = "mistral", "Mistral"
     groups_if_absent = 8
 
     def take_own(self, config: ModelConfig, settings: Settings) -> None:
-        """Null is no window; where nothing is said, transformers takes the first model's."""
+        """Set the window: null means none, a missing entry means 4096, the default of transformers."""
         config.window_size = settings.count("sliding_window", None) if "sliding_window" in settings.document else 4096
 
     def own(self, config: ModelConfig) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Mistral(Llama):
 
 
 class Qwen2(Llama):
-    """With biases on queries, keys and values alone; with a sliding window in all layers or in none."""
+    """Llama with biases on queries, keys and values only, and a sliding window in all layers or in none."""
 
     model_type, name = "qwen2", "Qwen2"
     groups_if_absent = 32
@@ -132,7 +132,7 @@ class Qwen2(Llama):
         set_biases(config, qkv=True, proj=False, mlp=False)
 
     def _window(self, settings: Settings, window: int | None, layers: int) -> int | None:
-        """Of every layer. Raises CheckpointError: they differ, or one should have a window that there is not."""
+        """Return the window of all layers. Raises CheckpointError: the layers differ or are unsupported, or the window size is missing."""
         first, where = settings.get("max_window_layers", int, 28), settings.where
         usual = [_SLIDING if window is not None and i >= first else _FULL for i in range(layers)]
         kinds = [str(kind) for kind in settings.get("layer_types", list, usual)]

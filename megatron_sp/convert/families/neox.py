@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: ``GPTNeoXForCausalLM``. The fused projection has our own order of rows: q, k, v of each head."""
+"""GPT-NeoX and Pythia: ``GPTNeoXForCausalLM``. The fused projection has the same row order as ours: q, k, v of each head."""
 
 from __future__ import annotations
 

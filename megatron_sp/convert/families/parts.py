@@ -1,4 +1,4 @@
-"""Regions of our own tensors that several families need."""
+"""Regions of our tensors that several families use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT, BIAS = "weight", "bias"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model; the letters of the docstrings."""
+    """Dimensions of a model, by the letters used in the docstrings."""
 
     h: int  # hidden size
     n: int  # query heads
@@ -30,48 +30,48 @@ class Sizes:
 
     @property
     def r(self) -> int:
-        """Query heads of each key/value head."""
+        """Number of query heads per key/value head."""
         return self.n // self.g
 
     def columns(self, kind: str) -> tuple[int, ...]:
-        """Dims of a projection from the hidden size behind that of its rows: none of a bias."""
+        """Return the dims after the rows of a projection from the hidden size: (h,) for a weight, () for a bias."""
         return (self.h,) if kind == WEIGHT else ()
 
 
 def blocks(config: ModelConfig) -> Iterator[tuple[int, str]]:
-    """Each block's number and the beginning of its names."""
+    """Return each block's number and the prefix of its tensor names."""
     stack = "encoder" if config.is_bert else "decoder"
     assert config.num_layers
     return ((i, f"{stack}.layers.{i}.") for i in range(config.num_layers))
 
 
 def kinds(has_bias: bool) -> tuple[str, ...]:
-    """The tensors of a linear layer."""
+    """Return the kinds of tensors of a linear layer."""
     return (WEIGHT, BIAS) if has_bias else (WEIGHT,)
 
 
 def same(ours: str, theirs: str, which: Iterable[str] = (WEIGHT,)) -> Iterator[Copy]:
-    """Tensors that differ in their names alone."""
+    """Return copies between tensors that differ only in name."""
     return (Copy(View(f"{ours}.{kind}"), View(f"{theirs}.{kind}")) for kind in which)
 
 
 def query(name: str, s: Sizes, kind: str) -> View:
-    """The rows of queries in our fused projection: [g, r, d, h]."""
+    """Return the query rows of our fused projection: [g, r, d, h]."""
     return View(f"{name}.{kind}", (s.g, s.r + 2, s.d, *s.columns(kind)), (ALL, slice(0, s.r)))
 
 
 def key(name: str, s: Sizes, kind: str) -> View:
-    """The rows of keys: [g, d, h]."""
+    """Return the key rows of our fused projection: [g, d, h]."""
     return View(f"{name}.{kind}", (s.g, s.r + 2, s.d, *s.columns(kind)), (ALL, s.r))
 
 
 def value(name: str, s: Sizes, kind: str) -> View:
-    """The rows of values: [g, d, h]."""
+    """Return the value rows of our fused projection: [g, d, h]."""
     return View(f"{name}.{kind}", (s.g, s.r + 2, s.d, *s.columns(kind)), (ALL, s.r + 1))
 
 
 def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Iterable[str]) -> Iterator[Copy]:
-    """Our fused projection and three of theirs."""
+    """Yield the copies between our fused projection and three of theirs."""
     q, k, v = theirs
     for kind in which:
         wide, narrow, rest = s.n * s.d, s.g * s.d, s.columns(kind)
@@ -81,7 +81,7 @@ def separate_qkv(ours: str, theirs: tuple[str, str, str], s: Sizes, which: Itera
 
 
 def gate_up(ours: str, gate: str, up: str, s: Sizes, which: Iterable[str]) -> Iterator[Copy]:
-    """Our [gate | up] and two of theirs."""
+    """Yield the copies between our [gate | up] projection and two of theirs."""
     for kind in which:
         yield Copy(View(f"{ours}.{kind}", None, (slice(0, s.f),)), View(f"{gate}.{kind}"))
         yield Copy(View(f"{ours}.{kind}", None, (slice(s.f, 2 * s.f),)), View(f"{up}.{kind}"))

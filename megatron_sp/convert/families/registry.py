@@ -1,4 +1,4 @@
-"""All families, and which one a model belongs to."""
+"""Registry of the families, and the choice of the family of a model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(document: dict[str, Any], path: Path) -> Family:
-    """The family of a config.json.
+    """Return the family of a config.json.
 
     Raises:
-        CheckpointError: it does not say, or it is none of ours.
+        CheckpointError: its model_type is missing or not supported.
     """
     name = document.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -31,10 +31,10 @@ def family_named(document: dict[str, Any], path: Path) -> Family:
 
 
 def family_for(model: Model) -> Family:
-    """The family whose classes compute what a model does: the one it came from, or else the first that fits.
+    """Return the family whose classes compute what a model does: the one it came from if it fits, else the first that does.
 
     Raises:
-        CheckpointError: there is none; says why not, for each.
+        CheckpointError: no family fits; the message gives the reason for each.
     """
     kept = model.settings.get("hf")
     first = kept.get("model_type") if isinstance(kept, dict) else None

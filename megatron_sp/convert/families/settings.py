@@ -1,4 +1,4 @@
-"""Reading a config.json without trusting it: types are checked, and what would change the model and is not known here is refused."""
+"""Validating reader of config.json: types are checked, and unsupported settings that would change the model are refused."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Settings:
 
     Args:
         document: the parsed file.
-        where: its path, for messages.
+        where: its path, for error messages.
     """
 
     def __init__(self, document: dict[str, Any], where: str) -> None:
         self.document, self.where = document, where
 
     def get(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """An entry of this type (an int is a float too), or the default where it is absent or null.
+        """Return an entry of this type (an int is accepted as a float), or the default if it is missing or null.
 
         Raises:
-            CheckpointError: it is of another type, not finite, or absent and there is no default.
+            CheckpointError: it has another type, is not finite, or is missing without a default.
         """
         value = self.document.get(name)
         if value is None:
@@ -47,33 +47,33 @@ class Settings:
         return value
 
     def _finite(self, name: str, value: float) -> float:
-        """JSON as Python reads it has NaN and Infinity, and whole numbers that no float can hold."""
+        """Return the value as a float; refuse NaN, Infinity and integers too large for a float, which Python's JSON reader accepts."""
         if not abs(value) <= sys.float_info.max:
             raise CheckpointError(f"{self.where}: {name} must be a finite number, found {str(value)[:100]}")
         return float(value)
 
     def count(self, name: str, default: Any = _MISSING) -> Any:
-        """A whole number from 1 to 2**31. Raises CheckpointError."""
+        """Return an integer from 1 to 2**31 - 1. Raises CheckpointError."""
         value = self.get(name, int, default)
         if value is not default and not 1 <= value < 1 << 31:
             raise CheckpointError(f"{self.where}: {name} must be at least 1 and below 2**31, found {value}")
         return value
 
     def require(self, name: str, allowed: Any, why: str) -> None:
-        """Refuse any other value of an entry than this, which is also what its absence means.
+        """Refuse any value of an entry but ``allowed``, which is also the meaning of a missing entry.
 
         Raises:
-            CheckpointError: with ``why``, the end of a sentence.
+            CheckpointError: another value; ``why`` completes the message "NAME is VALUE, which ...".
         """
         value = self.document.get(name)
         if value is not None and value != allowed:
             raise CheckpointError(f"{self.where}: {name} is {str(value)[:100]!r}, which {why}: only {allowed!r} can be converted")
 
     def choice(self, name: str, options: dict[str, Any], default: str) -> Any:
-        """What a word of an entry stands for.
+        """Return the value that ``options`` assigns to the word in an entry.
 
         Raises:
-            CheckpointError: another word; names those that are known.
+            CheckpointError: an unknown word; the message lists the known ones.
         """
         word = self.get(name, str, default)
         if word not in options:
@@ -81,15 +81,15 @@ class Settings:
         return options[word]
 
     def take_rotary(self, config: ModelConfig, *, share: float = 1.0, base: str = "rope_theta", percent: str | None = None) -> None:
-        """Set what the rotary positions of a model are: rope_parameters of today, or rope_theta and rope_scaling of older files.
+        """Set the rotary positions of a model from rope_parameters or, in older files, from rope_theta and rope_scaling.
 
-        Where both are, transformers takes rope_scaling, and nothing of the other, and so does this.
+        Where both rope_parameters and rope_scaling are present, only rope_scaling is used, as in transformers.
 
         Args:
-            share: of each head that is turned, where nothing says it.
-            base, percent: older names of the base, and of the share; without one all of a head must be turned.
+            share: fraction of each head that is rotated, if the file does not specify it.
+            base, percent: older names of the entries for the base and the fraction; without ``percent`` all of a head must be rotated.
         Raises:
-            CheckpointError: a kind of scaling that is not known here.
+            CheckpointError: an unsupported kind of scaling.
         """
         rope = Settings(self._rope(), self.where)
         kind = rope.get("rope_type", str, rope.get("type", str, "default"))
@@ -112,7 +112,7 @@ class Settings:
 
     @staticmethod
     def rotary(config: ModelConfig, *, base: str = "rope_theta", percent: str | None = None) -> dict[str, Any]:
-        """The entries that ``take_rotary`` reads, under names that all versions understand."""
+        """Return the entries that ``take_rotary`` reads, under names that all versions of transformers understand."""
         found: dict[str, Any] = {base: config.rotary_base}
         if percent is not None:
             found[percent] = config.rotary_percent
@@ -137,19 +137,19 @@ class Settings:
 
 
 def set_activation(config: ModelConfig, name: str) -> None:
-    """Make the activation of a model's MLP one of ``ACTIVATIONS``' values."""
+    """Set the activation of a model's MLP to one of the values of ``ACTIVATIONS``."""
     config.relu = name == "relu"
     if name != "relu":
         config.gelu_approximate = "tanh" if name == "gelu_tanh" else "none"
 
 
 def word_of(activation: str) -> str:
-    """Their name of an activation of ours."""
+    """Return Hugging Face's name of one of our activations."""
     return {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu": "relu"}[activation]
 
 
 def set_biases(config: ModelConfig, *, qkv: bool, proj: bool, mlp: bool) -> None:
-    """Say which linear layers have biases."""
+    """Set which linear layers have biases."""
     config.disable_bias_linear = not (qkv and proj and mlp)
     if config.disable_bias_linear:
         config.add_qkv_bias, config.add_proj_bias, config.add_mlp_bias = qkv, proj, mlp

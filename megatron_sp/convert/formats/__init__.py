@@ -1,1 +1,1 @@
-"""One file for each format: how it is recognised, read and written."""
+"""Checkpoint formats: detection, reading and writing of each."""

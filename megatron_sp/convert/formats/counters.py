@@ -1,8 +1,7 @@
-"""What belongs to an optimizer's state and is no tensor of a parameter: how many updates it has made, how far its schedule is, and the
-loss scale of fp16.
+"""Counters in an optimizer's state: its number of updates, the progress of its schedule, and the loss scale of fp16.
 
-Updates are counted by Adam, for its bias correction, and are fewer than the steps of the training where steps were skipped. The loss
-scale is kept as our checkpoints have it; ``good_steps`` are those since the last overflow.
+Adam counts its updates for bias correction; they are fewer than the steps of the training where steps were skipped. The loss
+scale is represented as in our checkpoints; ``good_steps`` counts the steps since the last overflow.
 
     ours                 Megatron-LM (grad_scaler)    DeepSpeed (loss_scaler, an object)
     scale                scale                        cur_scale
@@ -30,7 +29,7 @@ _DYNAMIC = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 
 
 def single(value: Any, read: Read) -> float | None:
-    """A finite number, also one that is a tensor of one element; None: it is none."""
+    """Return a finite number, which may be given as a tensor of one element; None for anything else."""
     if isinstance(value, TensorRecord) and math.prod(value.shape) == 1:
         value = read(value)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -40,13 +39,13 @@ def single(value: Any, read: Read) -> float | None:
 
 
 def whole(value: Any, read: Read) -> int | None:
-    """Likewise, if it is a whole number that is not negative."""
+    """Return a non-negative integer, which may be given as in ``single``; None for anything else."""
     found = single(value, read)
     return int(found) if found is not None and found >= 0 and found == int(found) else None
 
 
 def updates_of(state: Mapping[Any, Any], read: Read) -> int | None:
-    """Of a state dict of Adam: beside the moments, in its groups, or common to all. None: it is not said."""
+    """Return the number of updates in a state dict of Adam: beside the moments, common to all, or in its groups. None: not stated."""
     by_number, groups = state.get("state"), state.get("param_groups")
     by_number = by_number if isinstance(by_number, dict) else {}
     first = next((one for one in by_number.values() if isinstance(one, dict)), {})
@@ -56,14 +55,14 @@ def updates_of(state: Mapping[Any, Any], read: Read) -> int | None:
 
 
 def scale_of_megatron(state: Any, read: Read) -> LossScale | None:
-    """Of ``grad_scaler``; None: there is none, or it never changes."""
+    """Return the loss scale in ``grad_scaler``; None: there is none, or it is constant."""
     if not isinstance(state, dict):
         return None
     return _scale(single(state.get("scale"), read), *(whole(state.get(name), read) for name in ("growth_tracker", "hysteresis_tracker")))
 
 
 def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossScale | None]:
-    """Updates and loss scale of what is saved under "optimizer", Adam's own state or one around it."""
+    """Return updates and loss scale of the state saved under "optimizer", which is Adam's own or that of a wrapper."""
     outer = tree.get("optimizer")
     if not isinstance(outer, dict):
         return None, None
@@ -72,14 +71,14 @@ def of_megatron(tree: Mapping[Any, Any], read: Read) -> tuple[int | None, LossSc
 
 
 def scheduled_of(tree: Mapping[Any, Any], consumed: int) -> int | None:
-    """Samples by which the learning rate goes, of Megatron's scheduler, which does not count skipped steps; None: it is not said."""
+    """Return the samples counted by Megatron's learning rate scheduler, which excludes skipped steps; None: not stated."""
     state: Mapping[Any, Any] = next((tree[key] for key in ("opt_param_scheduler", "lr_scheduler") if isinstance(tree.get(key), dict)), {})
     found = next((n for key in ("num_steps", "num_iters") if (n := whole(state.get(key), _no_tensor)) is not None), None)
     return found if found is not None and found <= consumed else None
 
 
 def scale_of_deepspeed(scaler: Any) -> LossScale | None:
-    """Of ``loss_scaler``; None: there is none, or it never changes."""
+    """Return the loss scale in ``loss_scaler``; None: there is none, or it is constant."""
     if not isinstance(scaler, Object) or scaler.name.rpartition(".")[2] != "DynamicLossScaler":
         return None
     there = scaler.attributes
@@ -100,7 +99,7 @@ def _scale(scale: float | None, good_steps: int | None, hysteresis_left: int | N
 
 
 def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
-    """``grad_scaler``, as an entry; nothing where there is no scale to keep."""
+    """Return the entry ``grad_scaler``; empty if there is no loss scale to store."""
     scale = model.loss_scale
     if scale is None:
         return {}
@@ -109,7 +108,7 @@ def megatron_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def deepspeed_scaler(model: Model, precision: PrecisionConfig) -> dict[str, Any]:
-    """``loss_scaler`` and what says that it changes, as entries."""
+    """Return the entries ``dynamic_loss_scale`` and, if there is a loss scale to store, ``loss_scaler``."""
     scale = model.loss_scale
     if scale is None:
         return {"dynamic_loss_scale": False}

@@ -1,4 +1,4 @@
-"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed, of every ZeRO stage, of pipelines, and universal ones."""
+"""``megatron-deepspeed``: checkpoints of Megatron-DeepSpeed with any ZeRO stage, with pipeline stages, and universal ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MegatronDeepSpeed:
 
 
 class _Reading:
-    """From tensors of ranks to a model of ours."""
+    """Conversion of the tensors of ranks to a model of ours."""
 
     def __init__(self, folder: StepFolder, files: Files, ranks: Ranks, options: Options) -> None:
         self.folder, self.files, self.ranks, self.options = folder, files, ranks, options
@@ -100,7 +100,7 @@ class _Reading:
         return true_size(self.settings, self.facts.padded_vocab_size, self.ranks.tp, options)
 
     def _order(self) -> QkvOrder:
-        """Of the rows of fused projections: Megatron-DeepSpeed has changed it without changing the version, so somebody must say it."""
+        """Return the row order of fused projections; the user may have to give it, as it has changed without a new checkpoint version."""
         said = self.ranks.states.settings.get(deepspeed_write.QKV_LAYOUT)  # in what was written here
         version = self.ranks.states.settings.get("checkpoint_version")
         if self.options.qkv_layout is not None:
@@ -132,24 +132,24 @@ class _Reading:
         return self.config.is_bert or not self.config.untie_embeddings_and_output_weights
 
     def _trained(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that the optimizer has; others were frozen."""
+        """Return the shapes of the parameters that the optimizer has; the others were frozen."""
         copies, _ = shard_copies(self.cut, self.shapes, self._places())
         there = self.ranks.kept[MASTER]
         frozen = {copy.ours.name for copy in copies if copy.theirs.name not in there}
         return {name: shape for name, shape in self.shapes.items() if name not in frozen}
 
     def _kinds(self) -> Iterable[str]:
-        """Of the optimizer's tensors that go along: its wide copies too, unless they are the weights."""
+        """Return the kinds of the optimizer's tensors to convert: its fp32 copies too, unless they become the weights."""
         if not self.options.optimizer or any(kind not in self.ranks.kept for kind in MOMENTS):
             return ()
         return (MASTER, *MOMENTS) if not self._takes_copies() and self._is_narrow() else MOMENTS
 
     def _takes_copies(self) -> bool:
-        """Whether a dtype is asked for that the optimizer's copies fit into; a narrower one is made of what the model computes with."""
+        """Return whether the weights are made from the optimizer's fp32 copies, which is so if the requested dtype is not narrower."""
         return self.options.dtype is not None and self.options.dtype.itemsize >= torch.float32.itemsize
 
     def _is_narrow(self) -> bool:
-        """Whether the model computes with narrower weights than the optimizer has."""
+        """Return whether the model computes with narrower weights than the optimizer keeps."""
         there = {name: stored.info.dtype for name, stored in self.ranks.kept[MASTER].items()}
         return any(self.ranks.computed_in(name, dtype).itemsize < dtype.itemsize for name, dtype in there.items())
 
@@ -163,7 +163,7 @@ class _Reading:
 
 
 class _Together:
-    """Stores under one roof, each with its own beginning of names (a ``TensorStore``)."""
+    """Several stores as one, each with its own name prefix (a ``TensorStore``)."""
 
     def __init__(self, parts: list[tuple[str, Gathered]]) -> None:
         self._parts = {f"{prefix}{name}": (store, name) for prefix, store in parts for name in store.tensors()}

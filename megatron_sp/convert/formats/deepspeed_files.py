@@ -1,7 +1,7 @@
-"""Many torch files at once, and tensors put together from stretches of what lies in them.
+"""Access to many torch files, and tensors assembled from stretches of the tensors in them.
 
-A tensor of a ZeRO checkpoint is cut over the files of all data parallel ranks. ``Stored`` says which stretches of which files it
-consists of; ``Stretches`` reads them block by block into its memory, so that nothing but the tensor and one block is ever held.
+A tensor of a ZeRO checkpoint is split over the files of all data parallel ranks. ``Stored`` lists the stretches of the files that it
+consists of; ``Stretches`` reads them block by block into the tensor, so that memory holds only the tensor and one block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 4 << 20  # elements that are read at once where a tensor has several pa
 
 
 class Files:
-    """Torch files by path; so many stay open as half of the process may have, and the others are opened again when needed."""
+    """Torch files by path; a limited number is kept parsed (half the limit of open files, at least 16), others are parsed again."""
 
     def __init__(self) -> None:
         self._reader = PickleReader()
@@ -34,16 +34,16 @@ class Files:
         self._most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def tree(self, path: Path) -> Any:
-        """What was saved. Raises CheckpointError."""
+        """Return the saved object. Raises CheckpointError."""
         return self._get(path).tree
 
     def devices(self, path: Path) -> frozenset[str]:
-        """On which its tensors were when it was saved, those with a number. Raises CheckpointError."""
+        """Return the numbered devices (such as cuda:1) on which its tensors were when saved. Raises CheckpointError."""
         return self._get(path).devices
 
     @contextmanager
     def glance(self, path: Path) -> Iterator[TorchFile]:
-        """A file of which little is wanted, and nothing kept: there may be thousands. Raises CheckpointError."""
+        """Open a file for a short look, without keeping it: there may be thousands. Raises CheckpointError."""
         if path in self._open:
             yield self._open[path]
             return
@@ -51,7 +51,7 @@ class Files:
             yield file
 
     def read(self, path: Path, record: TensorRecord) -> Tensor:
-        """A tensor of the file. Raises CheckpointError."""
+        """Read a tensor of the file. Raises CheckpointError."""
         return self._get(path).read(record)
 
     def _get(self, path: Path) -> TorchFile:
@@ -65,7 +65,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Stretch:
-    """``count`` elements of a tensor in a file, in the order of its own elements, from ``first`` on."""
+    """``count`` elements of a tensor in a file, in row-major order, from ``first`` on."""
 
     path: Path
     record: TensorRecord
@@ -75,7 +75,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that consists of stretches one behind the other."""
+    """A tensor that is the concatenation of stretches."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Stored:
 
     @classmethod
     def whole(cls, path: Path, record: TensorRecord, shape: tuple[int, ...] | None = None) -> Stored:
-        """A tensor of a file, perhaps with another shape than it has there. Raises CheckpointError: not of as many elements."""
+        """Describe a tensor of a file, optionally with another shape. Raises CheckpointError: the number of elements differs."""
         numel, stored = (torch.Size(s).numel() for s in (record.shape if shape is None else shape, record.shape))
         if numel != stored:
             raise CheckpointError(
@@ -97,7 +97,7 @@ class Stored:
 
 
 class Stretches:
-    """Tensors by name (a ``TensorStore``)."""
+    """Tensors by name, assembled from their stretches (a ``TensorStore``)."""
 
     def __init__(self, files: Files, stored: Mapping[str, Stored]) -> None:
         self._files, self.stored = files, stored
@@ -116,7 +116,7 @@ class Stretches:
         return made.view(stored.shape)
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The elements from front to back: (position, [n]) with bounded n."""
+        """Yield the elements in order, as (position, [n]) with bounded n."""
         at = 0
         for stretch in self.stored[name].stretches:
             for first in range(0, stretch.count, _BLOCK):
@@ -125,7 +125,7 @@ class Stretches:
                 at += count
 
     def piece(self, stretch: Stretch) -> Tensor:
-        """[count], a stretch of a tensor in a file. Raises CheckpointError."""
+        """Read a stretch of a tensor in a file, [count]. Raises CheckpointError."""
         path, record, first, count = stretch.path, stretch.record, stretch.first, stretch.count
         if not is_contiguous(record):
             return self._files.read(path, record).reshape(-1)[first : first + count]
@@ -133,7 +133,7 @@ class Stretches:
 
 
 def is_contiguous(record: TensorRecord) -> bool:
-    """Its elements lie in their order, without gaps."""
+    """Return whether the elements are stored in row-major order without gaps."""
     wanted = 1
     for size, stride in zip(reversed(record.shape), reversed(record.stride), strict=True):
         if size != 1 and stride != wanted:
@@ -143,7 +143,7 @@ def is_contiguous(record: TensorRecord) -> bool:
 
 
 def dtype_of(path: Path, record: TensorRecord) -> torch.dtype:
-    """Raises CheckpointError: one that is not known here."""
+    """Return the dtype of a tensor. Raises CheckpointError: it is not supported."""
     if record.dtype not in DTYPES:
         raise CheckpointError(f"{path} has a tensor of {record.dtype}, which cannot be read: save it as one of {', '.join(DTYPES)}")
     return DTYPES[record.dtype]

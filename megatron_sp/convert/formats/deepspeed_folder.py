@@ -1,10 +1,10 @@
-"""What lies in a folder that DeepSpeed saved, judged by the names of its files.
+"""Contents of a folder saved by DeepSpeed, identified by the names of its files.
 
     latest, latest_universal                                     name of the newest step folder
     global_step5/mp_rank_00_model_states.pt                      weights of a tensor parallel rank, settings
-                 layer_03-model_01-model_states.pt               with pipeline stages: a layer's weights of one
-                 [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt    ZeRO: what a data parallel rank keeps
-                 zero_pp_rank_1_mp_rank_00_model_states.pt       stage 3, in place of the first
+                 layer_03-model_01-model_states.pt               with pipeline stages: weights of a layer and tensor parallel rank
+                 [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt    ZeRO: optimizer state of a data parallel rank
+                 zero_pp_rank_1_mp_rank_00_model_states.pt       stage 3: replaces mp_rank_00_model_states.pt
                  zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  made by ds_to_universal.py
 
 Source: deepspeed 0.19.8, runtime/engine.py :: _get_ckpt_name, runtime/pipe/module.py :: ckpt_layer_path, checkpoint/ds_to_universal.py.
@@ -38,9 +38,9 @@ class StepFolder:
 
     Attributes:
         path: the folder.
-        models: by model parallel rank (stage * tp + tp rank).
-        layers: by number of the layer and tensor parallel rank.
-        zero_models, optimizers: by model parallel rank and data parallel rank.
+        models: model states by model parallel rank (stage * tp + tp rank).
+        layers: layer files by layer number and tensor parallel rank.
+        zero_models, optimizers: files by model parallel rank and data parallel rank.
         universal: folders of parameters, by name.
     """
 
@@ -56,7 +56,7 @@ class StepFolder:
         """List a folder.
 
         Raises:
-            CheckpointError: no model is there, files of ranks are missing between others, or it is a mixture of experts.
+            CheckpointError: there is no model, files of some ranks are missing, or it is a mixture of experts or of two saves.
         """
         found = cls(path)
         for file in sorted(path.iterdir()):
@@ -110,28 +110,28 @@ class StepFolder:
 
     @property
     def num_mp(self) -> int:
-        """Model parallel ranks: tp times stages."""
+        """Number of model parallel ranks: tp times stages."""
         return len(self.models or self.zero_models)
 
     @property
     def first_model(self) -> Path:
-        """The file with the settings."""
+        """The file that contains the settings."""
         return self.models[0] if self.models else self.zero_models[0][0]
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder, or one right in it, has files as DeepSpeed names them."""
+    """Return whether a folder, or a direct subfolder, has files named as by DeepSpeed."""
     return any(path.glob("*_model_states.pt")) or any(path.glob("*/*_model_states.pt"))
 
 
 def find(path: Path, step: int | None) -> StepFolder:
-    """The step folder that is meant.
+    """Return the requested step folder.
 
     Args:
-        path: a step folder, or the folder above.
-        step: None: what ``latest`` names.
+        path: a step folder, or its parent.
+        step: number of the step; None: the folder that ``latest`` names.
     Raises:
-        CheckpointError: there is none, or which one is meant cannot be told.
+        CheckpointError: there is no such folder, or it is ambiguous which one is meant.
     """
     if any(path.glob("*_model_states.pt")):
         if step is not None and (match := _STEP_FOLDER.fullmatch(path.name)) and int(match[1]) != step:
@@ -151,7 +151,7 @@ def _name_of_step(path: Path, folders: dict[str, Path], step: int) -> str:
 
 
 def _newest(path: Path, folders: dict[str, Path]) -> str:
-    """What the marks name, or the only one."""
+    """Return the name in the first tracker file that exists, or the only step folder."""
     for mark, pattern in (("latest", "{}"), ("latest_universal", "{}"), ("latest_checkpointed_iteration.txt", "global_step{}")):
         if (path / mark).exists() or (path / mark).is_symlink():
             text = read_small_file(path / mark, 4096).decode("utf-8", "replace").strip()
@@ -169,6 +169,6 @@ def _newest(path: Path, folders: dict[str, Path]) -> str:
 
 
 def step_in_name(folder: Path) -> int:
-    """Of global_stepN; 0: another name."""
+    """Return N of a folder named global_stepN; 0 for other names."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else 0

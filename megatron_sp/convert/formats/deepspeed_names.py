@@ -1,4 +1,4 @@
-"""Names of parameters in pipelines, as Megatron calls the same ones without: layers of a pipeline are numbered through.
+"""Translation of parameter names in pipelines, whose layers are numbered consecutively, to Megatron's names without a pipeline.
 
     file, or parameter of the optimizer       here
     1.word_embeddings.weight                  language_model.embedding.word_embeddings.weight
@@ -7,7 +7,8 @@
     26.weight                                 language_model.encoder.final_layernorm.weight
     27.lm_head.weight                         language_model.output_layer.weight
 
-The numbers differ between versions (a layer that only turns dims in front of the first block), so what a layer is is told by what is in it.
+The numbers differ between versions (some have a layer before the first block that only transposes dims), so the kind of a layer is
+determined by its parameters.
 Source: Megatron-DeepSpeed, gpt_model.py :: GPTModelPipe; deepspeed 0.19.8, runtime/pipe/module.py.
 """
 
@@ -28,18 +29,18 @@ _IN_EMBEDDING = re.compile(r"(word_embeddings|position_embeddings|tokentype_embe
 
 
 def is_pipeline(names: Iterable[str]) -> bool:
-    """Whether these are names of layers by number."""
+    """Return whether the names are those of a pipeline with numbered layers."""
     return any(name.startswith(_TIED) or _NUMBERED.fullmatch(name) for name in names)
 
 
 class PipelineNames:
-    """Translates the names of one model.
+    """Translator of the parameter names of one model.
 
     Args:
-        names: all of them, of all stages.
-        where: the checkpoint, for messages.
+        names: all names of all stages.
+        where: the checkpoint, for error messages.
     Raises:
-        CheckpointError: the blocks are not numbered through.
+        CheckpointError: the blocks are not numbered consecutively.
     """
 
     def __init__(self, names: Iterable[str], where: str) -> None:
@@ -52,12 +53,12 @@ class PipelineNames:
             )
 
     def translate(self, name: str, *, first_stage: bool = True) -> str | None:
-        """The name without a pipeline; None: a copy that the model never uses.
+        """Return the name without a pipeline; None for a copy that the model never uses.
 
         Args:
-            first_stage: the parameter is of the first stage: of a tied module each stage that has it keeps a copy.
+            first_stage: the parameter is on the first stage; each stage that has a tied module keeps a copy of it.
         Raises:
-            CheckpointError: it is of no layer of such a model.
+            CheckpointError: it belongs to no known kind of layer.
         """
         if name.startswith(_TIED):
             return self._tied(name.removeprefix(_TIED), first_stage)
@@ -77,7 +78,7 @@ class PipelineNames:
                               f" ({self._blocks[0]} to {self._blocks[-1]}), a norm and a head")  # fmt: skip
 
     def _tied(self, rest: str, first_stage: bool) -> str | None:
-        """The embedding, or the head's copy of it, of which only the table of words is used."""
+        """Return the name in the embedding, or in the head's copy of it, of which only the word embeddings are used."""
         if first_stage:
             return EMBEDDING + rest
         return TIED_COPY if rest == "word_embeddings.weight" else None

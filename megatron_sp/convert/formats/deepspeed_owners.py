@@ -1,12 +1,12 @@
-"""Whether files of ZeRO stage 3 are those of the ranks that their names say.
+"""Check that files of ZeRO stage 3 belong to the ranks in their names.
 
-Nothing in an optimizer's file says its rank, all have the same shapes, and there are no other weights to compare them with. What tells:
+An optimizer's file does not contain its rank, all have the same shapes, and there are no other weights to compare them with. Evidence:
 
-    the arguments of the run, in the model states    their ``rank`` grows with the number of the file
-    where tensors were (cuda:3)                      a rank's two files come from one process, and so from one device
-    the end of a parameter that is cut unevenly      is padding on the last ranks, which no gradient ever reaches: second moments of 0
+    the arguments of the run, in the model states    their ``rank`` increases with the number of the file
+    devices of the tensors (cuda:3)                  a rank's two files come from one process, and so from one device
+    the end of a parameter that is split unevenly    is padding on the last ranks, which never gets a gradient: second moments of 0
 
-Files that are exchanged with those of another host, unevenly cut parameters apart, are not found out: there is no trace of it.
+Files exchanged with those of another host are not detected, unless a parameter is split unevenly: they leave no trace.
 Source: deepspeed 0.19.8, runtime/zero/stage3.py :: partition_grads; Megatron-DeepSpeed, arguments.py (args.rank).
 """
 
@@ -24,7 +24,7 @@ from megatron_sp.utils.errors import CheckpointError
 
 
 def written_by(files: Files, paths: Mapping[int, Mapping[int, Path]]) -> dict[tuple[int, int], Written]:
-    """Who wrote model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
+    """Return who wrote the model states, by model parallel rank and data parallel rank. Raises CheckpointError."""
     return {(mp, dp): _written(files, path) for mp, by_dp in paths.items() for dp, path in by_dp.items()}
 
 
@@ -47,12 +47,12 @@ def require_devices(files: Files, models: Mapping[int, Path], optimizers: Mappin
 def require_padding(files: Files, squares: list[list[Stored]], shapes: Shapes) -> None:
     """Refuse files with moments where their rank has padding, if another rank's file would fit there.
 
-    That there must be another one keeps odd optimizers readable, which do change padding.
+    The second condition keeps files of unusual optimizers readable, which do update padding.
 
     Args:
-        squares: of each data parallel rank its second moments, group by group.
+        squares: the second moments of each data parallel rank, group by group.
     Raises:
-        CheckpointError: with the two files.
+        CheckpointError: the message names the two files.
     """
     count = len(squares)
     flats = [Stretches(files, {str(i): stored for i, stored in enumerate(groups)}) for groups in squares]
@@ -68,7 +68,7 @@ def require_padding(files: Files, squares: list[list[Stored]], shapes: Shapes) -
 
 
 def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]:
-    """(position, length) of what is no part of any parameter in a rank's parts laid end to end."""
+    """Yield (position, length) of the padding in the concatenated parts of a rank."""
     at = 0
     for shape in shapes.values():
         numel = torch.Size(shape).numel()
@@ -80,7 +80,7 @@ def _padding(shapes: Shapes, count: int, rank: int) -> Iterator[tuple[int, int]]
 
 
 def _is_zero(flats: Stretches, gaps: list[tuple[int, int]]) -> bool:
-    """Whether there is nothing at these places of a rank's groups, one behind the other."""
+    """Return whether a rank's concatenated groups are zero at these positions."""
     first, rest = 0, iter(flats.stored.values())
     stored = next(rest)
     for position, length in gaps:

@@ -1,4 +1,4 @@
-"""How the shares of tensor parallel ranks make up a parameter, in the words of DeepSpeed's universal checkpoints.
+"""Entries of DeepSpeed's universal checkpoints that describe how the shares of tensor parallel ranks form a parameter.
 
 Source: deepspeed 0.19.8, checkpoint/constants.py, checkpoint/ds_to_universal.py :: merge_tp_slices.
 """
@@ -21,7 +21,7 @@ _FC1 = re.compile(r".*\.dense_h_to_4h\.(weight|bias)")
 
 
 def parameter_entry(config: ModelConfig, order: QkvOrder, name: str) -> dict[str, Any]:
-    """What a file of a parameter says beside the tensor."""
+    """Return the entries beside the tensor in the file of a parameter."""
     if _VOCABULARY.fullmatch(name):
         return {"cat_dim": 0, "vocab_tensor": True}
     if _ROWS.fullmatch(name):
@@ -35,7 +35,7 @@ def parameter_entry(config: ModelConfig, order: QkvOrder, name: str) -> dict[str
 
 
 def _three_blocks(config: ModelConfig, name: str) -> dict[str, Any]:
-    """[Q | K | V], each cut for itself."""
+    """Describe [Q | K | V], each of which is split on its own."""
     s = Sizes.of(config)
     rows = (s.n * s.d, s.g * s.d, s.g * s.d)
     shape: tuple[Any, ...] = (rows, s.h) if name.endswith("weight") else (rows,)
@@ -43,10 +43,10 @@ def _three_blocks(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def universal_info(cut: Cut, names: list[str]) -> dict[str, Any]:
-    """``universal_checkpoint_info`` of the model states, from which ds_to_universal.py works.
+    """Return ``universal_checkpoint_info`` of the model states, which ds_to_universal.py reads.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
     """
     config = cut.config
     entries = {name: parameter_entry(config, cut.qkv, name) for name in names}
@@ -66,5 +66,5 @@ def _patterns(names: Any) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """A regular expression for the same parameter of every layer."""
+    """Return a regular expression for the same parameter of every layer."""
     return re.sub(r"layers\\\.\d+", r"layers\\.\\d+", re.escape(name)) + "$"

@@ -1,7 +1,7 @@
-"""A checkpoint of DeepSpeed as tensors of tensor parallel ranks, under our names, whatever it is stored as.
+"""Loader of a DeepSpeed checkpoint in any layout, as tensors of tensor parallel ranks under our names.
 
-Data parallel ranks, pipeline stages and universal folders are dissolved here: what comes out is one set of tensors for each tensor
-parallel rank, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``, as a Megatron checkpoint of as many ranks has them.
+Data parallel ranks, pipeline stages and universal folders are resolved here: the result is one set of tensors for each tensor
+parallel rank, ``tp0.decoder.layers.0.self_attention.linear_qkv.weight``, as in a Megatron checkpoint of as many ranks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _PARTITIONED = "empty: ZeRO stage 3 keeps it in the optimizer's files"
 
 
 def _dtypes_in(states: ModelStates) -> set[torch.dtype]:
-    """What the arguments of the run say, for files that have no weight of the model's own."""
+    """Return the dtypes in the arguments of the run, for files without any of the model's own weights."""
     args = states.args.attributes if states.args else {}
     return {dtype for flag, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if args.get(flag) is True}
 
 
 def prefix_of(tp_rank: int) -> str:
-    """Of the names of a rank's tensors."""
+    """Return the name prefix of a rank's tensors."""
     return f"tp{tp_rank}."
 
 
 class Raw(NamedTuple):
-    """A parameter by the name that its file has for it."""
+    """A parameter, by its name in the file."""
 
     mp_rank: int
     name: str
@@ -54,19 +54,19 @@ class Raw(NamedTuple):
 
 @dataclass
 class Ranks:
-    """All of a checkpoint.
+    """Contents of a whole checkpoint, by tensor parallel rank.
 
     Attributes:
-        states: of the first file.
-        tp: tensor parallel ranks.
-        modules: weights as the model had them, perhaps in 16 bits.
-        dtypes: of the model's own weights, also of those that only the optimizer has.
-        kept: by kind, what the optimizer kept.
-        step: updates of the optimizer; None: not known.
-        loss_scale: of fp16; None: there is none.
-        dropped: tensors that are none of the model's.
-        shown: names as the files have them.
-        vocab_size: without padding, where the files say it.
+        states: model states of the first file.
+        tp: number of tensor parallel ranks.
+        modules: the model's own weights, possibly in 16 bits.
+        dtypes: dtypes of the model's own weights, also of those that only the optimizer stores.
+        kept: the optimizer's tensors, by kind.
+        step: updates of the optimizer; None: unknown.
+        loss_scale: loss scale of fp16; None: there is none.
+        dropped: tensors that do not belong to the model.
+        shown: names used in the files.
+        vocab_size: number of entries without padding, if the files state it.
     """
 
     states: ModelStates
@@ -81,7 +81,7 @@ class Ranks:
     vocab_size: int | None = None
 
     def computed_in(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a weight in the model, where one that is ``stored`` is at least as wide."""
+        """Return the dtype of a weight in the model, given the dtype in which it is stored, which is at least as wide."""
         found = self.dtypes.get(name) or self._common_dtype or stored
         return found if found.itemsize < stored.itemsize else stored
 
@@ -91,17 +91,17 @@ class Ranks:
         return every.pop() if len(every) == 1 else None
 
     def names(self, tp_rank: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of a rank's tensors by our names."""
+        """Return the shapes of a rank's tensors by our names."""
         prefix = prefix_of(tp_rank)
         everything = {**self.modules, **self.kept.get(MASTER, {})}
         return {name.removeprefix(prefix): stored.shape for name, stored in everything.items() if name.startswith(prefix)}
 
 
 class Loader:
-    """Looks at a step folder.
+    """Loader of a step folder.
 
     Args:
-        moments: those of the optimizer are wanted.
+        moments: whether to load the optimizer's moments.
     """
 
     def __init__(self, files: Files, folder: StepFolder, *, moments: bool) -> None:
@@ -118,7 +118,7 @@ class Loader:
         self.ranks = Ranks(self.states[0], self.tp)
 
     def load(self) -> Ranks:
-        """Everything in it. Raises CheckpointError."""
+        """Load everything in the folder. Raises CheckpointError."""
         require_one_save(written_by(self.files, self.folder.zero_models or {mp: {0: path} for mp, path in self.folder.models.items()}))
         self._add_modules()
         if self.folder.universal:
@@ -134,7 +134,7 @@ class Loader:
         return self.folder.models or {mp: files[0] for mp, files in sorted(self.folder.zero_models.items())}
 
     def _layer_tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Of the files of layers: "<tp rank>|<layer>.<name>"."""
+        """Yield the tensors in the files of layers, named "<tp rank>|<layer>.<name>"."""
         for layer, by_tp in sorted(self.folder.layers.items()):
             for tp_rank, path in sorted(by_tp.items()):
                 for name, item in as_dict(self.files.tree(path), str(path)).items():
@@ -142,7 +142,7 @@ class Loader:
                         yield f"{tp_rank}|{layer}.{plain_name(name)}", Stored.whole(path, item)
 
     def _tp(self) -> int:
-        """Ranks that share each tensor: all, unless there are stages."""
+        """Return the number of ranks that share each tensor: all, unless there are stages."""
         num_mp = self.folder.num_mp
         if self.folder.layers:
             tp = len(next(iter(self.folder.layers.values())))
@@ -162,12 +162,12 @@ class Loader:
         return int(found) if found and found >= 1 else 0
 
     def _name(self, raw: str, stage: int) -> str | None:
-        """Ours of a parameter; None: it is a copy that is not used."""
+        """Return our name of a parameter; None for an unused copy."""
         name = self.pipeline.translate(raw, first_stage=stage == 0) if self.pipeline else raw
         return None if name is None else canonical(name, self.stack)
 
     def _put(self, into: dict[str, Any], mp: int, raw: str, found: Stored | Share) -> None:
-        """Under our name, unless it is a copy that is not used."""
+        """Add a tensor under our name, unless it is an unused copy."""
         stage, tp_rank = divmod(mp, self.tp)
         name, shown = self._name(raw, stage), f"mp_rank_{mp:02d}: {raw}"
         if name is None:
@@ -242,10 +242,10 @@ class Loader:
 
 
 class Weights:
-    """The weights of all ranks, those that the optimizer has compared with the model's own (a ``TensorStore``).
+    """The weights of all ranks; the optimizer's copies are checked against the model's own weights (a ``TensorStore``).
 
     Args:
-        wide: the optimizer's copies where there are any, and not what the model computes with, which is their rounding.
+        wide: return the optimizer's copies where there are any, instead of the weights rounded as the model computes with them.
     """
 
     def __init__(self, files: Files, ranks: Ranks, *, wide: bool) -> None:
@@ -267,7 +267,7 @@ class Weights:
         return master.to(self._tensors[name].dtype)
 
     def _compare(self, name: str, master: Tensor) -> None:
-        """The model's own weights must be the rounding of the optimizer's. Raises CheckpointError."""
+        """Check that the model's own weights are those of the optimizer, rounded. Raises CheckpointError."""
         own = self._modules.tensors()[name]
         if own.shape != tuple(master.shape):
             raise CheckpointError(f"{self._shown[name]} is {list(own.shape)} in the model and {list(master.shape)} in the optimizer's:"
@@ -282,7 +282,7 @@ class Weights:
 
 
 def kept(files: Files, ranks: Ranks, kind: str) -> TensorStore:
-    """What the optimizer kept of this kind."""
+    """Return the optimizer's tensors of one kind."""
     found = ranks.kept.get(kind, {})
     shares = {name: item for name, item in found.items() if isinstance(item, Share)}
     return Shares(files, shares) if shares else Stretches(files, {name: item for name, item in found.items() if isinstance(item, Stored)})

@@ -1,4 +1,4 @@
-"""A ``*_model_states.pt`` file: weights of a model parallel rank, what ZeRO needs to find its own, and the settings of the run.
+"""Contents of a ``*_model_states.pt`` file: weights of a model parallel rank, shapes for ZeRO's files, and settings of the run.
 
 Source: deepspeed 0.19.8, runtime/engine.py :: _common_checkpoint_state; Megatron-DeepSpeed, checkpointing.py :: save_checkpoint.
 """
@@ -19,15 +19,15 @@ _MAX_DEPTH = 16
 
 @dataclass
 class ModelStates:
-    """Of one file.
+    """Contents of one file.
 
     Attributes:
-        path: of the file.
-        module: its weights by name; none where pipeline stages keep them in files of layers.
+        path: path of the file.
+        module: its weights by name; empty where pipeline stages store them in files of layers.
         groups: names and shapes of the trainable parameters in the order in which ZeRO flattens them, by group; empty without ZeRO.
-        frozen_shapes, frozen_parts: of parameters that are not trained; in stage 3 a part is one rank's.
-        shared: second names of parameters.
-        settings: everything else.
+        frozen_shapes, frozen_parts: those of parameters that are not trained; in stage 3 a part is one rank's.
+        shared: other names of parameters.
+        settings: all entries of the file.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class ModelStates:
 
     @classmethod
     def of(cls, files: Files, path: Path) -> ModelStates:
-        """Raises CheckpointError: it is not such a file, or of a mixture of experts."""
+        """Parse a file. Raises CheckpointError: it does not contain model states, or those of a mixture of experts."""
         tree = as_dict(files.tree(path), str(path))
         if "module" not in tree:
             raise CheckpointError(f"{path} has no entry 'module', which model states of DeepSpeed have: it is another kind of file")
@@ -57,12 +57,12 @@ class ModelStates:
 
     @property
     def args(self) -> Object | None:
-        """The command line of the run, where Megatron put it in."""
+        """The arguments of the run, if Megatron stored them."""
         found = self.settings.get("args")
         return found if isinstance(found, Object) else None
 
     def count(self, *names: str) -> int:
-        """The first of these entries that is a whole number; 0: none is."""
+        """Return the first of these entries that is a non-negative number, as an integer; 0 if none is."""
         for name in names:
             if (value := number(self.settings.get(name))) is not None and value >= 0:
                 return int(value)
@@ -70,37 +70,37 @@ class ModelStates:
 
     @property
     def universal_info(self) -> dict[str, Any]:
-        """What the model says of its parameters for universal checkpoints."""
+        """The model's description of its parameters for universal checkpoints."""
         found = self.settings.get("universal_checkpoint_info")
         return found if isinstance(found, dict) else {}
 
     @property
     def shapes(self) -> Shapes:
-        """Of all trainable parameters."""
+        """Shapes of all trainable parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
 
 def as_dict(value: Any, where: str) -> dict[Any, Any]:
-    """Raises CheckpointError: it is no dict."""
+    """Return a value that must be a dict. Raises CheckpointError: it is not."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} must hold a dict, and holds {type(value).__name__}: it is another kind of file, or damaged")
     return value
 
 
 def number(value: Any) -> int | float | None:
-    """A finite number, or what an enumeration's member stands for; None: it is neither."""
+    """Return a finite number, or the value of an enumeration's member; None: it is neither."""
     if isinstance(value, Object) and len(value.args) == 1:
         value = value.args[0]
     return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
 
 
 def plain_name(name: str) -> str:
-    """Without what a wrapper puts in front."""
+    """Strip a wrapper's prefix from a name."""
     return name.removeprefix("module.")
 
 
 def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list[tuple[str, TensorRecord]]:
-    """All tensors of nested dicts, with the keys joined by dots."""
+    """Return all tensors of nested dicts, with the keys joined by dots."""
     found: list[tuple[str, TensorRecord]] = []
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{path}: its weights are nested more than {_MAX_DEPTH} deep: it is damaged")
@@ -117,7 +117,7 @@ def _flattened(value: Any, path: Path, prefix: str = "", depth: int = 0) -> list
 
 
 def _groups(value: Any, path: Path) -> list[Shapes]:
-    """``param_shapes``: a list of dicts; one dict before DeepSpeed 0.4; None without ZeRO."""
+    """Parse ``param_shapes``: a list of dicts; one dict before DeepSpeed 0.4; None without ZeRO."""
     if value is None:
         return []
     groups = value if isinstance(value, list) else [value]

@@ -1,10 +1,10 @@
-"""Universal checkpoints: every parameter in full, in a folder of its name, whatever the layout of ranks was.
+"""Universal checkpoints: every parameter in full, in a folder named after it, independent of the layout of ranks.
 
-``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` hold {"param": tensor} with a word on how the shares of the tensor parallel ranks were
-put together: ``cat_dim``, behind one another along it; with ``param_n_sub_params`` 2, [gate | up] of each half; with ``sub_param_shape``,
-each block of rows; none of these, all had the same. ``vocab_tensor``: rows of padding are gone. Taken apart again as the file says, the
-shares are those of the ranks before, also where the one who saved named no parameters, and everything was put end to end. From stage 3
-they are bare tensors without a shape, which is then in the model states.
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` contain {"param": tensor} and a description of how the tensor parallel shares were
+merged: ``cat_dim``, concatenated along it; with ``param_n_sub_params`` 2, gate and up each on their own; with ``sub_param_shape``,
+each block of rows on its own; none of these, all were the same. ``vocab_tensor``: padding rows were removed. Splitting as described in
+the file restores the original shares, even if the saving code described no parameters and all shares were simply concatenated. From
+stage 3 the files contain bare tensors without a shape, which is then in the model states.
 
 Source: deepspeed 0.19.8, checkpoint/ds_to_universal.py :: merge_tp_slices, checkpoint/universal_checkpoint.py :: load_hp_checkpoint_state.
 """
@@ -33,12 +33,12 @@ _BLOCK = 4 << 20  # elements that are read at once
 
 @dataclass(frozen=True)
 class Share:
-    """What a tensor parallel rank had of a parameter.
+    """Share of a parameter on one tensor parallel rank.
 
     Attributes:
-        record: of the full tensor in its file; its shape is [rows, ...].
-        dim: along which the rank had a part.
-        ranges: (first, count) of the parts, in the order in which the rank had them; those beyond the end are padding.
+        record: record of the full tensor in its file, with shape [rows, ...].
+        dim: dim along which the parameter was split.
+        ranges: (first, count) of the parts, in the order they had on the rank; elements beyond the end are padding.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Share:
 
     @property
     def num_stored(self) -> int:
-        """Elements in front of those that are padding."""
+        """Number of elements before the padding."""
         if self.dim or not self.record.shape:
             return math.prod(self.shape)
         rows = sum(max(0, min(count, self.record.shape[0] - first)) for first, count in self.ranges)
@@ -68,7 +68,7 @@ class Share:
 
 
 class Shares:
-    """Shares by name (a ``TensorStore``)."""
+    """Shares of parameters, by name (a ``TensorStore``)."""
 
     def __init__(self, files: Files, shares: Mapping[str, Share]) -> None:
         self._files, self.shares = files, shares
@@ -87,7 +87,7 @@ class Shares:
         return made
 
     def _copy(self, share: Share, first: int, count: int, to: Tensor) -> None:
-        """Elements ``first`` to ``first + count`` along the dim, block by block of rows."""
+        """Copy elements ``first`` to ``first + count`` along the dim, in blocks of rows."""
         record = share.record
         if not record.shape:
             to.copy_(self._files.read(share.path, record))
@@ -105,14 +105,14 @@ def _rows(record: TensorRecord, first: int, count: int) -> TensorRecord:
 
 
 def read_parameter(files: Files, path: Path, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None) -> list[Share]:
-    """The shares of all tensor parallel ranks in a file.
+    """Return the shares of all tensor parallel ranks in a file.
 
     Args:
-        shape: of a rank's share, where the model states say it.
+        shape: shape of a rank's share, if the model states contain it.
         tp: number of ranks.
-        vocab_rows: of a vocabulary with padding, where it is known.
+        vocab_rows: rows of the vocabulary including padding, if known.
     Raises:
-        CheckpointError: it is damaged, or put together in a way that is not known here.
+        CheckpointError: it is damaged, or merged in an unsupported way.
     """
     tree = files.tree(path)
     if isinstance(tree, TensorRecord):
@@ -151,7 +151,7 @@ def _bare(path: Path, record: TensorRecord, shape: tuple[int, ...] | None, tp: i
 def _parts(
     path: Path, tree: dict[Any, Any], record: TensorRecord, shape: tuple[int, ...] | None, tp: int, vocab_rows: int | None
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
-    """(dim, [(start, size of a rank's part)]): a rank has the part of each block, or the same of all."""
+    """Return (dim, [(start, size)]): ``start`` of each block along ``dim``, and ``size`` of the part that each rank has of it."""
     if "sub_param_shape" in tree:
         return _blocks(path, tree["sub_param_shape"], record, tp)
     dim = tree.get("cat_dim")
@@ -178,7 +178,7 @@ def _even(path: Path, sizes: list[int], tp: int) -> list[tuple[int, int]]:
 
 
 def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, list[tuple[int, int]]]:
-    """``SubparamShape(patterns, shape, partition_dim)``: the sizes of the blocks stand in the shape."""
+    """Parse ``SubparamShape(patterns, shape, partition_dim)``, whose shape contains the sizes of the blocks."""
     said = spec.attributes if isinstance(spec, Object) else {}
     dim, shape = said.get("partition_dim"), said.get("shape")
     if not isinstance(dim, int) or not isinstance(shape, tuple) or not 0 <= dim < min(len(shape), len(record.shape)):
@@ -190,7 +190,7 @@ def _blocks(path: Path, spec: Any, record: TensorRecord, tp: int) -> tuple[int, 
 
 
 def parameters(folders: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Names and folders of parameters. Raises CheckpointError: one has no weights."""
+    """Yield names and folders of parameters. Raises CheckpointError: one has no weights."""
     for name, folder in folders.items():
         if not (folder / FILES["master"]).exists():
             raise CheckpointError(f"{folder} has no {FILES['master']}: the checkpoint is incomplete")

@@ -1,12 +1,12 @@
-"""Writing Megatron-DeepSpeed's checkpoints: files of model parallel ranks, ZeRO 1 for one data parallel rank, or a universal one.
+"""Writer of Megatron-DeepSpeed checkpoints: files of model parallel ranks, ZeRO 1 for one data parallel rank, or a universal one.
 
     latest, latest_checkpointed_iteration.txt
     global_step5/mp_rank_00_model_states.pt                          all three
                  [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    zero1
                  zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  universal, with latest_universal
 
-The parameters lie in the order in which Megatron's modules register them, in two groups, with and without weight decay, as its
-optimizer has them. Source: as for reading, ``deepspeed_zero.py`` and ``deepspeed_universal.py``.
+The parameters are in the order in which Megatron's modules register them, in two groups, with and without weight decay, as in its
+optimizer. Source: as for reading, ``deepspeed_zero.py`` and ``deepspeed_universal.py``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Layout = Literal["module", "zero1", "universal"]
 
 @dataclass
 class Plan:
-    """What will be written.
+    """Plan of the files to be written.
 
     Attributes:
-        shapes: of our parameters, in the order of Megatron's modules.
-        cut: for the ranks of the model states.
-        ranks: their weights, named "tp0.<our name>".
-        kept: of zero1 and universal, the optimizer's tensors by kind; of all ranks, or in full.
+        shapes: shapes of our parameters, in the order of Megatron's modules.
+        cut: split of the weights over the ranks of the model states.
+        ranks: the weights of these ranks, named "tp0.<our name>".
+        kept: for zero1 and universal, the optimizer's tensors by kind; those of all ranks, or in full.
     """
 
     model: Model
@@ -71,21 +71,21 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return next(iter(self.ranks.tensors().values())).dtype
 
     def groups(self) -> list[list[str]]:
-        """Our names, those with weight decay and those without."""
+        """Return our names of the parameters with weight decay, and of those without."""
         return [[n for n, shape in self.shapes.items() if is_decayed(theirs(n), shape) == decayed] for decayed in (True, False)]
 
 
 def theirs(name: str) -> str:
-    """Megatron's name of a parameter of ours."""
+    """Return Megatron's name of a parameter of ours."""
     return written(name, "legacy")
 
 
 def make_plan(model: Model, options: Options) -> Plan:
-    """Raises CheckpointError, ConfigError: there is no such model of Megatron's, or not on so many ranks, or not in this layout."""
+    """Plan the files. Raises CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks, or not in this layout."""
     require_fit(model, "Megatron-DeepSpeed", legacy=True)
     if options.pp != 1:
         raise ConfigError(f"--target-pipeline-parallel-size ({options.pp}) must be 1 for megatron-deepspeed: files of stages are read, not"
@@ -115,7 +115,7 @@ def _scattered(model: Model, shapes: dict[str, tuple[int, ...]], cut: Cut, ours:
 
 
 def prefix_of(tp_rank: int) -> str:
-    """Of the names of a rank's tensors."""
+    """Return the name prefix of a rank's tensors."""
     return f"tp{tp_rank}."
 
 
@@ -130,7 +130,7 @@ def _layout(model: Model, options: Options) -> Layout:
 
 
 def _sources(model: Model, layout: Layout) -> dict[str, str]:
-    """By kind, the beginning of the names of our tensors that it is made from: fp32 weights are their own wide copy."""
+    """Return by kind the name prefix of our tensors that it is made from: without master copies, the weights serve as such."""
     if layout == "module":
         return {}
     has_master = any(name.startswith(f"{OPTIMIZER}{MASTER}.") for name in model.store.tensors())
@@ -138,13 +138,13 @@ def _sources(model: Model, layout: Layout) -> dict[str, str]:
 
 
 def size(model: Model, options: Options) -> int:
-    """Bytes of all tensors."""
+    """Return the size of all tensors in bytes."""
     plan = make_plan(model, options)
     return sum(info.num_bytes for store in (plan.ranks, *plan.kept.values()) for info in store.tensors().values())
 
 
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
-    """As ``Format.write``."""
+    """Write a checkpoint, as ``Format.write``."""
     plan = make_plan(model, options)
     note_of_activation(model, legacy=True)
     name = f"global_step{model.step}" + ("_universal" if plan.layout == "universal" else "")
@@ -165,7 +165,7 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 
 
 def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Of one rank's file; what DeepSpeed asks for without a default, and Megatron's own."""
+    """Return the contents of one rank's file: the entries that DeepSpeed requires, and Megatron's own."""
     model, prefix = plan.model, prefix_of(rank)
     module = {theirs(name): lazy(plan.ranks, prefix + name, progress) for name in plan.shapes}
     shapes = [OrderedDict((theirs(n), torch.Size(plan.ranks.tensors()[prefix + n].shape)) for n in group) for group in plan.groups()]
@@ -181,7 +181,7 @@ def _model_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
 
 
 def _args(plan: Plan, rank: int) -> Namespace:
-    """Megatron's arguments, with the names that Megatron-DeepSpeed has for some of them."""
+    """Return Megatron's arguments, and those that Megatron-DeepSpeed adds or names differently."""
     c, cut = plan.model.config, plan.cut
     found = namespace(plan.model, tp=cut.tp, pp=1, padded_vocab_size=cut.padded_vocab_size, legacy=True, params_dtype=plan.dtype, rank=rank)
     more = {
@@ -192,7 +192,7 @@ def _args(plan: Plan, rank: int) -> Namespace:
 
 
 def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Of the one data parallel rank: as stage 1 saves them, moments with the padding and weights without."""
+    """Return the optimizer states of the only data parallel rank, as stage 1 saves them: moments with padding, weights without."""
     prefix = prefix_of(rank)
     groups = [[prefix + name for name in group] for group in plan.groups()]
     counts = [sum(math.prod(plan.ranks.tensors()[name].shape) for name in group) for group in groups]
@@ -218,7 +218,7 @@ def _zero_states(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
 
 
 class _Once:
-    """Tells of what is read the first time only: a flat vector is gone through twice."""
+    """Progress callback that counts each tensor only once: the parts of a flat vector are read twice."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._told = progress, set[str]()
@@ -230,7 +230,7 @@ class _Once:
 
 
 def _parts(store: Scattered, names: list[str], numel: int, told: Callable[[str, int], None]) -> Iterator[Tensor]:
-    """The tensors one behind the other, and zeros up to ``numel``."""
+    """Yield the flattened tensors in order, then zeros up to ``numel``."""
     done = 0
     for name in names:
         tensor = store.read(name).reshape(-1)
@@ -244,7 +244,7 @@ def _parts(store: Scattered, names: list[str], numel: int, told: Callable[[str, 
 
 
 def _fragments(plan: Plan, prefix: str, group: list[str]) -> OrderedDict[str, Object]:
-    """Where each parameter lies in its group."""
+    """Return the position of each parameter in its group."""
     found, at = OrderedDict[str, Object](), 0
     for name in group:
         numel = math.prod(plan.ranks.tensors()[name].shape)
@@ -255,7 +255,7 @@ def _fragments(plan: Plan, prefix: str, group: list[str]) -> OrderedDict[str, Ob
 
 
 def param_groups(model: Model) -> list[dict[str, Any]]:
-    """Adam's settings for the two groups, each of one flat parameter."""
+    """Return Adam's settings for the two groups, each of one flat parameter."""
     o = training(model).optimizer
     return [
         {

@@ -1,12 +1,12 @@
-"""Weights and moments in the optimizer files of ZeRO, found again by name.
+"""Weights and moments in the optimizer files of ZeRO, located by parameter name.
 
-Stages 1 and 2 (and the bf16 optimizer) lay all parameters of a group end to end, with the paddings that the file names, and cut that
-vector into equal ranges, one for each data parallel rank; what the last ranges have beyond the end may be left out of the file:
+Stages 1 and 2 (and the bf16 optimizer) concatenate all parameters of a group, with the paddings listed in the file, and split that
+vector into equal ranges, one for each data parallel rank; the part of the last ranges beyond the end may be missing in the file:
 
     | a a a a a b b . c c | c c c c c d d d d d | d d - - - - - - - - |      '.' padding between parameters, '-' beyond the end
           rank 0                 rank 1                 rank 2
 
-Stage 3 cuts every parameter for itself into equal parts, the last one padded, and each rank lays its parts end to end:
+Stage 3 splits every parameter on its own into equal parts, the last one padded, and each rank concatenates its parts:
 
     | a a b c c c d d d d | a a b c c c d d d d | a - - c c - d d d d |
 
@@ -35,7 +35,7 @@ _ALIGNMENT = 2  # elements that stages 1 and 2 round a rank's range up to
 
 
 class Flat(NamedTuple):
-    """What a rank keeps of a group."""
+    """A rank's flat tensor for one group."""
 
     path: Path
     record: TensorRecord
@@ -50,12 +50,12 @@ class Partition:
     """A rank's optimizer file.
 
     Attributes:
-        flats: by kind, what it keeps of each group.
-        step: updates so far, or None where it is not said.
-        fragments: by group and name, (start, count) of what this rank has of a parameter; absent in older files.
-        paddings: by group, elements behind each parameter; absent where there are none.
-        count: ranks that a group is divided over.
-        squares: of stage 3, Adam's second moments of each group, wanted or not; none where there are none.
+        flats: by kind, the flat tensor of each group.
+        step: number of updates; None: not stated.
+        fragments: by group and name, (start, count) of this rank's part of a parameter; empty in older files.
+        paddings: by group, number of padding elements after each parameter; None where there are none.
+        count: number of ranks that a group is split over.
+        squares: in stage 3, Adam's second moments of each group, even if moments are not requested; empty where there are none.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Partition:
 
 @dataclass
 class ZeroTensors:
-    """By kind and the parameter's own name, what all data parallel ranks have together."""
+    """Tensors of all data parallel ranks combined, by kind and the parameter's own name."""
 
     tensors: dict[str, dict[str, Stored]]
     step: int | None
@@ -79,12 +79,12 @@ class ZeroTensors:
 
 
 def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
-    """Look at a rank's file.
+    """Parse a rank's optimizer file.
 
     Args:
-        moments: those are wanted too.
+        moments: whether to read the moments too.
     Raises:
-        CheckpointError: it is not a file of ZeRO, or its optimizer keeps something else than Adam's two moments.
+        CheckpointError: it is not a file of ZeRO, or its optimizer keeps something other than Adam's two moments.
     """
     where = str(path)
     state = as_dict(as_dict(files.tree(path), where).get("optimizer_state_dict"), f"{where}, optimizer_state_dict")
@@ -111,13 +111,13 @@ def read_partition(files: Files, path: Path, *, moments: bool) -> Partition:
 
 
 def gather(files: Files, states: list[ModelStates], paths: dict[int, Path], *, moments: bool) -> ZeroTensors:
-    """Find every parameter of a model parallel rank.
+    """Locate every parameter of a model parallel rank.
 
     Args:
-        states: in stage 3 of every data parallel rank, else of the one that there is.
+        states: in stage 3 with frozen parameters the model states of every data parallel rank, otherwise those of one.
         paths: the optimizer files by data parallel rank.
     Raises:
-        CheckpointError: files are missing, or of different saves, or do not fit each other.
+        CheckpointError: files are missing, or of different saves, or do not match each other.
     """
     ranks = [read_partition(files, paths[rank], moments=moments) for rank in sorted(paths)]
     _require_alike(ranks)
@@ -151,11 +151,11 @@ def _require_alike(ranks: list[Partition]) -> None:
 
 
 def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Equal ranges of all parameters laid end to end.
+    """Locate the parameters in equal ranges of their concatenation.
 
-    Where the ranks say themselves what they have (``param_slice_mappings``), that is not looked at: DeepSpeed 0.19.8 lists it in the
-    order of the model also where ``round_robin_gradients`` has laid the parameters otherwise. Weights of the wrong place
-    are not those of the model rounded, which is compared when they are read.
+    The ranks' own lists (``param_slice_mappings``) are only used if the model states have no shapes: DeepSpeed 0.19.8 writes them in the
+    order of the model even where ``round_robin_gradients`` has reordered the parameters. Weights from the wrong position
+    differ from the model's own weights, which is checked when they are read.
     """
     groups = len(ranks[0].flats[MASTER])
     if not states.groups:
@@ -179,7 +179,7 @@ def _stage_1(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator
 
 
 def _ranges(flats: list[Flat], at: int, count: int, name: str) -> Iterator[tuple[int, int, int]]:
-    """(rank, first, count) of the elements from ``at`` on; all ranks in front of the last that has any have equal ranges."""
+    """Yield (rank, first, count) of the elements from ``at`` on; all ranks before the last non-empty one have equal ranges."""
     size = flats[0].numel
     while count:
         rank = min(at // size, len(flats) - 1) if size else len(flats) - 1
@@ -200,7 +200,7 @@ def _require_used_up(flats: list[Flat], needed: int) -> None:
 
 
 def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Without shapes in the model states (bf16 without ZeRO), the ranks' own lists and the shapes of the 16-bit weights."""
+    """Locate the parameters by the ranks' own lists and the 16-bit weights, if the model states have no shapes (bf16 without ZeRO)."""
     if not any(rank.fragments for rank in ranks):
         raise CheckpointError(f"{states.path} has no param_shapes and {ranks[0].path.name} no param_slice_mappings: which parameters are in"
                               " the optimizer's files cannot be told; move them aside to convert the weights alone")  # fmt: skip
@@ -220,7 +220,7 @@ def _by_fragments(ranks: list[Partition], kind: str, states: ModelStates) -> Ite
 
 
 def _stage_3(ranks: list[Partition], kind: str, states: ModelStates) -> Iterator[tuple[str, Stored]]:
-    """Every parameter in equal parts, each rank's parts end to end, over the groups of a rank as if they were one."""
+    """Locate the parameters of stage 3: equal parts of each, concatenated on every rank over its groups as if they were one."""
     at = 0
     for name, shape in states.shapes.items():
         numel = math.prod(shape)
@@ -249,7 +249,7 @@ def _across(flats: list[Flat], at: int, count: int, name: str) -> Iterator[Stret
 
 
 def _frozen(states: list[ModelStates]) -> Iterator[tuple[str, Stored]]:
-    """Parameters that are not trained: stage 3 keeps a part of each in the model states of every rank."""
+    """Locate frozen parameters: stage 3 keeps a part of each in the model states of every rank."""
     for name, shape in states[0].frozen_shapes.items():
         numel = math.prod(shape)
         part = -(-numel // len(states))
@@ -269,7 +269,7 @@ def _flat(path: Path, item: Any) -> Flat:
 
 
 def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]]:
-    """The optimizer's state of each group, and its settings: a list (``elastic``), or a state dict of torch (``rigid``)."""
+    """Return the optimizer's state of each group and its settings, from a list (``elastic``) or a state dict of torch (``rigid``)."""
     if base is None:
         return [], []
     if isinstance(base, list):
@@ -284,7 +284,7 @@ def _base_states(base: Any, path: Path) -> tuple[list[dict[Any, Any]], list[Any]
 
 
 def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str, list[Flat]]:
-    """Adam's; none before the first step. Raises CheckpointError: those of another optimizer."""
+    """Return Adam's moments; empty before the first step. Raises CheckpointError: they are of another optimizer."""
     if not states or not any(state for state in states):
         return {}
     if len(states) != groups:
@@ -298,13 +298,13 @@ def _moments(states: list[dict[Any, Any]], groups: int, path: Path) -> dict[str,
 
 
 def _squares(states: list[dict[Any, Any]], masters: list[Flat], path: Path) -> list[Flat]:
-    """Of the shape that the weights have, or none."""
+    """Return Adam's second moments if their sizes are those of the weights, otherwise none."""
     found = [Flat(path, item) for state in states if isinstance(item := state.get(MOMENTS[1]), TensorRecord)]
     return found if [flat.numel for flat in found] == [flat.numel for flat in masters] else []
 
 
 def _step(files: Files, path: Path, state: dict[Any, Any], states: list[dict[Any, Any]], groups: list[Any]) -> int | None:
-    """Where optimizers keep the number of updates: apart (``elastic``), beside the moments, or in their settings."""
+    """Return the number of updates, which is stored separately (``elastic``), beside the moments, or in the settings."""
     settings = (group.get("step") for group in groups[:1] if isinstance(group, dict))
     for place in (state.get("base_optimizer_state_step"), *(s.get("step") for s in states[:1]), *settings):
         if (step := whole_number(files, path, place)) is not None:
@@ -313,12 +313,12 @@ def _step(files: Files, path: Path, state: dict[Any, Any], states: list[dict[Any
 
 
 def whole_number(files: Files, path: Path, value: Any) -> int | None:
-    """A count that is kept as a number or as a tensor of one element; None: it is neither."""
+    """Return a count that is stored as a number or as a tensor of one element; None: it is neither."""
     return whole(value, lambda record: files.read(path, record))
 
 
 def _fragments(value: Any, path: Path) -> list[dict[str, tuple[int, int]]]:
-    """``param_slice_mappings``: by group and name, deepspeed.utils.tensor_fragment.fragment_address."""
+    """Parse ``param_slice_mappings``: by group and name, deepspeed.utils.tensor_fragment.fragment_address."""
     found = []
     for group in value if isinstance(value, list) else []:
         found.append(
@@ -344,7 +344,7 @@ def _paddings(value: Any, path: Path) -> list[list[int]] | None:
 
 
 def _count(value: Any, path: Path) -> int:
-    """The largest group's: experts have smaller ones."""
+    """Return the number of ranks of the largest group: experts have smaller ones."""
     counts = [n for item in (value if isinstance(value, list) else [value]) if (n := number(item)) is not None]
     if not counts or max(counts) < 1:
         raise CheckpointError(f"{path} does not say how many ranks its groups are divided over (partition_count): it is damaged")

@@ -1,4 +1,4 @@
-"""What every format can do."""
+"""The interface of the checkpoint formats."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Progress = Callable[[int], None]
 
 
 class Format(Protocol):
-    """A way to keep a model in files."""
+    """A checkpoint format: detects, reads and writes its files."""
 
     @property
     def name(self) -> str:
-        """On the command line."""
+        """Name on the command line."""
         ...
 
     @property
     def holds_optimizer(self) -> bool:
-        """Whether the optimizer's state has a place in it."""
+        """True if the format can store the optimizer's state."""
         ...
 
     def recognises(self, path: Path) -> bool:
-        """Whether there is something of this format, judged by the names of files."""
+        """Return whether a folder contains a checkpoint of this format, judged by its file names."""
         ...
 
     def read(self, path: Path, options: Options) -> Model:
-        """Look at a checkpoint without reading its tensors.
+        """Read the description of a checkpoint without its tensors; nothing in the files is trusted unchecked.
 
         Raises:
-            CheckpointError: what is missing, damaged or not known; nothing of it is believed unchecked.
-            ConfigError: a flag is needed to tell what the files do not say, named.
+            CheckpointError: something is missing, damaged or not supported.
+            ConfigError: a flag is needed for something that the files do not specify; the message names it.
         """
         ...
 
@@ -43,13 +43,13 @@ class Format(Protocol):
         """Write a checkpoint.
 
         Args:
-            path: a folder that is not there yet; whoever calls gives it its name when everything is in it.
+            path: a folder that does not exist yet; the caller renames it once it is complete.
         Raises:
-            CheckpointError: the format cannot hold such a model, and why.
+            CheckpointError: the format cannot store such a model; the message gives the reason.
             DiskError: no space, no permission.
         """
         ...
 
     def size(self, model: Model, options: Options) -> int:
-        """Bytes of tensors that ``write`` will write."""
+        """Return the size in bytes of the tensors that ``write`` will write."""
         ...

@@ -96,7 +96,7 @@ class HuggingFace:
 
 
 class _Renamed:
-    """A store under the family's own names of today (a ``TensorStore``)."""
+    """A store under the family's current names (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore, family: Family) -> None:
         self._store = store
@@ -115,7 +115,7 @@ class _Renamed:
 
 
 class _WithoutTypes:
-    """A BERT that does not tell segments apart: one kind, with nothing to add, for their class always has a table (a ``TensorStore``)."""
+    """A BERT without segment types plus a zero table for one type, which the transformers class always has (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -130,7 +130,7 @@ class _WithoutTypes:
 
 
 class _Counted:
-    """A store that tells what is read (a ``TensorStore``)."""
+    """A store that reports the bytes it reads (a ``TensorStore``)."""
 
     def __init__(self, store: TensorStore, progress: Progress) -> None:
         self._store, self._progress = store, progress
@@ -145,7 +145,7 @@ class _Counted:
 
 
 def _lacks_types(config: ModelConfig, store: TensorStore) -> bool:
-    """A BERT with one kind of segment that adds nothing to a token is one without; how such a one is written, too."""
+    """Return whether a BERT has a single segment type that adds zero, which is how a BERT without segment types is written."""
     found = store.tensors().get(_TYPES) if config.is_bert and config.token_types == 1 else None
     return found is not None and found.shape == (1, config.hidden_size) and not bool(store.read(_TYPES).any())
 
@@ -157,7 +157,7 @@ def _fit(path: Path, family: Family, config: ModelConfig, num_classes: int, stor
 
 
 def _tied(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Second names of the embedding and of its bias, which files may have or not."""
+    """Return other names of the embedding and of its bias, which files may or may not contain."""
     if config.is_bert:
         table = f"{family.prefix}embeddings.word_embeddings.weight"
         return {"cls.predictions.decoder.weight": table, "cls.predictions.decoder.bias": "cls.predictions.bias"}
@@ -172,7 +172,7 @@ def _unused_heads(family: Family, config: ModelConfig, num_classes: int) -> dict
 
 
 def _open(path: Path) -> TensorStore:
-    """Safetensors where there are any, else what ``torch.save`` wrote; several files where there is an index."""
+    """Open the safetensors files if there are any, else those of ``torch.save``; several files if there is an index."""
     kinds: tuple[tuple[str, str, type[SafetensorsFiles | TorchFiles]], ...] = (
         (INDEX, SINGLE, SafetensorsFiles), (BIN_INDEX, BIN, TorchFiles)
     )  # fmt: skip
@@ -215,7 +215,7 @@ def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
 
 
 def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[str, Any]:
-    """config.json: the source's own where it says the same, else what the family says of the model."""
+    """Return config.json: the source's own if it describes the same model, else with the family's entries for the model."""
     kept = model.settings.get("hf")
     made = {
         "architectures": [family.architecture(model.config, model.num_classes)], "model_type": family.model_type,
@@ -239,13 +239,13 @@ def _document(model: Model, family: Family, dtypes: set[torch.dtype]) -> dict[st
 
 
 def _is_of(model: Model, family: Family) -> bool:
-    """Whether the source was a folder of Hugging Face, of this kind of model."""
+    """Return whether the source was a Hugging Face folder with this kind of model."""
     kept = model.settings.get("hf")
     return isinstance(kept, dict) and kept.get("model_type") == family.model_type
 
 
 def _num_labels(document: Any) -> int:
-    """Classes that a config.json speaks of; 2 where it speaks of none, as transformers has it."""
+    """Return the number of classes in a config.json; 2 if it has none, which is the default of transformers."""
     names = document.get("id2label")
     found = len(names) if isinstance(names, dict) else document.get("num_labels", 2)
     return found if isinstance(found, int) else 2

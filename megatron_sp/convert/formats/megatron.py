@@ -1,4 +1,4 @@
-"""``megatron``: the classic checkpoints of Megatron-LM, one file for each rank of tensor and pipeline parallelism."""
+"""``megatron``: the classic checkpoints of Megatron-LM, with one file per tensor and pipeline parallel rank."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _facts(opened: Opened, there: list[Shard]) -> Facts:
 
 
 def _order(opened: Opened, config: ModelConfig, options: Options, notes: list[str]) -> QkvOrder:
-    """Of the rows of the fused projections: as the version of the checkpoint says, or --qkv-layout."""
+    """Return the row order of the fused projections: that of --qkv-layout, or of the checkpoint version."""
     if options.qkv_layout is not None:
         order: QkvOrder = options.qkv_layout
     else:
@@ -158,7 +158,7 @@ def _require_ranks(opened: Opened, settings: Settings, folder: Path) -> None:
 
 
 def _require_divisible(cut: Cut, folder: Path) -> None:
-    """A rank's share in these orders is made of whole groups."""
+    """Check that every rank has whole groups, which orders other than interleaved require."""
     if cut.qkv != "interleaved" and cut.config.num_groups % cut.tp:
         raise CheckpointError(
             f"{folder}: {cut.config.num_groups} groups of heads cannot be shared by {cut.tp} tp ranks in the order {cut.qkv}"
@@ -166,7 +166,7 @@ def _require_divisible(cut: Cut, folder: Path) -> None:
 
 
 def _tied_heads(chunks: list[ModelChunk], config: ModelConfig) -> set[str]:
-    """Where a copy of a tied embedding stands behind the last block."""
+    """Return the prefixes of chunks with a copy of the tied embedding after the last block."""
     if config.untie_embeddings_and_output_weights and not config.is_bert:
         return set()
     return {chunk.prefix for chunk in chunks if HEAD in chunk.tensors}

@@ -1,7 +1,7 @@
-"""Megatron's arguments, which lie in its checkpoints, and the shape of our model: both ways.
+"""Conversion between Megatron's arguments, which are stored in its checkpoints, and the configuration of our model.
 
-What changes the function and has no counterpart here is refused by its name. Arguments that a file lacks are told by its tensors
-(``megatron_facts.py``), by ``--set NAME=VALUE``, or have been at Megatron's default; what none of these can tell is asked for.
+Arguments that change the model and have no counterpart here are refused by name. Missing arguments are derived from the tensors
+(``megatron_facts.py``), given by ``--set NAME=VALUE``, or assumed to be Megatron's default; otherwise the user is asked for them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unknown(settings: Settings) -> None:
-    """Raises CheckpointError: an argument that makes it a model that is not known here, named."""
+    """Check the arguments for unsupported features. Raises CheckpointError: there is one; the message names the argument."""
     for name, (allowed, why) in _NEUTRAL.items():
         value = settings.document.get(name)
         if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
@@ -59,17 +59,17 @@ def refuse_unknown(settings: Settings) -> None:
 
 
 def config_of(settings: Settings, facts: Facts, given: Overrides, vocab_size: int, *, legacy: bool) -> ModelConfig:
-    """The shape of the model.
+    """Return the configuration of the model.
 
     Args:
-        settings: the arguments, or nothing.
-        facts: from the tensors; contradictions between both show when shapes are compared.
-        given: of --set.
-        vocab_size: without padding.
-        legacy: of the names of the tensors, which tell the code that used the arguments.
+        settings: the arguments; may be empty.
+        facts: facts from the tensors; contradictions between both show up when shapes are compared.
+        given: settings of --set.
+        vocab_size: number of entries without padding.
+        legacy: the tensors have legacy names, so the arguments were used by legacy code.
     Raises:
-        CheckpointError: it has something that ours has not, named.
-        ConfigError: a flag is needed that says what the files do not.
+        CheckpointError: the model has a feature that ours lacks; the message names it.
+        ConfigError: a flag is needed for something that the files do not specify.
     """
     refuse_unknown(settings)
     for name, found in (("num_layers", facts.num_layers), ("hidden_size", facts.hidden_size), ("ffn_hidden_size", facts.ffn_size)):
@@ -116,7 +116,7 @@ def _heads(settings: Settings, given: Overrides) -> int:
 
 
 def _groups(settings: Settings, facts: Facts, heads: int, head_dim: int) -> int:
-    """num_query_groups, which is 1 in files of models that have no groups."""
+    """Return the number of query groups; num_query_groups is ignored for models without groups, where it is 1."""
     groups = (facts.qkv_rows // head_dim - heads) // 2
     said = settings.count("num_query_groups", None) if settings.get("group_query_attention", bool, False) else None
     said = said or settings.count("num_key_value_heads", None)
@@ -168,7 +168,7 @@ def _set_stretch(config: ModelConfig, settings: Settings) -> None:
 
 
 def _set_activation(config: ModelConfig, settings: Settings, facts: Facts, given: Overrides, *, legacy: bool) -> None:
-    """Megatron's kernel for a bias and GELU is the tanh approximation, as is --openai-gelu, which core ignores; else it is exact."""
+    """Set the activation: GELU is the tanh approximation with the fused bias kernel or --openai-gelu (ignored by core), otherwise exact."""
     config.swiglu = settings.get("swiglu", bool, facts.is_gated)
     config.squared_relu = settings.get("squared_relu", bool, given.get("squared_relu", False))
     if facts.is_gated and not config.swiglu:
@@ -192,23 +192,23 @@ def _set_window(config: ModelConfig, settings: Settings, window: Any) -> None:
 
 
 def needs_openai_gelu(config: ModelConfig) -> bool:
-    """Whether GELU is the tanh approximation where Megatron's fused kernel is not: such models are those of --openai-gelu."""
+    """Return whether GELU is the tanh approximation where Megatron's fused kernel is not used: such models need --openai-gelu."""
     of_head = config.is_bert and config.head_activation == "gelu_tanh"
     return config.activation == "gelu_tanh" and (of_head or config.disable_bias_linear)
 
 
 def note_of_activation(model: Model, *, legacy: bool) -> None:
-    """Tell the user of a flag that Megatron does not take from a checkpoint."""
+    """Add a note for the user about flags that Megatron does not read from a checkpoint."""
     if legacy and needs_openai_gelu(model.config):
         model.notes.append("give Megatron --openai-gelu --no-bias-gelu-fusion, which --use-checkpoint-args does not take from the files")
 
 
 def require_fit(model: Model, whose: str, *, legacy: bool) -> None:
-    """Raises CheckpointError: no model of Megatron's computes what this one does.
+    """Check that Megatron can compute what the model does. Raises CheckpointError: it cannot.
 
     Args:
-        whose: name of the program, for the message.
-        legacy: it is a version whose --openai-gelu does something.
+        whose: name of the program, for the error message.
+        legacy: it is a version that supports --openai-gelu.
     """
     if (what := _misfit(model.config, model.num_classes, legacy=legacy)) is None:
         return
@@ -240,7 +240,7 @@ def _misfit(c: ModelConfig, num_classes: int, *, legacy: bool) -> str | None:
 
 
 def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy: bool, params_dtype: Any, rank: int = 0) -> Namespace:
-    """What Megatron's --use-checkpoint-args and its comparison on --load read, and what reading it back here needs."""
+    """Return the arguments that Megatron's --use-checkpoint-args, its check on --load, and our own reader need."""
     c, openai = model.config, legacy and needs_openai_gelu(model.config)
     name = str(params_dtype).removeprefix("torch.")
     values: dict[str, Any] = {
@@ -273,5 +273,5 @@ def namespace(model: Model, *, tp: int, pp: int, padded_vocab_size: int, legacy:
 
 
 def _whole(value: float) -> int | float:
-    """Megatron's flag for it takes integers only."""
+    """Convert an integral value to int, for a flag of Megatron's that accepts only integers."""
     return int(value) if value == int(value) else value

@@ -1,4 +1,4 @@
-"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, whatever ranks wrote them."""
+"""``megatron-dist``: Megatron-core's distributed checkpoints (torch_dist), whose tensors are whole, independent of the ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _read(folder: Path, dist: DistFolder, options: Options, reader: PickleReader
 
 
 class _Common(NamedTuple):
-    """What is no tensor of the model, and what of it the optimizer needs."""
+    """The common state, which has no tensors of the model, and the optimizer's values in it."""
 
     tree: Mapping[str, Any]
     num_updates: int | None
@@ -128,7 +128,7 @@ class _Common(NamedTuple):
 
 
 def _common(folder: Path, dist: DistFolder, reader: PickleReader) -> _Common:
-    """A file beside the others, or an object among them."""
+    """Read the common state from its own file, or from an object of the folder."""
     if (folder / COMMON).exists():
         with TorchFile(folder / COMMON, reader) as file:
             return _Common(_dict(file.tree, folder), *of_megatron(_dict(file.tree, folder), file.read))
@@ -149,7 +149,7 @@ def _num_layers(weights: Mapping[str, tuple[int, ...]]) -> int:
 def _as_stored(
     copies: list[Copy], padding: Mapping[str, int], cut: Cut, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Copy]:  # fmt: skip
-    """The optimizer's tensors may be stored as rows of the ranks' shares."""
+    """Adapt copies of the optimizer's tensors that are stored as rows of the ranks' shares."""
     for copy in copies:
         stored, shape = there.get(copy.theirs.name), shapes[copy.theirs.name.partition(".")[2]]
         padded = (cut.padded_vocab_size, *shape[1:]) if copy.theirs.name in padding else shape
@@ -160,13 +160,13 @@ def _as_stored(
 
 
 def _joined(there: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes, with those of halves that have keys of their own put together too."""
+    """Return the shapes, including those of tensors whose halves are stored under separate keys."""
     halves = {name[:-2]: (2 * shape[0], *shape[1:]) for name, shape in there.items() if name.endswith((".weight_w", ".bias_w"))}
     return {**there, **halves}
 
 
 def _halves(copies: list[Copy], there: Mapping[str, tuple[int, ...]]) -> list[Copy]:
-    """Newer files may have the two halves of a gated MLP under keys of their own, KEY_w and KEY_v."""
+    """Adapt copies to newer files, which may have the two halves of a gated MLP under separate keys, KEY_w and KEY_v."""
     found = []
     for copy in copies:
         name, rows = copy.theirs.name, copy.theirs.index[:1]

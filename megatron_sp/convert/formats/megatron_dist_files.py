@@ -1,9 +1,9 @@
-"""The tensors of a ``torch_dist`` folder under our names: blocks one by one, though they are stored stacked.
+"""The tensors of a ``torch_dist`` folder under our names: one for each block, though blocks are stored stacked.
 
-Keys are those of core with Transformer Engine. Blocks that are all alike lie in one tensor with an axis for them in front and no number in
-the key; a block is read from it without the others. Adam's state has keys that name the parameter:
+Keys are those of core with Transformer Engine. Blocks that are all alike are stacked in one tensor along the first dim, without a number
+in the key; a block is read from it without the others. Adam's state has keys that contain that of the parameter:
 
-    optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>      as the parameter, or each rank's share of it in one row:
+    optimizer.state.{exp_avg,exp_avg_sq,fp32_param,param}.<key>      like the parameter, or each rank's share of it as one row:
                                                                      [parts along each dim, elements of a part]
 Source: megatron-core 0.16.1, dist_checkpointing/strategies/torch.py, distrib_optimizer.py :: sharded_param_state_*.
 """
@@ -41,10 +41,10 @@ class Source(NamedTuple):
 
 
 class DistStore:
-    """Tensors by our names, and ``kind.name`` for the optimizer's (a ``TensorStore``); what has no such name keeps its key.
+    """Tensors by our names, and ``kind.name`` for the optimizer's (a ``TensorStore``); unknown tensors keep their key.
 
     Raises:
-        CheckpointError: two keys are the same parameter, or there are more blocks than any model has.
+        CheckpointError: two keys are the same parameter, or there are more blocks than in any model.
     """
 
     def __init__(self, folder: DistFolder, reader: PickleReader) -> None:
@@ -83,7 +83,7 @@ class DistStore:
         return self._tensors
 
     def shown(self) -> dict[str, str]:
-        """Keys as the folder has them; of a block of several with its number."""
+        """Return the keys in the folder by our names; with the number of the block if it is stacked."""
         return {name: s.key if s.block is None else f"{s.key}[{s.block}]" for name, s in self.sources.items()}
 
     def read(self, name: str) -> Tensor:
@@ -99,7 +99,7 @@ class DistStore:
         return made
 
     def _read_block(self, key: str, chunk: StoredChunk, number: int) -> Tensor:
-        """One block of a chunk: nothing else of it is read."""
+        """Read one block of a chunk, and nothing else of it."""
         place = chunk.place
         with TorchFile(self._folder.path / place.file, self._reader, (place.offset, place.length)) as file:
             record = file.tree
@@ -113,13 +113,13 @@ class DistStore:
 
 
 def state_kinds(store: DistStore, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Which kinds of the optimizer's tensors are there for any parameter."""
+    """Return the kinds of the optimizer's tensors that exist for any parameter."""
     names = store.tensors()
     return tuple(kind for kind in ("master", "exp_avg", "exp_avg_sq") if any(f"{kind}.{name}" in names for name in shapes))
 
 
 def refuse_buffers(folder: DistFolder) -> None:
-    """Raises CheckpointError: the optimizer's state lies in buffers that do not say which parameter is where."""
+    """Check that the optimizer's state names its parameters. Raises CheckpointError: it is stored in buffers of ranks, which do not."""
     for key in (*folder.tensors, *folder.objects):
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_idx|param_state$|per_bucket)", key):
             raise CheckpointError(
@@ -130,11 +130,11 @@ def refuse_buffers(folder: DistFolder) -> None:
 
 
 def unflattened(copy: Copy, ours: tuple[int, ...], stored: tuple[int, ...]) -> Iterator[Copy]:
-    """The same equality with a tensor of ranks' shares in rows, [parts along each dim, elements of a part].
+    """Yield the equivalent of a copy for a tensor stored as rows of the ranks' shares, [parts along each dim, elements of a part].
 
     Args:
-        copy: of a tensor of ours and one of theirs in the shape that ``stored`` would have unflattened.
-        ours: shape of that: with padding.
+        copy: between a tensor of ours and one of theirs in its unflattened shape.
+        ours: this unflattened shape, including padding.
         stored: shape in the folder.
     """
     parts, dims = stored[:-1], len(ours)
@@ -155,7 +155,7 @@ def _corners(parts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _inside(
     copy: Copy, whole: tuple[int, ...], first: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[View, tuple[slice, ...]] | None:  # fmt: skip
-    """What of a part a region of rows covers: the view of ours, and where in the part."""
+    """Return the intersection of a copied region of rows with a part: the view of ours, and the slices in the part."""
     low, high = _rows(copy.theirs, whole[0])
     mine_low, _ = _rows(copy.ours, whole[0])
     start, end = max(low, first[0]), min(high, first[0] + sizes[0])
@@ -176,7 +176,7 @@ def _rows(view: View, count: int) -> tuple[int, int]:
 
 
 def is_flattened(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a shape is that of shares in rows of a tensor of the other shape."""
+    """Return whether ``stored`` is the shape of a tensor of shape ``wanted`` that is stored as rows of shares."""
     if (
         len(stored) != len(wanted) + 1
         or math.prod(stored[:-1]) > _MAX_SHARES

@@ -1,4 +1,4 @@
-"""Writing ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, blocks stacked."""
+"""Writer of ``torch_dist`` folders: whole tensors in the chunks that ranks of tp and pp would have written, with stacked blocks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Stack(NamedTuple):
     """One tensor of the folder.
 
     Attributes:
-        names: ours of its blocks, or its only one.
-        is_stacked: an axis for blocks comes first.
+        names: our names of its blocks, or its only name.
+        is_stacked: the first dim is that of the blocks.
     """
 
     key: str
@@ -44,12 +44,12 @@ class Stack(NamedTuple):
 
 
 def whole(options: Options) -> Options:
-    """For a plan of uncut tensors."""
+    """Return the options for a plan of unsplit tensors."""
     return replace(options, tp=1, pp=1, megatron_names="core")
 
 
 def write(model: Model, path: Path, options: Options, progress: Progress) -> None:
-    """As ``Format.write``."""
+    """Write a checkpoint, as ``Format.write``."""
     require_layout(model, options)
     assert model.config.vocab_size and model.config.num_layers
     plan = make_plan(
@@ -83,9 +83,9 @@ def write(model: Model, path: Path, options: Options, progress: Progress) -> Non
 
 
 def _extra_keys(store: Scattered, layers: int, layers_per_stage: int, tp: int) -> Iterator[tuple[str, int]]:
-    """Where Transformer Engine's modules look for their state for 8-bit numbers, and which rank would write it.
+    """Yield the keys of the FP8 state of Transformer Engine's modules, and the rank that would write each.
 
-    Without them Megatron refuses to load, under the strictness that it has by default; what its version does not look for is left alone.
+    Without them Megatron refuses to load with its default strictness; keys that its version does not look for are ignored.
     """
     names = [name.partition("/")[2] for name in store.tensors()]
     first = [name for name in names if (layer := _LAYER.fullmatch(name)) and layer[2] == "0"]
@@ -98,7 +98,7 @@ def _extra_keys(store: Scattered, layers: int, layers_per_stage: int, tp: int) -
 
 
 def _stacks(store: Scattered) -> Iterator[Stack]:
-    """Tensors by their keys: blocks together."""
+    """Yield the tensors by their keys, with all blocks in one stack."""
     found: dict[str, list[str]] = {}
     for name in store.tensors():
         bare = name.partition("/")[2]
@@ -127,7 +127,7 @@ def _add(
 
 
 def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(Rank, offsets, sizes) of the rectangles in which tp ranks have a tensor."""
+    """Yield (rank, offsets, sizes) of the rectangles of a tensor on the tp ranks."""
     if cut.is_replicated(name):
         yield 0, (0,) * len(shape), shape
         return
@@ -142,7 +142,7 @@ def _shares(cut: Cut, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, 
 
 
 class _Last:
-    """Keeps the tensor that chunks are cut from, until another one's turn comes."""
+    """Cache of the tensor that chunks are sliced from, until another one is needed."""
 
     def __init__(self, store: Scattered, progress: Progress) -> None:
         self._store, self._progress = store, progress

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint's tensors say about the model by their names and shapes alone."""
+"""Facts about the model of a Megatron checkpoint, derived from the names and shapes of its tensors only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 
 @dataclass
 class Facts:
-    """Of a whole model; None: no tensor tells.
+    """Facts about a whole model; None: the tensors do not determine it.
 
     Attributes:
         is_bert: it has a head for masked tokens.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         padded_vocab_size: rows of the embedding over all tp ranks.
-        ffn_size: width of the MLP; of one half where it is gated.
-        qkv_rows: of the fused projection over all tp ranks.
-        has_head: an output layer's weight that is not the embedding's copy (not known with several stages, where both look alike).
+        ffn_size: width of the MLP; that of one half if it is gated.
+        qkv_rows: rows of the fused projection over all tp ranks.
+        has_head: it has a weight of an output layer (with several stages this may be a copy of the embedding).
     """
 
     is_bert: bool
@@ -46,14 +46,14 @@ class Facts:
 
 
 def facts_of(first: Shapes, last: Shapes, *, tp: int, num_layers: int) -> Facts:
-    """Work them out.
+    """Derive the facts from the shapes of the tensors.
 
     Args:
         first, last: tensors of the first and of the last pipeline stage of tp rank 0, by our names; the same if there is one stage.
-        num_layers: over all stages.
+        num_layers: number of layers of all stages.
     Raises:
-        KeyError: the name of a tensor without which it is no transformer.
-        CheckpointError: a weight that is no table.
+        KeyError: a tensor that every transformer has is missing; contains its name.
+        CheckpointError: a weight is not a matrix.
     """
     everything = {**last, **first}
     layer = next((name for name in first if _LAYER.match(name)), None)

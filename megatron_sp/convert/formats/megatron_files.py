@@ -1,4 +1,4 @@
-"""The tensors of all ranks of a Megatron checkpoint as one store, and what of a model each rank has."""
+"""The tensors of all ranks of a Megatron checkpoint as one store, and the part of the model on each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.")
 
 
 class Stored(NamedTuple):
-    """Where a tensor is."""
+    """Location of a tensor."""
 
     file: TorchFile
     record: TensorRecord
@@ -32,10 +32,10 @@ class Stored(NamedTuple):
 
 @dataclass
 class ModelChunk:
-    """What one model of one rank has: a rank has several with virtual pipeline stages.
+    """One model chunk of a rank; a rank has several with virtual pipeline stages.
 
     Attributes:
-        prefix: of its tensors' names in the store.
+        prefix: prefix of its tensors' names in the store.
         tensors: by our names, in the order of the file.
     """
 
@@ -46,7 +46,7 @@ class ModelChunk:
 
     @property
     def num_layers(self) -> int:
-        """Raises CheckpointError: a layer is missing in between."""
+        """Number of layers. Raises CheckpointError: their numbers are not consecutive from 0."""
         numbers = {int(match[1]) for name in self.tensors if (match := _LAYER.match(name))}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(f"{self.rank.path / MODEL} has the layers {sorted(numbers)[:20]}: some before them are missing")
@@ -57,7 +57,7 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Tensors by name (a ``TensorStore``)."""
+    """Tensors of the ranks by name (a ``TensorStore``)."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Stored] = {}
@@ -76,14 +76,14 @@ class RankFiles:
         return self._read(self.stored[name])
 
     def shown(self) -> dict[str, str]:
-        """Names as the files have them."""
+        """Return the names in the files, by the names in the store."""
         return {name: stored.shown for name, stored in self.stored.items()}
 
     def _read(self, stored: Stored) -> Tensor:
         return stored.file.read(stored.record).contiguous()
 
     def _check(self, name: str, weight: str, main: Stored) -> None:
-        """A weight is its fp32 copy, rounded: then the optimizer's tensors are those of this parameter, in whatever order they lie."""
+        """Check that a weight is its rounded fp32 copy, which proves that the optimizer's tensors belong to this parameter."""
         found = self._read(self.stored[weight])
         if not bool((self._read(main).to(found.dtype) == found).logical_or(found != found).all()):
             raise CheckpointError(
@@ -103,7 +103,7 @@ def _info(stored: Stored) -> TensorInfo:
 
 @dataclass
 class RankFile:
-    """One model_optim_rng.pt."""
+    """The file model_optim_rng.pt of one rank."""
 
     rank: RankFolder
     file: TorchFile
@@ -115,7 +115,7 @@ class Opened:
     """All files of a checkpoint.
 
     Attributes:
-        args: of rank 0; empty if there are none.
+        args: arguments of rank 0; empty if there are none.
     """
 
     files: list[RankFile]
@@ -136,7 +136,7 @@ class Opened:
         return any(names.is_legacy(name.rsplit(":", 1)[-1]) for name in shown)
 
     def common(self, key: str) -> Any:
-        """A value that all ranks must have alike. Raises CheckpointError."""
+        """Return a value that must be the same on all ranks. Raises CheckpointError."""
         values = [file.tree.get(key) for file in self.files]
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -148,10 +148,10 @@ class Opened:
 
 
 def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
-    """Look into all files; no tensor is read.
+    """Open the files of all ranks without reading tensors.
 
     Raises:
-        CheckpointError: one is damaged, or not a checkpoint of Megatron's.
+        CheckpointError: a file is damaged, or not a checkpoint of Megatron's.
     """
     files = []
     for rank in folders:
@@ -170,7 +170,7 @@ def open_ranks(folders: list[RankFolder], reader: PickleReader) -> Opened:
 
 
 def _models(file: RankFile) -> list[tuple[int, Any]]:
-    """The model, or those of several virtual stages."""
+    """Return the numbered models of a file: one, or those of several virtual stages."""
     if "model" in file.tree:
         return [(0, file.tree["model"])]
     found = [file.tree[f"model{i}"] for i in range(len(file.tree)) if f"model{i}" in file.tree]
@@ -181,7 +181,7 @@ def _models(file: RankFile) -> list[tuple[int, Any]]:
 
 
 def _flat(file: RankFile, model: Any) -> dict[str, TensorRecord]:
-    """Nested dicts as names with dots. What is no tensor is no weight: Transformer Engine's state, for example."""
+    """Flatten nested dicts to names with dots. Entries that are not tensors are dropped, such as Transformer Engine's state."""
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.file.path}: the model must be a dict of tensors, found a {type(model).__name__}")
     found: dict[str, TensorRecord] = {}
@@ -214,7 +214,7 @@ def _chunk(file: RankFile, number: int, tensors: dict[str, TensorRecord], stack:
 
 
 def places(opened: Opened) -> list[Shard]:
-    """Which layers each chunk has: virtual stages go around the ranks, and a stage may have more layers than another.
+    """Return the layers of each chunk: virtual stages are interleaved over the ranks, and stages may have different numbers of layers.
 
     Raises:
         CheckpointError: the tp ranks of a stage differ in their layers, or in the number of their virtual stages.

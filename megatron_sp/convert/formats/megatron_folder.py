@@ -1,4 +1,4 @@
-"""Where the files of a Megatron checkpoint are: the folder of an iteration, and in it one folder for each rank."""
+"""Folders of a Megatron checkpoint: that of an iteration, and in it one folder for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class RankFolder(NamedTuple):
-    """Of one rank of tp x pp."""
+    """Folder of one rank of tp x pp."""
 
     tp_rank: int
     pp_rank: int
@@ -25,10 +25,10 @@ class RankFolder(NamedTuple):
 
 
 def iteration_folder(path: Path, step: int | None) -> Path | None:
-    """The folder of one iteration: ``path`` itself, or above it (of a rank), or below it; None: there is none.
+    """Return the folder of one iteration: ``path`` itself, the parent of a rank's folder, or a child; None: there is none.
 
     Args:
-        step: which; None: the newest, as the checkpoint's own note says.
+        step: number of the iteration; None: the newest according to the tracker file.
     Raises:
         CheckpointError: there are iterations, but not this one.
     """
@@ -50,7 +50,7 @@ def iteration_folder(path: Path, step: int | None) -> Path | None:
 
 
 def _noted(path: Path, found: dict[int, Path]) -> int:
-    """What the file beside the iterations says is the newest; without such a file the highest."""
+    """Return the newest iteration according to the tracker file; without it, the highest."""
     if not (path / TRACKER).exists():
         return max(found)
     text = read_small_file(path / TRACKER, 1000).decode("utf-8", "replace").strip()
@@ -62,7 +62,7 @@ def _noted(path: Path, found: dict[int, Path]) -> int:
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """Those of one iteration, complete: every tp rank of every stage.
+    """Return the complete set of rank folders of one iteration: every tp rank of every stage.
 
     Raises:
         CheckpointError: some are missing, or they are of experts.
@@ -91,5 +91,5 @@ def rank_folders(path: Path) -> list[RankFolder]:
 
 
 def rank_name(tp_rank: int, pp_rank: int, pp: int) -> str:
-    """The folder of a rank."""
+    """Return the name of the folder of a rank."""
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")

@@ -1,8 +1,8 @@
-"""Names of Megatron's parameters, old and new, and what they are called here.
+"""Translation between Megatron's parameter names, old and new, and ours.
 
-Ours are those of Megatron-core with norms of their own (its "local" layers). A file may have them in three other ways: core with
-Transformer Engine, where a norm belongs to the linear layer behind it; and legacy, nested dicts of Megatron-LM until 2024 and
-Megatron-DeepSpeed, in two or three spellings. In a file layers are counted from the first of its pipeline stage.
+Ours are those of Megatron-core with separate norms (its "local" layers). Files may use other names: those of core with
+Transformer Engine, where a norm belongs to the linear layer after it; and legacy names, in nested dicts of Megatron-LM until 2024 and
+Megatron-DeepSpeed, in two or three spellings. In a file, layers are numbered from the first of its pipeline stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IGNORED = {
 
 
 def ignored() -> dict[str, str]:
-    """Regular expressions of names that are no weights, each with the reason."""
+    """Return regular expressions of names that are not weights, each with the reason."""
     return dict(_IGNORED)
 
 
@@ -47,7 +47,7 @@ _LINEAR = re.compile(r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.w
 
 
 def extra_states(names: Iterable[str]) -> list[str]:
-    """Of each linear layer of Transformer Engine in the blocks: the entry for 8-bit numbers, which loaders miss if it is not there."""
+    """Return the key of Transformer Engine's FP8 state for each linear layer of the blocks, which loaders expect."""
     return [f"{found[1]}._extra_state" for name in names if (found := _LINEAR.fullmatch(name))]
 
 
@@ -56,10 +56,10 @@ def is_legacy(name: str) -> bool:
 
 
 def canonical(name: str, stack: str) -> str:
-    """Our name of a parameter, with the layer's number in its file; a name that is not known stays as it is.
+    """Return our name of a parameter, with the layer's number in its file; unknown names are returned unchanged.
 
     Args:
-        stack: "encoder" of a BERT, "decoder" of a GPT.
+        stack: "encoder" for a BERT, "decoder" for a GPT.
     """
     for pattern, ours in _LEGACY_RULES:
         if re.fullmatch(pattern, name):
@@ -78,11 +78,11 @@ def canonical(name: str, stack: str) -> str:
 
 
 def written(name: str, names: Names, *, tied_head: bool = False) -> str:
-    """What a parameter of ours is called in a file.
+    """Return the name of a parameter of ours in a file.
 
     Args:
-        name: as ``canonical`` gives it.
-        names: of the file.
+        name: as returned by ``canonical``.
+        names: naming scheme of the file.
         tied_head: it is the copy of the embedding on the last pipeline stage.
     """
     if names == "core-local":

@@ -1,12 +1,12 @@
-"""Adam's state in classic Megatron checkpoints: which of its tensors is of which parameter.
+"""Adam's state in classic Megatron checkpoints, and the assignment of its tensors to parameters.
 
-Two forms are read. The plain optimizer keeps it by numbers, in one or two groups (with and without weight decay), beside fp32 copies of
-16-bit weights. The distributed optimizer keeps three long rows of numbers for each model of a rank in ``distrib_optim.pt``:
+Two forms are read. The plain optimizer numbers its parameters, in one or two groups (with and without weight decay), and has fp32 copies
+of 16-bit weights. The distributed optimizer has three flat buffers for each model of a rank in ``distrib_optim.pt``:
 
-    parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or one behind the other, bucket behind bucket
+    parameters from the last to the first, each at the next multiple of 64 (since 2024-08) or without gaps, bucket after bucket
 
-Neither says names, so the order is taken from the file's own list of parameters, lengths must come out exactly, and when it is read each
-fp32 copy must be its weight, rounded. What fails that is refused, not guessed.
+Neither contains names, so the order is taken from the file's own list of parameters, lengths must match exactly, and each weight must be
+its rounded fp32 copy when that is read. Everything else is refused rather than guessed.
 Source: megatron-core 0.16.1, distrib_optimizer.py :: get_parameter_state_dp_zero, param_and_grad_buffer.py, optimizer/__init__.py.
 """
 
@@ -33,7 +33,7 @@ _ALIGNMENT = 64
 
 
 class Found(NamedTuple):
-    """Kinds of tensors that every parameter has, and what became of others."""
+    """Kinds of tensors that every parameter has, and the fates of others."""
 
     kinds: tuple[str, ...]
     fates: list[Fate]
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """One of a rank, in the order in which its modules register them."""
+    """A parameter of a rank; ``find`` handles them in the order in which modules register them."""
 
     chunk: ModelChunk
     name: str  # ours, with the number of the layer in its file
@@ -57,7 +57,7 @@ def find(opened: Opened, store: RankFiles, reader: PickleReader) -> Found:
     """Add the optimizer's tensors to a store, as ``prefix + kind + "." + name``.
 
     Raises:
-        CheckpointError: there are some, and which is of which parameter cannot be told.
+        CheckpointError: there are some, but they cannot be assigned to parameters.
     """
     has = [_has_state(file) for file in opened.files]
     if not any(has):
@@ -86,7 +86,7 @@ def _has_state(file: RankFile) -> bool:
 
 
 def _inner(file: RankFile) -> Mapping[Any, Any]:
-    """The state dict of Adam itself: within that of the mixed-precision optimizer, or alone for fp32."""
+    """Return the state dict of Adam itself, which is inside that of the mixed-precision optimizer, or on its own for fp32."""
     found = file.tree.get("optimizer")
     if isinstance(found, list):
         raise CheckpointError(f"{file.file.path} has several chained optimizers, whose parameters cannot be told apart: {_WAY_OUT}")
@@ -97,7 +97,7 @@ def _inner(file: RankFile) -> Mapping[Any, Any]:
 
 
 def _parameters(opened: Opened, file: RankFile) -> Iterator[Parameter]:
-    """All of a rank, its virtual stages one behind the other."""
+    """Yield all parameters of a rank, one virtual stage after the other."""
     dropped = ignored()
     for chunk in opened.chunks:
         if chunk.rank != file.rank:
@@ -115,7 +115,7 @@ def _matches(name: str, patterns: Mapping[str, str]) -> bool:
 
 
 def _add(store: RankFiles, parameter: Parameter, tensors: Mapping[str, Stored], is_half: bool) -> None:
-    """Under our names; the fp32 copy is compared with the weight when it, or the first moment, is read."""
+    """Add the tensors of a parameter under our names; reading the fp32 copy, or else the first moment, compares copy and weight."""
     prefix = parameter.chunk.prefix
     for kind in ("master", *_MOMENTS) if is_half else _MOMENTS:
         store.add(f"{prefix}{kind}.{parameter.name}", tensors[kind])
@@ -144,7 +144,7 @@ def _add_plain(file: RankFile, parameters: list[Parameter], store: RankFiles, is
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether a value is a list of whole numbers, which is how optimizers name parameters."""
+    """Return whether a value is a list of integers, by which optimizers identify parameters."""
     return isinstance(value, list) and all(isinstance(number, int) for number in value)
 
 
@@ -161,7 +161,7 @@ def _masters(file: RankFile, lengths: list[int]) -> list[list[Any]]:
 
 
 def _members(file: RankFile, parameters: list[Parameter], numbers: list[list[Any]], state: Mapping[Any, Any]) -> list[list[Parameter]]:
-    """Which parameters are in which group: all in one, or those with weight decay and the others, in either order."""
+    """Return the parameters of each group: all in one, or those with and those without weight decay, in either order."""
     decayed = [p for p in parameters if is_decayed(p.name, p.shape)]
     others = [p for p in parameters if not is_decayed(p.name, p.shape)]
     for candidate in ([parameters], [decayed, others], [others, decayed]):
@@ -206,7 +206,7 @@ def _add_distributed(
 
 
 def _buffers(file: TorchFile, count: int) -> list[dict[str, TensorRecord]]:
-    """The rows param, exp_avg and exp_avg_sq of each model of a rank."""
+    """Return the flat buffers param, exp_avg and exp_avg_sq of each model of a rank."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     numbers = [key for key in tree if isinstance(key, int)]
     if sorted(numbers) != list(range(count)):
@@ -237,7 +237,7 @@ def _part(row: TensorRecord, start: int, shape: tuple[int, ...]) -> TensorRecord
 
 
 def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: TensorRecord) -> list[int]:
-    """Where each parameter begins in the rows. Raises CheckpointError: no way of laying them out, or more than one, has this length."""
+    """Return the start of each parameter in the flat buffers. Raises CheckpointError: no layout, or more than one, has this length."""
     length = row.shape[0]
     fitting = {starts for starts, total in _layouts(opened.args, opened.pp, parameters) if total == length}
     if len(fitting) != 1:
@@ -249,7 +249,7 @@ def _starts(opened: Opened, file: TorchFile, parameters: list[Parameter], row: T
 
 
 def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(Starts, total length) of every way that Megatron has had."""
+    """Yield (starts, total length) of every layout that Megatron has used."""
     yield _laid_out(parameters, 1, None, set())
     dp = args.get("data_parallel_size")
     bucket = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (dp if isinstance(dp, int) else 1))
@@ -264,7 +264,7 @@ def _layouts(args: Mapping[str, Any], pp: int, parameters: list[Parameter]) -> I
 
 
 def _laid_out(parameters: list[Parameter], alignment: int, bucket_size: int | None, shared: set[str]) -> tuple[tuple[int, ...], int]:
-    """As the buffer does it, without the padding at the end of buckets, which files do not have."""
+    """Lay out parameters as in Megatron's buffer, without the padding at the end of buckets, which files do not contain."""
     starts: dict[str, int] = {}
     behind, at, is_empty = 0, 0, True  # length of the buckets before this one; place in it
     for parameter in reversed(parameters):

@@ -1,6 +1,6 @@
-"""The order of parameters in Megatron's modules, which is how its optimizers number them.
+"""The order of parameters in Megatron's modules, by which its optimizers number them.
 
-Files have them in the order in which modules register them, so a reader takes it from the file; a writer needs it. Source: the
+Files list them in the order in which modules register them, so a reader takes it from the file; a writer needs it. Source: the
 constructors of megatron-core's SelfAttention, MLP, TransformerLayer, GPTModel and BertModel, and of legacy ParallelTransformerLayer.
 """
 
@@ -33,10 +33,10 @@ _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.+)")
 
 
 def position(name: str, names: Names) -> tuple[int, ...]:
-    """A key to sort the parameters of a stage by.
+    """Return a key to sort the parameters of a stage by.
 
     Args:
-        name: as ``megatron_names.canonical`` gives it.
+        name: as returned by ``megatron_names.canonical``.
     """
     top = _index(_TOP["legacy" if names == "legacy" else "core"], name)
     last = (1 if name.endswith("bias") else 0,)
@@ -49,12 +49,12 @@ def position(name: str, names: Names) -> tuple[int, ...]:
 
 
 def registered(listed: list[str]) -> list[str]:
-    """The order in which modules register what a file lists.
+    """Return the parameters listed in a file in the order in which modules register them.
 
-    It is that of the file, but that a legacy BERT registers its copy of the embedding before its heads.
+    It is the order of the file, except that a legacy BERT registers its copy of the embedding before its heads.
 
     Args:
-        listed: names as in the file, without those of states.
+        listed: names in the file, without those of states.
     """
     head = "word_embeddings_for_head.weight"
     if head not in listed:
@@ -65,7 +65,7 @@ def registered(listed: list[str]) -> list[str]:
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay is applied: Megatron's rule for its two groups of parameters."""
+    """Return whether weight decay is applied, by Megatron's rule for its two groups of parameters."""
     return len(shape) > 1 and not name.endswith(".bias")
 
 

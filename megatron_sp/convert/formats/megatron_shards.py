@@ -1,8 +1,8 @@
-"""Which part of a parameter of ours each rank of Megatron's tensor and pipeline parallelism has, and in which order of rows.
+"""Shares of our parameters on Megatron's tensor and pipeline parallel ranks, and their order of rows.
 
-A rank's files are places; a place has the layers from ``first_layer`` on, and the tp-th share of each of their tensors. Column-parallel
-layers and vocabularies are cut along dim 0, row-parallel ones along dim 1, everything else is the same on every rank. Two tensors are not
-contiguous: [gate | up] of a gated MLP is cut within each half, and the rows of the fused projection have had four orders:
+A place is one part of a model in a rank's files: it has the layers from ``first_layer`` on, and its tp rank's share of their tensors.
+Column-parallel layers and vocabularies are split along dim 0, row-parallel ones along dim 1, everything else is replicated. Two kinds of
+shares are not contiguous: [gate | up] of a gated MLP is split within each half, and the rows of the fused projection have had four orders:
 
     interleaved   [g, n/g + 2, d]     version 2.0 and later: ours, so a rank's share is a slice
     v0            [3, n, d]           within a rank
@@ -37,10 +37,10 @@ class Shard(NamedTuple):
     """One part of a model in the files of one rank.
 
     Attributes:
-        prefix: of the names of its tensors.
-        tp_rank: whose share of each tensor it is.
+        prefix: prefix of its tensors' names.
+        tp_rank: tp rank whose share of each tensor it has.
         first_layer, num_layers: its blocks.
-        is_first, is_last: it has the embedding, or what is behind the last block.
+        is_first, is_last: it has the embedding, or the modules after the last block.
     """
 
     prefix: str
@@ -53,12 +53,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How the tensors of a model are cut.
+    """Description of how the tensors of a model are split over tp ranks.
 
     Attributes:
         config: the model.
-        tp: ranks that share each tensor.
-        qkv: order of the rows of fused projections.
+        tp: number of ranks that share each tensor.
+        qkv: row order of the fused projections.
         padded_vocab_size: rows of the vocabulary in the files.
     """
 
@@ -72,21 +72,21 @@ class Cut:
         return self.config.swiglu
 
     def is_replicated(self, name: str) -> bool:
-        """Every tp rank has all of it."""
+        """Return whether every tp rank has the whole parameter."""
         return not any(kind.fullmatch(name) for kind in (_VOCABULARY, _COLUMNS, _QKV, _FC1))
 
     def is_cut_along_columns(self, name: str) -> bool:
-        """A row-parallel weight: each tp rank has a share of its columns."""
+        """Return whether a parameter is a row-parallel weight: each tp rank has a share of its columns."""
         return _COLUMNS.fullmatch(name) is not None
 
     def regions(self, name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str | None = None) -> Iterator[tuple[View, View]]:
-        """(Region of ours, region of theirs) that make up a rank's share.
+        """Yield the pairs (region of ours, region of theirs) that make up a rank's share.
 
         Args:
-            name: of the parameter, with the layer's number left out or not: it tells how it is cut.
-            shape: of the parameter.
+            name: name of the parameter, with or without the layer's number, which determines how it is split.
+            shape: shape of the parameter.
             theirs: name of the rank's tensor.
-            ours: name of our tensor, where that is another one of the same shape.
+            ours: name of our tensor, if it is another one of the same shape.
         """
         ours = ours or name
         if _VOCABULARY.fullmatch(name):
@@ -103,7 +103,7 @@ class Cut:
             yield View(ours, None, (self._share(shape[0], rank),)), View(theirs)
 
     def padding(self, shape: tuple[int, ...], rank: int) -> int:
-        """Elements of a rank's share of a vocabulary's tensor that only fill it up."""
+        """Return the number of padding elements in a rank's share of a tensor of the vocabulary."""
         rows = self.padded_vocab_size // self.tp
         row = shape[1] if len(shape) > 1 else 1
         return (rows - self._rows(shape[0], rank)) * row
@@ -152,7 +152,7 @@ class Cut:
 
 
 def local_name(name: str, place: Shard) -> str | None:
-    """What a parameter of ours is called in a place, or None if it is not there."""
+    """Return the name of a parameter of ours in a place, or None if the place does not have it."""
     layer = _LAYER.fullmatch(name)
     if layer is not None:
         number = int(layer[2]) - place.first_layer
@@ -166,11 +166,11 @@ def shard_copies(
     cut: Cut, shapes: Mapping[str, tuple[int, ...]], places: list[Shard], *, kind: str = "", ours: str = "",
     tied_heads: set[str] | None = None,
 ) -> tuple[list[Copy], dict[str, int]]:  # fmt: skip
-    """What of every place is what of ours, and the padding in it.
+    """Return the copies between our tensors and those of all places, and the number of padding elements by name.
 
     Args:
-        shapes: of our parameters.
-        kind, ours: put in front of their names, and of our names, in the copies: for the optimizer's tensors.
+        shapes: shapes of our parameters.
+        kind, ours: prefixes for their names and for our names in the copies, for the optimizer's tensors.
         tied_heads: prefixes of places that have a copy of a tied embedding, as ``output_layer.weight``.
     """
     copies: list[Copy] = []

@@ -1,4 +1,4 @@
-"""How many entries a vocabulary has, when a file has it padded to a multiple of what the ranks need."""
+"""Number of entries of a vocabulary that a file contains padded to a multiple required by the ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MAX_VALUES = 4_000_000  # a large vocabulary has some 250,000 words, and twice 
 
 
 def padded_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """Rows of the table over all tp ranks."""
+    """Return the number of rows of the table over all tp ranks."""
     unit = divisible_by * tp
     return (vocab_size + unit - 1) // unit * unit
 
 
 def true_size(settings: Settings, padded: int, tp: int, options: Options) -> int:
-    """Entries of the vocabulary: those of --vocab-size or of --tokenizer, else as the arguments have it.
+    """Return the number of entries of the vocabulary: that of --vocab-size or --tokenizer, else that in the arguments.
 
     Raises:
-        ConfigError: nothing says it, or what is said does not fit the padding.
+        ConfigError: it is not specified, or does not fit the padded size.
     """
     if options.vocab_size is not None:
         return _fitting(options.vocab_size, padded, "--vocab-size")
@@ -51,10 +51,10 @@ def _fitting(size: int, padded: int, what: str) -> int:
 
 
 def tokenizer_size(path: Path) -> int | None:
-    """Entries of a tokenizer's files, or None if they do not tell.
+    """Return the number of entries in a tokenizer's files, or None if they do not specify it.
 
     Raises:
-        CheckpointError: a file is not what its name says.
+        CheckpointError: a file is not of the kind that its name indicates.
     """
     files = find_files(path)
     for name, count in _COUNTS.items():

@@ -1,4 +1,4 @@
-"""Writing classic Megatron checkpoints: a file for each rank, of tensors that are cut from ours when their turn comes."""
+"""Writer of classic Megatron checkpoints: one file per rank, with tensors that are sliced from ours when they are written."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Plan(NamedTuple):
-    """What will be written.
+    """Plan of the files to be written.
 
     Attributes:
         weights: their tensors of the model, by rank and our names.
-        states: those of the optimizer by kind; empty without it.
+        states: their tensors of the optimizer, by kind; empty without it.
     """
 
     cut: Cut
@@ -45,12 +45,12 @@ class Plan(NamedTuple):
 
 
 def size(plan: Plan) -> int:
-    """Bytes of all tensors."""
+    """Return the size of all tensors in bytes."""
     return sum(info.num_bytes for store in (plan.weights, *plan.states.values()) for info in store.tensors().values())
 
 
 def write(model: Model, plan: Plan, path: Path, options: Options, progress: Progress) -> None:
-    """As ``Format.write``."""
+    """Write a checkpoint, as ``Format.write``."""
     note_of_activation(model, legacy=options.megatron_names == "legacy")
     folder = path / (f"iter_{model.step:07d}" if model.step else "release")
     folder.mkdir(parents=True)
@@ -64,10 +64,10 @@ def write(model: Model, plan: Plan, path: Path, options: Options, progress: Prog
 
 
 def make_plan(model: Model, options: Options, *, padded: int | None = None) -> Plan:
-    """Work out what goes where.
+    """Plan the files of all ranks.
 
     Args:
-        padded: rows of the vocabulary, where they are not those of so many ranks.
+        padded: padded rows of the vocabulary, if they are not determined by ``options.tp``.
     Raises:
         CheckpointError, ConfigError: Megatron has no such model, or not on so many ranks.
     """
@@ -92,7 +92,7 @@ def make_plan(model: Model, options: Options, *, padded: int | None = None) -> P
 
 
 def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[str, str]:
-    """Which tensors of ours become the optimizer's, by kind: the beginning of their names."""
+    """Return by kind the name prefix of our tensors that become the optimizer's."""
     if not options.optimizer or not model.has_optimizer:
         return {}
     there = {name.removeprefix(OPTIMIZER).partition(".")[0] for name in model.store.tensors() if name.startswith(OPTIMIZER)}
@@ -105,7 +105,7 @@ def _state_sources(model: Model, options: Options, weights: Scattered) -> dict[s
 
 
 def require_state(model: Model, options: Options) -> None:
-    """Raises ConfigError: the optimizer's state does not belong to weights of this dtype, or is wider than these formats keep it."""
+    """Check the dtype of the optimizer's state. Raises ConfigError: it does not match that of the weights, or is wider than float32."""
     own = {info.dtype for info in model.weights().values()}
     kept = {name: info.dtype for name, info in model.store.tensors().items() if name.startswith(OPTIMIZER)}
     if any(name.startswith(f"{OPTIMIZER}master.") for name in kept) and options.dtype is not None and own != {options.dtype}:
@@ -122,7 +122,7 @@ def require_state(model: Model, options: Options) -> None:
 
 
 def require_layout(model: Model, options: Options) -> None:
-    """Raises ConfigError: the model cannot be cut for so many ranks."""
+    """Check that the model can be split over the ranks. Raises ConfigError: it cannot."""
     c = model.config
     for what, count in (
         ("num_query_groups", c.num_groups),
@@ -148,7 +148,7 @@ def _places(model: Model, options: Options) -> list[Shard]:
 
 
 def _tree(model: Model, plan: Plan, place: Shard, options: Options, progress: Progress) -> dict[str, Any]:
-    """Of one rank's file."""
+    """Return the contents of one rank's file."""
     names = options.megatron_names
     mine = {name: info for name, info in plan.weights.tensors().items() if name.startswith(place.prefix)}
     ordered = sorted(mine, key=lambda name: _position(name, place, plan, names))
@@ -198,7 +198,7 @@ _LEGACY_PARTS = (
 
 
 def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Legacy's dicts in dicts; the last one has the rest of the names with dots."""
+    """Return the nested dicts of legacy files; keys of the innermost dict are the rest of the names, with dots."""
     found: dict[str, Any] = {}
     for name, tensor in flat.items():
         prefix = next(part for part in _LEGACY_PARTS if name.startswith(part))
@@ -210,7 +210,7 @@ def nested(flat: Mapping[str, LazyTensor]) -> dict[str, Any]:
 
 
 def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progress: Progress) -> dict[str, Any]:
-    """That of ``Float16OptimizerWithFloat16Params``, or of Adam alone for fp32 weights."""
+    """Return the state of ``Float16OptimizerWithFloat16Params``, or of Adam alone for fp32 weights."""
     shapes = {name: plan.weights.tensors()[name].shape for name in names}
     decays = [[n for n in names if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     numbered = [name for group in decays for name in group]
@@ -231,7 +231,7 @@ def _optimizer(model: Model, plan: Plan, names: list[str], place: Shard, progres
 
 
 def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
-    """Adam's groups of parameters, with and without weight decay."""
+    """Return Adam's groups of parameters, with and without weight decay."""
     config, first = training(model).optimizer, 0
     groups = []
     for mult, group in zip((1.0, 0.0), decays, strict=True):
@@ -246,7 +246,7 @@ def _groups(model: Model, decays: list[list[str]]) -> list[dict[str, Any]]:
 
 
 def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
-    """What belongs to the optimizer and its schedule, and is no tensor."""
+    """Return the state of the optimizer and its schedule without tensors."""
     shapes = {name: info.shape for name, info in plan.weights.tensors().items()}
     decays = [[n for n in shapes if is_decayed(n, shapes[n]) == decayed] for decayed in (True, False)]
     inner = {"state": {"common_step": model.updates}, "param_groups": _groups(model, decays)}
@@ -255,7 +255,7 @@ def optimizer_groups(model: Model, plan: Plan) -> dict[str, Any]:
 
 
 def training(model: Model) -> Config:
-    """The run that the model is from, so far as it is known."""
+    """Return the configuration of the run that the model is from, as far as it is known."""
     native = model.settings.get("native")
     if isinstance(native, dict) and isinstance(native.get("config"), dict):
         return Config.from_dict(native["config"])[0]
@@ -263,7 +263,7 @@ def training(model: Model) -> Config:
 
 
 def scheduler(model: Model) -> dict[str, Any]:
-    """Of ``OptimizerParamScheduler``, which counts samples; the flags of a training win with --override-opt_param-scheduler."""
+    """Return the state of ``OptimizerParamScheduler``, which counts samples; --override-opt_param-scheduler makes flags override it."""
     config = training(model)
     o, samples = config.optimizer, config.batch.global_batch_size or 1
     steps = max(1, (o.lr_decay_iters or config.batch.train_iters or 1) * samples)

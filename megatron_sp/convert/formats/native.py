@@ -1,4 +1,4 @@
-"""``megatron_sp``: a run of this package. Read from its newest sound checkpoint, written as a run with one checkpoint."""
+"""``megatron_sp``: a run of this package. Read from its newest valid checkpoint, written as a run with one checkpoint."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class _Reading:
 
 
 class _Cast:
-    """A model's tensors as they are written: without the optimizer, or in another dtype, if options say so (a ``TensorStore``).
+    """A model's tensors as they are written: depending on the options without the optimizer, or in another dtype (a ``TensorStore``).
 
-    Weights of float32 that become narrower are kept, too, as the copies that a 16-bit optimizer has.
+    With Adam's moments, float32 weights that become narrower are also written as the master copies of a 16-bit optimizer.
     """
 
     def __init__(self, model: Model, options: Options) -> None:
@@ -143,7 +143,7 @@ def _rows_of(reader: NativeReader, name: str) -> int:
 
 
 def _optimizer_shapes(shapes: dict[str, tuple[int, ...]], reader: NativeReader) -> dict[str, tuple[int, ...]]:
-    """Of the optimizer's tensors; each that is there at all must be there for every parameter but frozen ones."""
+    """Return the shapes of the optimizer's tensors in the files; frozen parameters have none."""
     found = {}
     for name in reader.tensors():
         if name.startswith(OPTIMIZER):
@@ -168,7 +168,7 @@ def _loss_scale(state: Any) -> LossScale | None:
 
 
 def _tokenizer(config: Config, state: dict[str, Any], folder: Path, options: Options) -> tuple[dict[str, Path], list[str]]:
-    """Files of the tokenizer that a run used, and what the user should know if there are none.
+    """Return the files of the tokenizer that a run used, and notes for the user if there are none.
 
     Raises:
         DataError: the run's own copy is damaged.
@@ -191,7 +191,7 @@ def _tokenizer(config: Config, state: dict[str, Any], folder: Path, options: Opt
 
 
 def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
-    """As the run was trained with; None: it is not said, which a configuration takes for one of numbers."""
+    """Return the tokenizer type of the run; None if it is not recorded, where the configuration has a default."""
     record = kept.Record.from_json(state.get("tokenizer"))
     if record is not None:
         return record.type
@@ -200,7 +200,7 @@ def _tokenizer_type(config: Config, state: dict[str, Any]) -> str | None:
 
 
 def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What state.json says of a tokenizer whose files are in a folder now; None: these make up none."""
+    """Return the record in state.json of the tokenizer whose files are in a folder; None if they are not a tokenizer."""
     data = DataConfig()
     tokenizer_files.tell(data, {name: folder / name for name in model.tokenizer}, folder)
     before, kind = kept.Record.from_json(state.get("tokenizer")), model.tokenizer_type or data.tokenizer_type
@@ -212,7 +212,7 @@ def _record(model: Model, state: dict[str, Any], folder: Path) -> dict[str, Any]
 
 
 def _state(model: Model, store: _Cast, path: Path, options: Options) -> dict[str, Any]:
-    """state.json: what a run would have written, so far as it is known."""
+    """Return state.json as a run would have written it, as far as it is known."""
     native = model.settings.get("native")
     has_optimizer = any(name.startswith(OPTIMIZER) for name in store.tensors())
     if isinstance(native, dict):  # rewritten: all but the optimizer's part is as it was

@@ -1,8 +1,8 @@
-"""Whether files of ranks are those that their names say, and of one save, told by the arguments of the run in each of them.
+"""Check by the run's arguments in each file that files of ranks belong to the ranks in their names, and to one save.
 
-Every process of Megatron writes its own number into its file (``args.rank``). However ranks are laid out over tensor parallelism,
-stages and data, that number grows along each of them, and so it must grow with the numbers in the names. Settings of the model and
-counters are the same on all ranks; where stages have no weight in common, nothing else tells files of two runs apart.
+Every process of Megatron writes its global rank into its file (``args.rank``). However ranks are mapped to tensor, pipeline and
+data parallelism, the global rank increases along each of them, and so with the numbers in the names. Settings of the model and
+counters are the same on all ranks; where stages have no weight in common, nothing else distinguishes the files of two runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ARGUMENTS = (
 
 
 class Written(NamedTuple):
-    """A file.
+    """Identification of a rank's file.
 
     Attributes:
-        rank: global one of whoever wrote it; None: not said.
-        said: what must be the same in all files, by name.
+        rank: global rank that wrote it; None: not stated.
+        said: values that must be the same in all files, by name.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, tree: Mapping[Any, Any]) -> Written:
-        """Of what a file holds."""
+        """Extract the identification from the contents of a file."""
         args = tree.get("args")
         there = args.attributes if isinstance(args, Object) else {}
         said = {name: tree[name] for name in _COUNTERS if name in tree} | {name: there[name] for name in _ARGUMENTS if name in there}
@@ -48,12 +48,12 @@ class Written(NamedTuple):
 
 
 def require_one_save(files: Mapping[tuple[int, int], Written]) -> None:
-    """Refuse files of several runs or steps, and those that other ranks wrote than their names say.
+    """Refuse files of several runs or steps, and files that were written by other ranks than their names state.
 
     Args:
-        files: by two numbers in the name, such as stage and tensor parallel rank.
+        files: files by two numbers in the name, such as stage and tensor parallel rank.
     Raises:
-        CheckpointError: with two of the files.
+        CheckpointError: the message names two of the files.
     """
     first = next(iter(files.values()))
     for file in files.values():

@@ -1,4 +1,4 @@
-"""All formats by name, and which one a folder has."""
+"""All formats by name, and the detection of the format of a folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 
 def detect(path: Path) -> Format:
-    """The one format whose files are there.
+    """Return the only format whose files are in a folder.
 
     Raises:
-        CheckpointError: none, or several.
+        CheckpointError: no format matches, or several do.
     """
     found = [format for format in FORMATS.values() if format.recognises(path)]
     if len(found) == 1:

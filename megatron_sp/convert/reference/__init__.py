@@ -1,4 +1,4 @@
-"""Models of other programs computed straight from their files, in plain torch: what conversions are checked against.
+"""Independent models computed directly from other programs' files, in plain torch, as a reference for conversions.
 
-Nothing here knows of the lists by which tensors are converted, nor of our model or its ops.
+Nothing here uses the conversion's lists of tensors, or our model and its ops.
 """

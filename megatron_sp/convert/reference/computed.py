@@ -1,4 +1,4 @@
-"""The names under which every side of a comparison gives its results."""
+"""Names of the results that both sides of a comparison yield."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GPT-2, Llama, Mistral, GPT-NeoX, BERT and MegatronBERT from a folder of Hugging Face's, by the names and layouts of their own files.
+"""GPT-2, Llama, Mistral, Qwen2, GPT-NeoX, BERT and MegatronBERT from Hugging Face folders, by their own names and layouts.
 
-Tensors are read by the safetensors library when a block's turn comes. config.json is read here anew, so that a setting that the conversion
-misreads shows.
+Tensors are read with the safetensors library when a block needs them. config.json is parsed here independently, so that a setting
+misread by the conversion shows up as a difference.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ACTIVATIONS = {
 
 
 class Files:
-    """The tensors of a folder, by name, each read when it is asked for.
+    """The tensors of a folder, by name, each read on request.
 
     Args:
-        folder: with model.safetensors, or several files and their index.
+        folder: contains model.safetensors, or several files and their index.
         cast: applied to each tensor.
-        prefix: of all names but those of heads, which checkpoints of a bare model lack.
+        prefix: prefix of all names but those of heads; checkpoints of a bare model lack it.
     """
 
     def __init__(self, folder: Path, cast: Cast, prefix: str) -> None:
@@ -47,7 +47,7 @@ class Files:
                 self._where = dict.fromkeys(file.keys(), "model.safetensors")
 
     def find(self, name: str) -> str | None:
-        """The name in the files, which may lack the prefix, or be of the days when norms had a gamma and a beta."""
+        """Return the name in the files, which may lack the prefix or use the old gamma and beta for norms, or None."""
         short = name.removeprefix(self.prefix)
         for known in (name, short, _old(name), _old(short)):
             if known in self._where:
@@ -55,7 +55,7 @@ class Files:
         return None
 
     def get(self, name: str) -> Tensor:
-        """Raises CheckpointError: it is not there."""
+        """Read a tensor. Raises CheckpointError: it is missing."""
         known = self.find(name)
         if known is None:
             raise CheckpointError(f"{self.folder} has no tensor {name}, which its model needs")
@@ -77,10 +77,10 @@ def _old(name: str) -> str:
 
 
 def open_folder(folder: Path, cast: Cast) -> Foreign:
-    """The model of a folder.
+    """Return the model of a folder.
 
     Raises:
-        CheckpointError: it is of a kind that is not computed here, or lacks a tensor.
+        CheckpointError: its model_type or rope_type is not supported.
     """
     config = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
@@ -94,7 +94,7 @@ def open_folder(folder: Path, cast: Cast) -> Foreign:
 
 
 class GPT2:
-    """Conv1D: weights are stored [in, out], and q, k, v are thirds of the columns."""
+    """GPT-2: Conv1D weights are stored [in, out], and q, k, v are thirds of the columns."""
 
     def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
         self.files = Files(folder, cast, "transformer.")
@@ -125,7 +125,7 @@ class GPT2:
 
 
 class Llama:
-    """And Mistral, which adds a window, and Qwen2: whatever biases are there are added."""
+    """Llama, Mistral and Qwen2: with a window where configured, and with all biases that are present."""
 
     def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
         self.files = Files(folder, cast, "model.")
@@ -153,7 +153,7 @@ class Llama:
 
 
 def _slides(c: dict[str, Any]) -> bool:
-    """Whether a Qwen2's first layer has a window, and so all have one: others are refused when they are read."""
+    """Return whether a Qwen2 has windows, judged by its first layer: models that mix layers are refused by the conversion."""
     if c["model_type"] != "qwen2" or not c.get("use_sliding_window"):
         return False
     kinds = c.get("layer_types")
@@ -161,7 +161,7 @@ def _slides(c: dict[str, Any]) -> bool:
 
 
 class NeoX:
-    """Rows of the fused projection: for each head its query, its key, its value."""
+    """GPT-NeoX: rows of the fused projection are the query, key and value of each head in turn."""
 
     def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
         self.files = Files(folder, cast, "gpt_neox.")
@@ -193,7 +193,7 @@ class NeoX:
 
 
 class Bert:
-    """And MegatronBERT, whose norms stand in front, with one behind the last block instead of behind the embedding."""
+    """BERT (post-norm) and MegatronBERT (pre-norm, with a norm after the last block instead of after the embedding)."""
 
     def __init__(self, c: dict[str, Any], folder: Path, cast: Cast) -> None:
         self.files = Files(folder, cast, "bert.")
@@ -233,7 +233,7 @@ class Bert:
 
 
 def _rotary(c: dict[str, Any], head_dim: int, share: float = 1.0, base: str = "rope_theta") -> Rotary:
-    """What config.json says of positions: in rope_parameters today, in rope_theta and rope_scaling before."""
+    """Read the rotary settings of config.json: rope_parameters or, in older files, rope_theta and rope_scaling."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or c.get(base) or 10000.0
     dim = int(head_dim * rope.get("partial_rotary_factor", share))

@@ -1,4 +1,4 @@
-"""The operations of a transformer as the papers have them: no kernels, no caches, nothing in place.
+"""The operations of a transformer as defined in the papers: no kernels, no caches, nothing in place.
 
 Letters: b sequences, s positions, h hidden, n query heads, g key/value heads, d channels of a head, f width of the MLP.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class Scale(NamedTuple):
-    """Weight and bias of a norm; no bias: it is none of LayerNorm."""
+    """Weight and bias of a norm; RMSNorm has no bias."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 class Linear(NamedTuple):
-    """y = x weight^T + bias; weight is [out, in]."""
+    """A linear layer, y = x weight^T + bias; weight is [out, in]."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -31,13 +31,13 @@ class Linear(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotary positions.
+    """Rotary position embedding.
 
     Attributes:
         theta: the base.
-        dim: channels of each head that turn, the first ones.
-        divided_by: all positions are (linear interpolation).
-        stretched: (factor, low, high, original length) of Llama 3.1's rule, or None.
+        dim: number of channels of each head that are rotated, which are the first ones.
+        divided_by: divisor of all positions (linear interpolation).
+        stretched: (factor, low, high, original length) of Llama 3.1's scaling, or None.
     """
 
     theta: float
@@ -46,12 +46,12 @@ class Rotary(NamedTuple):
     stretched: tuple[float, float, float, float] | None = None
 
     def angles(self, positions: int, dtype: torch.dtype) -> Tensor:
-        """[s, dim/2]."""
+        """Return the rotation angles [s, dim/2]."""
         speeds = [self._speed(self.theta ** (-2 * i / self.dim)) / self.divided_by for i in range(self.dim // 2)]
         return torch.outer(torch.arange(positions, dtype=torch.float64), torch.tensor(speeds, dtype=torch.float64)).to(dtype)
 
     def _speed(self, speed: float) -> float:
-        """One frequency: slow ones are divided, fast ones stay, in between goes over linearly in turns per original length."""
+        """Scale one frequency: low ones are divided, high ones kept, with linear interpolation in turns per original length in between."""
         if self.stretched is None:
             return speed
         factor, low, high, length = self.stretched
@@ -61,7 +61,7 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn channel i with channel i + dim/2 of each head. x: [b, s, n, d], angles: [s, dim/2]."""
+    """Rotate channel i with channel i + dim/2 of each head. x: [b, s, n, d], angles: [s, dim/2]."""
     half = angles.shape[1]
     cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -69,7 +69,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, scale: Scale, eps: float, *, rms: bool) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim."""
+    """Apply LayerNorm or RMSNorm over the last dim."""
     if not rms:
         x = x - x.mean(-1, keepdim=True)
     y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * scale.weight
@@ -77,7 +77,7 @@ def norm(x: Tensor, scale: Scale, eps: float, *, rms: bool) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(q k / sqrt(d)) v, each group of query heads with its key/value head.
+    """Return softmax(q k / sqrt(d)) v, each group of query heads with its key/value head.
 
     Args:
         q: [b, s, n, d]. k, v: [b, s, g, d].
@@ -93,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | None) -> Tensor:
-    """bool [b, 1, s, s]: which key a query sees. Rows of padding see the first key, so that they stay finite."""
+    """Return the attention mask, bool [b, 1, s, s], True = attend. Padding rows attend to the first key, so that they stay finite."""
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
     seen = torch.ones(s, s, dtype=torch.bool)
     if causal:
@@ -105,7 +105,7 @@ def allowed_pairs(lengths: list[int], s: int, *, causal: bool, window: int | Non
 
 
 def activate(name: str, x: Tensor) -> Tensor:
-    """By the names of ``ACTIVATIONS``."""
+    """Apply an activation named in ``ACTIVATIONS``."""
     if name == "relu":
         return x.clamp(min=0)
     if name == "squared_relu":

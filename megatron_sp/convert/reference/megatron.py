@@ -1,8 +1,8 @@
 """Megatron's GPT and BERT from the files of tensor- and pipeline-parallel ranks, computed as these ranks would.
 
-Each rank's own slice is viewed by its own heads, in the order of its checkpoint's era; what row-parallel layers give is summed over the
-ranks; vocabulary shards are looked up and multiplied one by one. Both families of names are read: those of Megatron-LM until 2024 and of
-Megatron-DeepSpeed, and those of Megatron core.
+Each rank's slice is split into its own heads, in the row order of its checkpoint version; outputs of row-parallel layers are summed over
+the ranks; vocabulary shards are looked up and multiplied one by one. Both naming schemes are read: that of Megatron-LM until 2024 and
+Megatron-DeepSpeed, and that of Megatron core.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _STACKS = ("decoder.", "encoder.", "language_model.encoder.", "language_model.tr
 
 
 class Unsupported(Exception):
-    """The reference does not compute this: why."""
+    """Checkpoint that the reference does not compute; the message gives the reason."""
 
 
 class Part:
-    """The tensors of one piece of the model on one rank, by flat names."""
+    """The tensors of one part of the model on one rank, by flattened names."""
 
     def __init__(self, file: TorchFile, tree: Any, cast: Cast) -> None:
         self.records, self.file, self.cast, self.path = dict(_flat(tree, "")), file, cast, file.path
 
     def get(self, *names: str) -> Tensor:
-        """The first of these that there is. Raises CheckpointError: none."""
+        """Read the first of these tensors that exists. Raises CheckpointError: none does."""
         found = self.get_if(*names)
         if found is None:
             raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
@@ -90,9 +90,9 @@ def _flat(tree: Any, prefix: str) -> Iterable[tuple[str, TensorRecord]]:
 
 
 class DistPart:
-    """The same of a folder of torch.distributed.checkpoint, which has whole tensors in chunks, those of all layers stacked or not.
+    """The tensors of a torch.distributed.checkpoint folder: whole tensors in chunks, with those of all layers stacked or not.
 
-    Of a stack only the chunks are read that a layer lies in.
+    Of a stack, only the chunks that contain the requested layer are read.
     """
 
     def __init__(self, folder: DistFolder, cast: Cast) -> None:
@@ -100,14 +100,14 @@ class DistPart:
         self.records = {name: record for name, record in folder.tensors.items() if not name.startswith("optimizer.")}
 
     def get(self, *names: str) -> Tensor:
-        """As a part of a rank does."""
+        """Read the first of these tensors that exists. Raises CheckpointError: none does."""
         found = self.get_if(*names)
         if found is None:
             raise CheckpointError(f"{self.path} has no tensor {' or '.join(names)}, which its model needs")
         return found
 
     def get_if(self, *names: str) -> Tensor | None:
-        """Likewise; a layer's number in a name may be that of a stack's row."""
+        """Read the first of these tensors that exists, or return None; the layer number in a name may be the row of a stack."""
         for name in names:
             stacked = _LAYER.fullmatch(name)
             if name in self.records:
@@ -132,16 +132,16 @@ class DistPart:
 
 
 class Megatron:
-    """A model in parts.
+    """A Megatron model, computed from its parts.
 
     Args:
-        parts: [t] are the pieces of the model in the order of its layers, as tp rank t has them.
-        tree: what lies beside the weights: args, checkpoint_version.
-        qkv_layout: --qkv-layout; None: what checkpoint_version says.
-        vocab_size: without padding.
-        given: of --set, fields of our configuration, which win over arguments.
+        parts: ``parts[t]`` are the parts of the model on tp rank t, in the order of the layers.
+        tree: data stored beside the weights: args, checkpoint_version.
+        qkv_layout: --qkv-layout; None: as specified by the files, or else by checkpoint_version.
+        vocab_size: number of entries without padding.
+        given: fields of our configuration from --set, which override the arguments in the files.
     Raises:
-        Unsupported: such files are not computed here.
+        Unsupported: the reference does not compute such files.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Megatron:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, as the embedding has it."""
+        """Dtype of the weights, taken from the embedding."""
         return self._words(self.parts[0][0]).dtype
 
     def _shape(self, vocab_size: int) -> Shape:
@@ -213,7 +213,7 @@ class Megatron:
         return x if segments is None else x + segments[types]
 
     def _looked_up(self, rank: int, tokens: Tensor) -> Tensor:
-        """What a rank's rows of the vocabulary give, zero for tokens that are another's."""
+        """Look up tokens in a rank's rows of the vocabulary; zero for tokens of other ranks."""
         table = self._words(self.parts[rank][0])
         at = tokens - rank * len(table)
         mine = (at >= 0) & (at < len(table))
@@ -233,7 +233,7 @@ class Megatron:
         return Block(norms, shards, out_bias, down_bias, heads)
 
     def _place(self, rank: int, layer: int) -> tuple[Part | DistPart, int]:
-        """The piece that a layer is in, and its number there."""
+        """Return the part that contains a layer, and its number in that part."""
         for part in self.parts[rank]:
             if layer < part.layers():
                 return part, layer
@@ -277,7 +277,7 @@ class Megatron:
         return Shard(q, k, v, out, Linear(up_w, up_b), down, Linear(gate_w, gate_b))
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a rank's own fused rows."""
+        """Split a rank's fused rows into queries, keys and values."""
         n, d = self._heads, self._head_dim
         g = (fused.shape[0] // d - n) // 2
         if self.order == "flat":
@@ -330,16 +330,17 @@ def open_folder(
     given: Mapping[str, Any] | None = None,
     max_metadata_mb: int = MAX_METADATA_BYTES >> 20,
 ) -> Megatron:
-    """The model of an iteration: of mp_rank_XX[_XXX] folders with model_optim_rng.pt, of DeepSpeed's mp_rank_XX_model_states.pt, or of a
-    distributed checkpoint.
+    """Return the model of an iteration.
+
+    Supported are mp_rank_XX[_XXX] folders with model_optim_rng.pt, DeepSpeed's mp_rank_XX_model_states.pt, and distributed checkpoints.
 
     Args:
-        folder: of the iteration.
+        folder: folder of the iteration.
         cast: applied to each tensor.
-        qkv_layout, vocab_size, given: as the class has them.
-        max_metadata_mb: MiB of a distributed checkpoint's .metadata that are read.
+        qkv_layout, vocab_size, given: as in ``Megatron``.
+        max_metadata_mb: largest .metadata of a distributed checkpoint to read, in MiB.
     Raises:
-        Unsupported: such files are not computed here.
+        Unsupported: the reference does not compute such files.
     """
     if (folder / ".metadata").is_file():
         dist = DistFolder(folder, max_metadata_bytes=max_metadata_mb << 20)
@@ -355,7 +356,7 @@ def open_folder(
 
 
 def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
-    """Of the stages of one tp rank, in the order of the layers: the first chunk of every stage, then the second, ..."""
+    """Return the parts of one tp rank in the order of the layers: the first chunk of every stage, then the second, ..."""
     found: list[tuple[int, int, Part]] = []
     for stage, file in enumerate(files):
         trees = {key: value for key, value in file.tree.items() if _NUMBERED.fullmatch(str(key))} or {"model": file.tree.get("module")}
@@ -367,7 +368,7 @@ def _pieces(files: list[TorchFile], cast: Cast) -> list[Part]:
 
 
 def _common(folder: Path) -> Mapping[str, Any]:
-    """What a distributed checkpoint keeps beside its tensors."""
+    """Read common.pt, the data of a distributed checkpoint besides its tensors."""
     if not (folder / "common.pt").is_file():
         raise Unsupported("the folder has no common.pt")
     with TorchFile(folder / "common.pt") as file:
@@ -375,10 +376,10 @@ def _common(folder: Path) -> Mapping[str, Any]:
 
 
 def iteration_folder(path: Path, step: int | None) -> Path:
-    """Where the ranks' folders are: a folder of them, one of them, or a root whose note says which.
+    """Return the folder of an iteration, given that folder, a rank's folder in it, or the root whose tracker file names it.
 
     Raises:
-        Unsupported: the note leads nowhere.
+        Unsupported: the root has no folder for the step or the iteration in the tracker file.
     """
     if _RANK.fullmatch(path.name):
         return path.parent
@@ -399,7 +400,7 @@ def iteration_folder(path: Path, step: int | None) -> Path:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], TorchFile]:
-    """(tp rank, stage) -> its file."""
+    """Open the files of all ranks: (tp rank, stage) -> file."""
     found = {}
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name.removesuffix("_model_states.pt"))
@@ -423,7 +424,7 @@ def _close(files: list[TorchFile]) -> None:
 
 
 def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """What the files say of the training; nothing, if they do not."""
+    """Return the arguments of the training in the files; empty if there are none."""
     args = tree.get("args")
     values = args.attributes if isinstance(args, Object) else args
     if not isinstance(values, dict):
@@ -432,7 +433,7 @@ def _arguments(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _as_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ours by Megatron's names. Raises Unsupported: one that is not computed here."""
+    """Convert our settings to Megatron's arguments. Raises Unsupported: the reference does not compute one of them."""
     if unknown := sorted(set(given) - _GIVEN - _BY_SHAPE):
         raise Unsupported(f"--set {', '.join(name.replace('_', '-') for name in unknown)} is not computed by it")
     found = {name: value for name, value in given.items() if name in _GIVEN}

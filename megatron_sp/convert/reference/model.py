@@ -1,7 +1,7 @@
-"""A model as its files have it, in neutral terms, and its forward pass, with the weights of one block in memory at a time.
+"""Format-neutral description of a model in files, and its forward pass with the weights of one block in memory at a time.
 
-A block is computed as tensor-parallel ranks do: each shard has heads and a share of the MLP of its own, what comes out is summed, and
-biases of rows are added once. Files that are not split have one shard.
+A block is computed as by tensor-parallel ranks: each shard has its own heads and its share of the MLP, the outputs are summed, and
+biases of row-parallel layers are added once. Files that are not split have one shard.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_sp.convert.reference.maths import Linear, Rotary, Scale, activate,
 
 @dataclass(frozen=True)
 class Shape:
-    """What is the same for all blocks.
+    """Hyperparameters that all blocks share.
 
     Attributes:
-        vocab_size: rows of the embedding that stand for tokens; None: the files do not say, and some may be padding.
-        positions: the longest sequence.
-        order: norms in front, norms behind, or attention and MLP side by side on the same input.
-        gated: the first half of the MLP is activated, and multiplies the second.
+        vocab_size: rows of the embedding that represent tokens; None: unknown, as some may be padding.
+        positions: maximum sequence length.
+        order: pre-norm, post-norm, or attention and MLP in parallel on the same input.
+        gated: the gate half of the MLP's input projection is activated and multiplied with the other half.
     """
 
     num_layers: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 class Shard(NamedTuple):
-    """A rank's share of a block: projections of its heads and its part of the MLP; biases of rows are the block's."""
+    """A rank's share of a block: the projections of its heads and its part of the MLP; ``Block`` has the biases of row-parallel layers."""
 
     query: Linear
     key: Linear
@@ -55,7 +55,7 @@ class Shard(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A layer of the model. ``norms``: in the order in which they come; ``head_norms``: of queries and keys, or nothing."""
+    """A layer of the model. ``norms``: in the order of computation; ``head_norms``: those of queries and keys, or None."""
 
     norms: tuple[Scale, Scale]
     shards: list[Shard]
@@ -65,12 +65,12 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Sequences to compare models on.
+    """Sequences on which models are compared.
 
     Attributes:
-        tokens: int64 [b, s], padded behind.
-        lengths: of each sequence.
-        types: int64 [b, s], segments, for BERT.
+        tokens: int64 [b, s], right-padded.
+        lengths: length of each sequence.
+        types: int64 [b, s], segment ids, for BERT.
     """
 
     tokens: Tensor
@@ -79,26 +79,26 @@ class Rows(NamedTuple):
 
 
 class Foreign(Protocol):
-    """A model in files."""
+    """A model that is read from its files."""
 
     @property
     def shape(self) -> Shape: ...
 
     def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
-        """[b, s] -> [b, s, h], with positions, segments and the norm behind them, where there are any."""
+        """Embed tokens, [b, s] -> [b, s, h], including positions, segments and the embedding norm, where present."""
         ...
 
     def block(self, layer: int) -> Block:
-        """Read the weights of one."""
+        """Read the weights of one block."""
         ...
 
     def outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """What the heads make of the last block's result [b, s, h], by the names of ``computed.py``."""
+        """Compute the outputs of the heads from the last block's output [b, s, h], by the names of ``computed.py``."""
         ...
 
 
 def run(model: Foreign, rows: Rows) -> Iterator[tuple[str, Tensor]]:
-    """The hidden states [b, s, h] behind the embedding and each block, and at last each output; each by its name."""
+    """Yield the hidden states [b, s, h] after the embedding and each block, then each output, all with their names."""
     shape = model.shape
     x = model.embed(rows.tokens, rows.types)
     yield "embedding", x
@@ -111,7 +111,7 @@ def run(model: Foreign, rows: Rows) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_block(x: Tensor, block: Block, shape: Shape, allowed: Tensor, angles: Tensor | None) -> Tensor:
-    """[b, s, h] -> [b, s, h]."""
+    """Compute one block, [b, s, h] -> [b, s, h]."""
 
     def normed(x: Tensor, which: int) -> Tensor:
         return norm(x, block.norms[which], shape.eps, rms=shape.rms)

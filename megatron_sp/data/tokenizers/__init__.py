@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers, which convert text to token ids and back."""
 
 from megatron_sp.data.tokenizers.build import build_tokenizer
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer

@@ -1,4 +1,4 @@
-"""From flags to a tokenizer."""
+"""Construction of a tokenizer from the flags."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of --tokenizer-type.
+    """Build the tokenizer of --tokenizer-type.
 
-    Default: with --tokenizer-model HuggingFaceTokenizer if that ends in .json, else SentencePiece; GPT2BPETokenizer with --merge-file,
-    BertWordPieceLowerCase with --vocab-file alone, else Null with --vocab-size.
+    Default with --tokenizer-model: HuggingFaceTokenizer if the file ends in .json, else SentencePieceTokenizer; with --merge-file:
+    GPT2BPETokenizer; with --vocab-file alone: BertWordPieceLowerCase; with --vocab-size alone: NullTokenizer.
 
     Args:
         data: the flags.
         vocab_size: --vocab-size, entries of the model's vocabulary; it may exceed the tokenizer's, never the other way round.
     Raises:
-        ConfigError: flags that do not determine a tokenizer, or a vocabulary that is too small for it.
-        DataError: the tokenizer's file is absent or damaged.
+        ConfigError: the flags do not determine a tokenizer, or ``vocab_size`` is too small for it.
+        DataError: the tokenizer's file is missing or damaged.
     """
     kind = data.tokenizer_type or default_type(data, vocab_size)
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Which tokenizer a folder of files is, as the flags would name it."""
+"""Detection of the tokenizer in a folder of files, in terms of the flags."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MAX_CONFIG_BYTES = 4 << 20
 
 
 def name_files(data: DataConfig, names: Collection[str], folder: Path, config: Path | None = None) -> bool:
-    """Make a configuration name the tokenizer whose files are, or will be, in a folder.
+    """Set a configuration to the tokenizer whose files are, or will be, in a folder.
 
     Args:
-        data: tokenizer_type and the paths are set; left alone if there is no tokenizer.
-        names: of the files.
-        folder: for the paths.
-        config: where tokenizer_config.json can be read now, if there is one.
+        data: its tokenizer_type and paths are set; unchanged if there is no tokenizer.
+        names: names of the files.
+        folder: folder of the paths to set.
+        config: current path of tokenizer_config.json, if there is one.
     Returns:
-        Whether there is one.
+        True if there is a tokenizer.
     Raises:
-        DataError: it is one that nothing here computes.
+        DataError: tokenizer_config.json is invalid, or has settings that are not supported for a vocab.txt.
     """
     kind = ("HuggingFaceTokenizer" if FILE in names else "SentencePieceTokenizer" if TOKENIZER_MODEL in names
             else "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= set(names) else None)  # fmt: skip
@@ -51,10 +51,10 @@ def name_files(data: DataConfig, names: Collection[str], folder: Path, config: P
 
 
 def name_path(data: DataConfig, path: Path) -> None:
-    """The same for what the user gave: a folder, or one file by its ending.
+    """Set a configuration to the tokenizer at a path: a folder, or one file recognised by its suffix.
 
     Raises:
-        DataError: the folder holds no tokenizer.
+        DataError: the folder holds no tokenizer, or as for ``name_files``.
     """
     if path.is_dir():
         names = {name for name in NAMES if (path / name).exists()}
@@ -72,7 +72,7 @@ def name_path(data: DataConfig, path: Path) -> None:
 
 
 def _lowers_case(config: Path | None) -> bool:
-    """What tokenizer_config.json says of a vocab.txt; without one, BERT's tokenizer lowers case."""
+    """Return ``do_lower_case`` of the tokenizer_config.json beside a vocab.txt; True without one, as in BERT's tokenizer."""
     if config is None:
         return True
     try:

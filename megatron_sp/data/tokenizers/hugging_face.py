@@ -1,9 +1,9 @@
-"""Tokenizers in the files of Hugging Face: ``tokenizer.json``, and GPT-2's ``vocab.json`` with ``merges.txt``.
+"""Tokenizers in Hugging Face's file formats: ``tokenizer.json``, and GPT-2's ``vocab.json`` with ``merges.txt``.
 
-The tokenizers library does the work; it is imported when the first one is made. Only files are read, nothing is downloaded, and no
-Python that comes with a model is run. Ids are those of the model's own tokenizer without special tokens around the text; a special token
-written out in the text is that token. Which one ends a document, or is BERT's, is said by ``tokenizer_config.json`` or
-``special_tokens_map.json`` beside the file, else by its name.
+The tokenizers library does the work; it is imported when the first tokenizer is created. Only local files are read, nothing is
+downloaded, and no Python code that comes with a model is run. Ids are those of the model's own tokenizer without special tokens added
+around the text; a special token spelled out in the text is encoded as that token. The end-of-document token and BERT's special tokens
+are those named in ``tokenizer_config.json`` or ``special_tokens_map.json`` beside the file, else recognised by name.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _METASPACE = "\u2581"
 
 
 class _Wrapped(LibraryTokenizer):
-    """What the two kinds share: a tokenizer of the library, and the ids that it says nothing of.
+    """Common base of both kinds: a tokenizer of the library, plus the special ids that the library does not know.
 
     Args:
-        tokenizer: the library's.
-        named: file -> role ("eos", "cls", ...) -> token, as the files beside it say.
+        tokenizer: tokenizer object of the library.
+        named: role ("eos", "cls", ...) -> token, from the files beside it.
         where: the file, for messages.
-        contents: all that decides what ``encode`` returns.
+        contents: everything that determines what ``encode`` returns.
     Raises:
         DataError: no token ends a document.
     """
@@ -59,7 +59,7 @@ class _Wrapped(LibraryTokenizer):
         self._begins, self._before_word = _word_tables(tokenizer, ids, vocab_size)
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """A piece starts a word if it begins with white space (or has no "##"), or stands behind white space or a special token."""
+        """Return whether each piece starts a word: it begins with white space (or lacks "##") or follows white space or a special token."""
         starts: np.ndarray = self._begins[ids]
         if self._before_word is not None:
             starts[:1] = True
@@ -68,13 +68,13 @@ class _Wrapped(LibraryTokenizer):
 
 
 class HuggingFaceTokenizer(_Wrapped):
-    """A ``tokenizer.json``.
+    """Tokenizer from a ``tokenizer.json``.
 
     Args:
-        path: the file, or the folder that it is in.
+        path: the file, or its folder.
     Raises:
-        DataError: it is not there, far too large, not a tokenizer, or has no token that could end a document.
-        ConfigError: the tokenizers package is absent.
+        DataError: the file is missing, too large, not a tokenizer, or has no token that can end a document.
+        ConfigError: the tokenizers package is not installed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -91,11 +91,11 @@ class HuggingFaceTokenizer(_Wrapped):
 
 
 class GPT2BPETokenizer(_Wrapped):
-    """GPT-2's byte-level BPE: ``vocab.json`` and ``merges.txt``. A document ends with <|endoftext|>.
+    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; a document ends with <|endoftext|>.
 
     Raises:
-        DataError: a file is not there, far too large, or not of this kind; names the line.
-        ConfigError: the tokenizers package is absent.
+        DataError: a file is missing, too large, or not of this kind; names the line.
+        ConfigError: the tokenizers package is not installed.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -147,7 +147,7 @@ def _merges(data: bytes, path: str | Path) -> list[tuple[str, str]]:
 
 
 def _named_beside(folder: Path) -> dict[str, str]:
-    """Role -> token, from the files beside a tokenizer.json; what is not there says nothing."""
+    """Return role -> token from the files beside a tokenizer.json; missing files are ignored."""
     named: dict[str, str] = {}
     for name in _BESIDE:
         if not (folder / name).exists():
@@ -171,7 +171,7 @@ def _find(role: str, named: Mapping[str, str], ids: Mapping[str, int]) -> int | 
 
 
 def _find_eod(named: Mapping[str, str], ids: Mapping[str, int], sep: int | None, where: str) -> int:
-    """The id that ends a document: what is called so, or else [SEP], as in BERT's vocabularies."""
+    """Return the end-of-document id: that of the "eos" token, else of [SEP], as in BERT's vocabularies."""
     if "eos" in named and named["eos"] not in ids:
         raise DataError(
             f"{where}: has no token {named['eos'][:100]!r}, which the file beside it names as eos_token: the files do not belong together"
@@ -187,7 +187,7 @@ def _find_eod(named: Mapping[str, str], ids: Mapping[str, int], sep: int | None,
 
 
 def _word_tables(tokenizer: Any, ids: Mapping[str, int], size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """bool [vocab_size] each: pieces that begin a word themselves, and pieces behind which one begins; None: that is all there is to it."""
+    """bool [vocab_size] each: pieces that begin a word, and pieces after which one begins (None: the first table suffices)."""
     from tokenizers import models
 
     if isinstance(tokenizer.model, models.WordPiece):

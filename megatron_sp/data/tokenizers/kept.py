@@ -1,9 +1,9 @@
-"""The tokenizer of a run, kept in its folder, so that whatever uses the run's weights needs nothing else, from any place.
+"""Copy of a run's tokenizer in the run's folder, so that its weights can be used from anywhere without other files.
 
 ``RUN/tokenizer`` holds the files under the names that Hugging Face gives them, and SHA256SUMS. Every checkpoint's state.json has a record
-under ``tokenizer``: its type, its fingerprint, the folder's name and the SHA-256 of each file; a copy that was damaged is never used. What
-is kept is never written over: if a run goes on with another tokenizer, that is in ``RUN/tokenizer-`` and the first digits of its digest,
-and older checkpoints still name the older one.
+under ``tokenizer``: its type, its fingerprint, the folder's name and the SHA-256 of each file; a damaged copy is never used. A copy is
+never overwritten: if a run continues with another tokenizer, that one is kept in ``RUN/tokenizer-`` plus the first digits of its digest,
+and older checkpoints still refer to the older one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 class Record(NamedTuple):
-    """What state.json says of a tokenizer.
+    """Record of a tokenizer in state.json.
 
     Attributes:
         type: --tokenizer-type.
-        fingerprint: None: not known.
-        folder: in the run; None: it needs no files, or they could not be kept.
+        fingerprint: fingerprint of the tokenizer; None if unknown.
+        folder: name of the folder in the run; None if the tokenizer needs no files or they could not be kept.
         files: name -> SHA-256.
     """
 
@@ -54,10 +54,10 @@ class Record(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> Record | None:
-        """None: the checkpoint is older and has no record.
+        """Parse the record of a checkpoint; None if the checkpoint is older and has none.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: the record is invalid.
         """
         if value is None:
             return None
@@ -74,7 +74,7 @@ class Record(NamedTuple):
 
 
 def own_files(data: DataConfig) -> dict[str, Path]:
-    """The files that make up a tokenizer, by the names under which they are kept; none for one that needs none."""
+    """Return the files of a tokenizer by the names under which they are kept; empty for one that needs no files."""
     kind = data.tokenizer_type or default_type(data, None)
     if kind == "SentencePieceTokenizer" and data.tokenizer_model:
         return {_MODEL: Path(data.tokenizer_model)}
@@ -90,11 +90,11 @@ def own_files(data: DataConfig) -> dict[str, Path]:
 
 
 def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
-    """Copy the files of a run's tokenizer into its folder, if they are not there already; for one process.
+    """Copy the files of a run's tokenizer into the run's folder, unless they are there already; to be called by one process only.
 
     Raises:
         DataError: a file cannot be read.
-        OSError: the folder cannot be written; nothing of it is left.
+        OSError: the folder cannot be written; no partial folder remains.
     """
     contents = {name: read_bounded(path, MAX_BYTES, "it is a part of the tokenizer") for name, path in own_files(data).items()}
     kind = data.tokenizer_type or default_type(data, tokenizer.vocab_size) or ""
@@ -102,13 +102,13 @@ def keep(run_dir: Path, data: DataConfig, tokenizer: Tokenizer) -> Record:
 
 
 def record_of(folder: Path, kind: str, names: set[str]) -> Record:
-    """Of the files that are in a folder of a run already. Raises DataError: one is no plain file."""
+    """Make the record of files that are already in a folder of a run. Raises DataError: one is not a regular file."""
     files = {name: _sha256(_read_plain(folder / name)) for name in sorted(names & _NAMES)}
     return Record(kind, None, folder.name, files)
 
 
 def copy(record: Record, step_dir: Path, run_dir: Path) -> Record:
-    """Put what a checkpoint's run keeps into another run; what it says there. Raises as ``keep``; a copy that is gone is not copied."""
+    """Copy the tokenizer kept by a checkpoint's run to another run, if it is there; return its record. Raises as ``keep``."""
     folder = find(record, step_dir)
     if folder is None:
         return record
@@ -116,10 +116,10 @@ def copy(record: Record, step_dir: Path, run_dir: Path) -> Record:
 
 
 def find(record: Record, step_dir: Path) -> Path | None:
-    """The folder with a checkpoint's tokenizer, every byte as it was; None: there is none.
+    """Return the folder of a checkpoint's tokenizer, verified byte by byte; None if there is none.
 
     Raises:
-        DataError: it is not as it was.
+        DataError: the copy is damaged.
     """
     if record.folder is None or not record.files:
         return None
@@ -133,13 +133,13 @@ def find(record: Record, step_dir: Path) -> Path | None:
 
 
 def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:
-    """Make a configuration name the tokenizer of a checkpoint, wherever that is now: the run's own copy first.
+    """Set a configuration to the tokenizer of a checkpoint: the run's own copy, else the files that the training used.
 
     Args:
-        data: as the training had it; changed in place.
-        step_dir: of the checkpoint: RUN/checkpoints/step-N, or a step folder that was taken out of its run.
+        data: the configuration of the training; modified in place.
+        step_dir: folder of the checkpoint: RUN/checkpoints/step-N, or a step folder that was moved out of its run.
     Raises:
-        DataError: the copy is damaged; or there is none, and the files that training named are gone or others.
+        DataError: the copy is damaged; or there is none, and the files that the training used are missing or have changed.
     """
     folder = None if record is None else find(record, step_dir)
     if record is not None and folder is not None:
@@ -162,7 +162,7 @@ def take(data: DataConfig, record: Record | None, step_dir: Path) -> None:
 
 
 def name_kept(data: DataConfig, record: Record, folder: Path) -> None:
-    """Let the paths of a tokenizer lead to its kept files."""
+    """Set the tokenizer paths of a configuration to the kept files."""
     data.tokenizer_type = record.type  # type: ignore[assignment]
     data.tokenizer_model = data.vocab_file = data.merge_file = None
     for field, name in _FIELDS_OF.get(record.type, {}).items():
@@ -170,7 +170,7 @@ def name_kept(data: DataConfig, record: Record, folder: Path) -> None:
 
 
 def find_moved(data: DataConfig, step_dir: Path) -> None:
-    """Let the paths of a tokenizer that are no longer there lead to the files of the same names in the run, if those are.
+    """Redirect tokenizer paths that no longer exist to files of the same name in the run, if there are any.
 
     Args:
         data, step_dir: as for ``take``.
@@ -184,7 +184,7 @@ def find_moved(data: DataConfig, step_dir: Path) -> None:
 
 
 def _places(step_dir: Path) -> list[Path]:
-    """Where a run's folder of the tokenizer can be."""
+    """Return the folders that can contain a run's tokenizer folder."""
     above = step_dir.absolute().parent
     return [above.parent if above.name == "checkpoints" else above, step_dir.absolute()]
 
@@ -204,7 +204,7 @@ def _write(run_dir: Path, record: Record, contents: Mapping[str, bytes]) -> Reco
 
 
 def _write_folder(folder: Path, digests: Mapping[str, str], contents: Mapping[str, bytes]) -> None:
-    """By one rename."""
+    """Write a folder atomically, by one rename."""
     staging = folder.with_name(f".{folder.name}.part-{uuid.uuid4().hex[:12]}")
     try:
         staging.mkdir()
@@ -219,7 +219,7 @@ def _write_folder(folder: Path, digests: Mapping[str, str], contents: Mapping[st
 
 
 def _problem(folder: Path, digests: Mapping[str, str]) -> str | None:
-    """Why a folder does not hold these files, or has others beside a tokenizer.json that would say more of it."""
+    """Return why a folder does not hold these files, or has extra ones that would affect its tokenizer.json; None if it is intact."""
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder} is no folder"
     more = [name for name in _BESIDE_FILE if FILE in digests and name not in digests and os.path.lexists(folder / name)]
@@ -236,7 +236,7 @@ def _problem(folder: Path, digests: Mapping[str, str]) -> str | None:
 
 
 def _read_plain(path: Path) -> bytes:
-    """Raises DataError: it is no plain file, which links are not."""
+    """Read a regular file. Raises DataError: it is anything else, such as a symbolic link, or cannot be read."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,4 +1,4 @@
-"""What all tokenizers of the tokenizers library share, whatever files they are made from."""
+"""Common base of the tokenizers that use the tokenizers library, whatever files they are made from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_sp.utils.errors import ConfigError, DataError
 
 
 def import_tokenizers() -> None:
-    """Raises ConfigError, with the remedy, if the package is absent."""
+    """Check that the tokenizers package is installed. Raises ConfigError, with the remedy."""
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
@@ -20,12 +20,12 @@ def import_tokenizers() -> None:
 
 
 class LibraryTokenizer:
-    """Text to ids and back by the library, without special tokens around the text; one that is written out in the text is that token.
+    """Tokenizer of the library, without special tokens added around the text; one spelled out in the text is encoded as that token.
 
     Args:
-        tokenizer: the library's.
+        tokenizer: tokenizer object of the library.
         vocab_size: ids are below this.
-        fingerprint: a hash of all that decides what ``encode`` returns.
+        fingerprint: hash of everything that determines what ``encode`` returns.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, fingerprint: str) -> None:
@@ -36,7 +36,7 @@ class LibraryTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens by their names; ids that no entry of the vocabulary has are nothing.
+        """Decode ids, with special tokens by name; ids without an entry in the vocabulary give no text.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -49,7 +49,7 @@ class LibraryTokenizer:
         return text
 
     def piece(self, token: int) -> str:
-        """The entry of the vocabulary that has this id."""
+        """Return the vocabulary entry with this id."""
         return str(self._tokenizer.id_to_token(token))
 
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from megatron_sp.utils.errors import ConfigError, DataError
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and one id more that ends a document. None of BERT's special tokens."""
+    """UTF-8 bytes as ids 0 to 255, plus an end-of-document id; there are none of BERT's special tokens."""
 
     vocab_size = 257
     eod = 256
@@ -25,7 +25,7 @@ class ByteTokenizer:
         return list(well_formed(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 (a sample cut inside a character) become U+FFFD; ``eod`` is left out.
+        """Decode ids; invalid UTF-8 (a sample cut inside a character) becomes U+FFFD, and ``eod`` is omitted.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -34,7 +34,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """Every byte by itself: without a vocabulary there are no words."""
+        """Treat every byte as a word: without a vocabulary there are no words."""
         return np.ones(ids.size, bool)
 
     def fingerprint(self) -> str:
@@ -42,14 +42,14 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text that is integers with white space between them; ``eod``, else the last id of the vocabulary, ends a document.
+    """Tokenizer of text that is integers separated by white space; documents end with ``eod`` (default: the last id).
 
     ``vocab_size`` counts all ids, as it does for every other tokenizer: the model has exactly that many. Megatron-LM's tokenizer of
     this name adds one more for the end of a document, so data written by it with ``--vocab-size N`` need ``--vocab-size N+1`` here.
-    For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if they leave any.
+    For BERT the four ids before the last are [PAD], [CLS], [SEP] and [MASK], if ``vocab_size`` is above 5.
 
     Raises:
-        ConfigError: a vocabulary below 2 ids, or ``eod`` outside of it.
+        ConfigError: the vocabulary has fewer than 2 ids, or ``eod`` is outside it.
     """
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
@@ -63,10 +63,10 @@ class NullTokenizer:
         self.pad, self.cls, self.sep, self.mask = special
 
     def encode(self, text: str) -> list[int]:
-        """The integers of the text.
+        """Parse the integers of the text.
 
         Raises:
-            DataError: a word that is no integer of the vocabulary.
+            DataError: a word is not an integer of the vocabulary.
         """
         try:
             ids = [int(word) for word in text.split()]
@@ -81,7 +81,7 @@ class NullTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """Every integer is a word."""
+        """Treat every integer as a word."""
         return np.ones(ids.size, bool)
 
     def fingerprint(self) -> str:

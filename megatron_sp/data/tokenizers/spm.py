@@ -1,4 +1,4 @@
-"""SentencePiece models; the library is imported when the first model is loaded."""
+"""SentencePiece tokenizers; the library is imported when the first model is loaded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SPACE = "\u2581"  # SentencePiece's letter for a space; it stands at the beginn
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. A document ends with the piece ``<eod>`` if the model has one, else with its end-of-sentence id.
+    """Tokenizer from a SentencePiece model; a document ends with ``<eod>`` or ``<|endoftext|>``, else the end-of-sentence id.
 
     BERT's tokens are the pieces ``[CLS]``, ``[SEP]``, ``[MASK]`` and ``[PAD]``, or ``<cls>``, ``<sep>``, ``<mask>`` and ``<pad>``.
 
     Args:
         model: path of the ``.model`` file.
     Raises:
-        DataError: no such file, not a model, or a model without any id that could end a document.
-        ConfigError: the sentencepiece package is absent.
+        DataError: the file is missing, is not a model, or the model has no id that can end a document.
+        ConfigError: the sentencepiece package is not installed.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -51,7 +51,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; control pieces such as ``eod`` are left out.
+        """Decode ids; control pieces such as ``eod`` are omitted.
 
         Raises:
             DataError: an id outside the vocabulary.
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
         return text
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """A piece starts a word if it begins with a space, or if the piece before it is white space or a special token."""
+        """Return whether each piece starts a word: it begins with a space, or follows white space or a special token."""
         starts: np.ndarray = self._begins[ids]
         starts[:1] = True
         starts[1:] |= self._before_word[ids[:-1]]
@@ -74,37 +74,37 @@ class SentencePieceTokenizer:
         return self._fingerprint
 
     def encode_pieces(self, text: str) -> list[str]:
-        """The pieces of a text, spaces as U+2581."""
+        """Return the pieces of a text, with spaces as U+2581."""
         pieces: list[str] = self._processor.EncodeAsPieces(well_formed(text))
         return pieces
 
     def ids_of_pieces(self, text: str) -> list[int]:
-        """The ids that the names of its pieces have: what a program finds that asks for pieces first, as transformers does.
+        """Return the ids of a text as found by looking up its pieces by name, as transformers does.
 
-        They are those of ``encode``, but where letters that have no piece spell the name of a special one.
+        They equal those of ``encode``, except where characters without a piece spell the name of a special one.
         """
         return [int(self._processor.PieceToId(piece)) for piece in self.encode_pieces(text)]
 
     def piece(self, token: int) -> str:
-        """The piece that has this id."""
+        """Return the piece with this id."""
         return str(self._processor.IdToPiece(token))
 
     def scored_pieces(self) -> list[tuple[str, float]]:
-        """Every piece and its score, by id."""
+        """Return every piece and its score, by id."""
         return [(self._processor.IdToPiece(i), float(self._processor.GetScore(i))) for i in range(self.vocab_size)]
 
     @property
     def unknown(self) -> int:
-        """The id of what no piece can spell."""
+        """Id of text that no piece can spell."""
         return int(self._processor.unk_id())
 
     @property
     def spells_bytes(self) -> bool:
-        """Whether it is spelled in bytes instead."""
+        """True if the model has byte pieces, which spell text that no other piece can."""
         return any(self._processor.IsByte(i) for i in range(self.vocab_size))
 
     def _find(self, *pieces: str) -> int | None:
-        """The id of the first of these pieces that the model has."""
+        """Return the id of the first of these pieces that the model has, else None."""
         for piece in pieces:
             i = self._processor.PieceToId(piece)
             if self._processor.IdToPiece(i) == piece:  # an unknown piece gives the id of <unk>
@@ -112,7 +112,7 @@ class SentencePieceTokenizer:
         return None
 
     def _word_tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool [vocab_size] each: pieces that begin a word themselves, and pieces behind which one begins."""
+        """bool [vocab_size] each: pieces that begin a word, and pieces after which one begins."""
         processor, size = self._processor, self.vocab_size
         text = [processor.IdToPiece(i).replace(_SPACE, " ") for i in range(size)]
         special = np.array([processor.IsControl(i) or processor.IsUnknown(i) for i in range(size)])

@@ -1,11 +1,11 @@
-"""A SentencePiece model as the tokenizers library computes it, for programs that read ``tokenizer.json``.
+"""Conversion of a SentencePiece model to the tokenizers library, for programs that read ``tokenizer.json``.
 
-BPE is made from pieces and scores: pairs are merged in the order of the scores of what comes of them. What kind of model a .model file
-holds, and how it changes text before, is not asked of it; instead the result is believed if it gives the same ids on many texts. A unigram
-model, and a normalisation that is not the identity, do not get through, and are not made here: of two ways to cut a text that are as likely
-SentencePiece takes the one that its sums of 32 bits, rounded at each piece, leave ahead (in one text of some hundreds, runs of "=" above
-all), where the library sums in 64; and the library's Precompiled looks at the first letters of a cluster alone (a full-width A with an
-accent behind it loses the accent).
+BPE is built from pieces and scores: pairs are merged in the order of the scores of the resulting pieces. The type of the model and its
+text normalisation are not read from the .model file; instead the result is accepted if it gives the same ids on many texts. Unigram
+models, and normalisations other than the identity, fail this test and are not converted: among equally likely segmentations
+SentencePiece takes the one favoured by its 32-bit sums, rounded at each piece (it matters in one text of some hundreds, mostly in runs
+of "="), whereas the library sums in 64 bits; and the library's Precompiled normaliser looks only at the first characters of a cluster (a
+full-width A followed by an accent loses the accent).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PROBES = (
 
 
 def library_tokenizer(model: SentencePieceTokenizer, texts: Iterable[str] = ()) -> Any | None:
-    """The same tokenizer of the library, or None if there is none that gives the same ids.
+    """Convert a model to a tokenizer of the library; None if the result does not give the same ids.
 
     Args:
-        texts: compared beside a few that are hard.
+        texts: texts to compare, besides a few hard cases.
     Raises:
-        ConfigError: the tokenizers package is absent.
+        ConfigError: the tokenizers package is not installed.
     """
     import_tokenizers()
     pieces = model.scored_pieces()
@@ -41,14 +41,14 @@ def library_tokenizer(model: SentencePieceTokenizer, texts: Iterable[str] = ()) 
 
 
 def pieces_have_their_ids(model: SentencePieceTokenizer) -> bool:
-    """Whether a program that looks up the names of a text's pieces finds the ids of the text, whatever the text spells out."""
+    """Return whether looking up a text's pieces by name gives the ids of the text, whatever the text spells out."""
     names = [piece for piece, _ in model.scored_pieces()]
     spelled = [f"{front}{name}{behind}" for name in names for front, behind in (("", ""), ("a", "a")) if len(name) > 1]
     return all(model.ids_of_pieces(text) == model.encode(text) for text in [*_PROBES, *spelled])
 
 
 def _spelled(pieces: Sequence[tuple[str, float]]) -> list[str]:
-    """All pieces as text, some in each."""
+    """Return texts that together spell out all pieces, several pieces in each."""
     words = [piece.replace(_SPACE, " ") for piece, _ in pieces]
     together = ["".join(words[at : at + 50]) for at in range(0, len(words), 50)]
     return together + [" ".join(words[at::97]) for at in range(min(97, len(words)))]
@@ -65,7 +65,7 @@ def _bpe(model: SentencePieceTokenizer, pieces: Sequence[tuple[str, float]]) -> 
 
 
 def _merges(vocab: dict[str, int], pieces: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best pieces first."""
+    """Return every way to merge two pieces into a third, ordered by the score of the result."""
     found = []
     for piece, score in pieces:
         ways = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in vocab and piece[at:] in vocab]

@@ -1,4 +1,4 @@
-"""What every tokenizer can do."""
+"""Interface of the tokenizers, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ MAX_BYTES = 64 << 20
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; an instance is read-only and may be used from several threads."""
+    """Converter of text to ids and back; instances are read-only and thread-safe."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are 0 to this, exclusive; the end-of-document id is one of them."""
+        """Number of ids, which are 0 to ``vocab_size - 1`` and include the end-of-document id."""
         ...
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """Id that ends a document."""
         ...
 
     @property
     def cls(self) -> int | None:
-        """The id before a BERT sample; this and the next three are None where the vocabulary has no such token."""
+        """Id at the start of a BERT sample; this and the next three are None if the vocabulary has no such token."""
         ...
 
     @property
     def sep(self) -> int | None:
-        """The id behind each of its segments."""
+        """Id at the end of each segment of a BERT sample."""
         ...
 
     @property
     def mask(self) -> int | None:
-        """The id in the place of a token that has to be guessed."""
+        """Id that replaces a token to predict."""
         ...
 
     @property
     def pad(self) -> int | None:
-        """The id that fills up a row."""
+        """Id that fills up a row."""
         ...
 
     def starts_word(self, ids: np.ndarray) -> np.ndarray:
-        """bool [n]: whether each of the ids (int64 [n], all inside the vocabulary) begins a word; the others continue the one before."""
+        """Return bool [n]: whether each of the ids (int64 [n], all in the vocabulary) begins a word; others continue the previous one."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without ``eod``."""
+        """Encode a text, without ``eod``."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; never fails on ids inside the vocabulary."""
+        """Decode ids; never fails on ids in the vocabulary."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides what ``encode`` returns."""
+        """Return a hash of everything that determines what ``encode`` returns."""
         ...
 
 
 def well_formed(text: str) -> str:
-    """The text with lone surrogates (JSON can carry them, UTF-8 cannot) replaced by U+FFFD, and pairs of them joined."""
+    """Replace lone surrogates (possible in JSON, but not in UTF-8) by U+FFFD, and join pairs of surrogates."""
     try:
         text.encode("utf-8")
         return text
@@ -74,7 +74,7 @@ def well_formed(text: str) -> str:
 
 
 def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
-    """The whole file. Raises DataError: it cannot be read, is empty, or larger than this."""
+    """Read a whole file. Raises DataError: it cannot be read, is empty, or is larger than ``max_bytes``."""
     try:
         with open(path, "rb") as file:
             contents = file.read(max_bytes + 1)
@@ -88,7 +88,7 @@ def read_bounded(path: Path, max_bytes: int, rule: str) -> bytes:
 
 
 class SpecialTokens(NamedTuple):
-    """The ids that BERT needs."""
+    """Ids of the special tokens that BERT needs."""
 
     cls: int
     sep: int
@@ -97,7 +97,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Raises ConfigError if the vocabulary lacks one of them; names it."""
+    """Return BERT's special tokens. Raises ConfigError, which names those that the vocabulary lacks."""
     found = {name: getattr(tokenizer, name) for name in SpecialTokens._fields}
     lacking = [f"[{name.upper()}]" for name, token in found.items() if token is None]
     if lacking:

@@ -1,11 +1,11 @@
-"""Train a tokenizer: a SentencePiece model that gives back exactly the text it was given, or BERT's WordPiece.
+"""Training of tokenizers: a SentencePiece model that reproduces its input text exactly, or BERT's WordPiece.
 
-SentencePiece: no normalisation, no space put in front, no space taken away; a newline is a piece of its own, runs of spaces can be
-pieces, and what has no piece is spelled in bytes. BPE, because it trains in seconds where the unigram model takes a minute and compresses
-no worse (3.35 against 3.31 bytes per token on Python's own sources). Lines are picked evenly over the documents and in their order, with
-one thread, so the same text gives the same model, byte for byte. With BERT's tokens, which no text can spell, a space is put in front, so
-that a word has the same pieces at the beginning of a sentence as within it.
-WordPiece: the tokenizers library, on the same lines; the result is a ``vocab.txt`` as BERT's.
+SentencePiece: no normalisation, and spaces are neither added in front nor removed; a newline is a separate piece, runs of spaces can be
+pieces, and text without a piece is spelled in bytes. The model type is BPE, which trains in seconds where the unigram model takes a
+minute, and compresses as well (3.35 against 3.31 bytes per token on Python's own sources). Lines are sampled evenly over the documents
+and in order, and training has one thread, so the same text gives the same model, byte for byte. With BERT's special tokens, which no text
+can spell, a space is added in front, so that a word has the same pieces at the beginning of a sentence as within it.
+WordPiece: trained by the tokenizers library on the same lines; the result is a ``vocab.txt`` like BERT's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BERT_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class TrainReport(NamedTuple):
-    """A trained model: its size, what it was trained on, and bytes of text per token on a part of that."""
+    """Result of training: size of the vocabulary, bytes of training text, and bytes of text per token on a part of it."""
 
     vocab_size: int
     num_sampled_bytes: int
@@ -46,17 +46,17 @@ class TrainReport(NamedTuple):
 def train_sentencepiece(
     texts: Iterable[str], model: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, bert: bool = False
 ) -> TrainReport:
-    """Train on ``texts`` and write ``model``, whole or not at all.
+    """Train a SentencePiece model on ``texts`` and write it to ``model``, atomically.
 
     Args:
         texts: documents.
         model: path of the ``.model`` file.
-        vocab_size: ids, the 256 bytes and the end of a document (``<eod>``) among them.
-        sample_bytes: about how much of the text to train on.
-        bert: with [PAD], [CLS], [SEP] and [MASK].
+        vocab_size: number of ids, including the 256 bytes and the end-of-document token (``<eod>``).
+        sample_bytes: approximate amount of text to train on.
+        bert: add [PAD], [CLS], [SEP] and [MASK].
     Raises:
-        ConfigError: a vocabulary that cannot be, or no sentencepiece.
-        DataError: too little text for so many pieces.
+        ConfigError: ``vocab_size`` is too small, or sentencepiece is not installed.
+        DataError: there is too little text for so many pieces.
         DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
@@ -87,14 +87,14 @@ def train_sentencepiece(
 def train_wordpiece(
     texts: Iterable[str], vocab_file: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES, lowercase: bool = True
 ) -> TrainReport:
-    """Train on ``texts`` and write ``vocab_file``, whole or not at all; the special tokens are its first lines.
+    """Train WordPiece on ``texts`` and write ``vocab_file``, atomically; the special tokens are its first lines.
 
     Args:
-        vocab_size: ids, at most: little text gives fewer.
-        lowercase: for BertWordPieceLowerCase, else for BertWordPieceCase.
+        vocab_size: maximum number of ids; little text gives fewer.
+        lowercase: True for BertWordPieceLowerCase, False for BertWordPieceCase.
     Raises:
-        ConfigError: a vocabulary that cannot be, or no tokenizers.
-        DataError: no text. DiskError: the file cannot be written.
+        ConfigError: ``vocab_size`` is too small, or the tokenizers package is not installed.
+        DataError: there is no text. DiskError: the file cannot be written.
     """
     if vocab_size < _MIN_WORDPIECES:
         raise ConfigError(f"vocab_size ({vocab_size}) must be at least {_MIN_WORDPIECES}: five special tokens and some letters")
@@ -117,7 +117,7 @@ def train_wordpiece(
 
 
 def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], list[str]]:
-    """The ``most`` most frequent letters in order, and those of them that continue words."""
+    """Return the ``most`` most frequent letters in order, and those of them that continue words."""
     words: Counter[str] = Counter()
     for line in lines:
         words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line)))
@@ -131,10 +131,10 @@ def _alphabet(tokenizer: Any, lines: list[str], most: int) -> tuple[list[str], l
 
 
 def texts_of_jsonl(path: str | Path, key: str = "text") -> Iterator[str]:
-    """The texts of a JSONL file.
+    """Yield the texts of a JSONL file.
 
     Raises:
-        DataError: no such file, or a line without this text (named by its number).
+        DataError: the file cannot be read, or a line has no such text (named by its number).
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -165,7 +165,7 @@ def _lines(texts: Iterable[str], sample_bytes: int) -> list[str]:
 
 
 def _sample(texts: list[str], sample_bytes: int) -> list[str]:
-    """Lines of all texts; evenly spaced ones when they are more than ``sample_bytes``."""
+    """Return the lines of all texts, or evenly spaced ones if they exceed ``sample_bytes``."""
     lines = [line for text in texts for line in text.split("\n") if 0 < len(line) <= _MAX_LINE_BYTES // 4]
     total = sum(len(line.encode()) for line in lines)
     count = len(lines) if total <= sample_bytes else len(lines) * sample_bytes // total

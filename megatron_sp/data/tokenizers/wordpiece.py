@@ -1,9 +1,9 @@
-"""BERT's WordPiece with a ``vocab.txt``, cased or not; the tokenizers library does the work and is imported when the first is made.
+"""BERT's WordPiece with a ``vocab.txt``, cased or not; based on the tokenizers library, which is imported on first use.
 
-The same ids as Hugging Face's BertTokenizer without special tokens around the text: text is cleaned, Chinese characters stand alone,
-lower case also takes accents away, words are split at white space and punctuation, and each is spelled with the longest pieces from its
-left, those that continue a word written with "##". What cannot be spelled is [UNK]. A special token written out in the text is that
-token.
+The ids are those of Hugging Face's BertTokenizer without special tokens added around the text: text is cleaned, Chinese characters are
+separate words, lower-casing also removes accents, text is split at white space and punctuation, and each word is split greedily into the
+longest pieces from the left, where pieces that continue a word begin with "##". A word that cannot be split is [UNK]. A special token
+spelled out in the text is encoded as that token.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _MAX_WORD_CHARACTERS = 100  # a longer word is [UNK], as in BERT's own tokenizer
 
 
 class BertWordPieceTokenizer(LibraryTokenizer):
-    """A WordPiece vocabulary. A document ends with [SEP], or with [UNK] if there is none. Case, accents and white
-    space that the vocabulary does not know are lost.
+    """Tokenizer from a WordPiece vocabulary; a document ends with [SEP], or with [UNK] if there is none.
+
+    Decoding does not restore the original white space nor, with ``lowercase``, case and accents.
 
     Args:
         vocab_file: ``vocab.txt``, one piece per line; the line number from 0 is the id.
-        lowercase: fold case and accents, as BertWordPieceLowerCase.
+        lowercase: fold case and accents, as BertWordPieceLowerCase does.
     Raises:
-        DataError: no such file, or one that is no vocabulary (names the line).
-        ConfigError: the tokenizers package is absent.
+        DataError: the file is missing, or is not a vocabulary (names the line).
+        ConfigError: the tokenizers package is not installed.
     """
 
     def __init__(self, vocab_file: str | Path, lowercase: bool) -> None:
@@ -52,7 +53,7 @@ class BertWordPieceTokenizer(LibraryTokenizer):
 
 
 def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
-    """The library's tokenizer with BERT's steps and this vocabulary."""
+    """Return a tokenizer of the library with BERT's steps and this vocabulary."""
     import_tokenizers()
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -66,7 +67,7 @@ def wordpiece_model(vocab: dict[str, int], lowercase: bool) -> Any:
 
 
 def _read(path: Path) -> tuple[bytes, dict[str, int]]:
-    """The file as it is, and its pieces with their ids in the order of these."""
+    """Return the raw file, and its pieces with their ids, in the order of the ids."""
     contents = read_bounded(path, _MAX_BYTES, "--vocab-file needs BERT's vocab.txt")
     try:
         lines = contents.decode("utf-8").removesuffix("\n").split("\n")

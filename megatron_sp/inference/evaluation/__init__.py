@@ -1,1 +1,1 @@
-"""How good a trained model is: perplexity, last words, multiple choice, masked tokens."""
+"""Evaluation of trained models: perplexity, last words, multiple choice, masked tokens."""

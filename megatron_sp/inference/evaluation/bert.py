@@ -1,7 +1,7 @@
-"""The evaluations of a BERT: masked tokens of a data set as in training, and the pseudo-perplexity of texts.
+"""Evaluation of BERT: masked tokens of a data set as in training, and the pseudo-perplexity of texts.
 
-Pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) hides every token of a text in turn, one at a time, and is the exponential of
-the mean loss of the hidden ones: a text of n tokens takes n rows. All functions are collective.
+Pseudo-perplexity (Salazar et al. 2020, arXiv:1910.14659) masks the tokens of a text one at a time, and is the exponential of the mean
+loss of the masked tokens: a text of n tokens takes n rows. All evaluations are collective.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Arrays = dict[str, np.ndarray]
 
 
 class BertEvaluation:
-    """One model with its tokenizer, on every rank of a team."""
+    """Evaluations of a BERT with its tokenizer, on every rank of a team."""
 
     def __init__(self, model: BertModel, tokenizer: Tokenizer, config: Config, reading: Reading, team: Team) -> None:
         self.model, self.tokenizer, self.config, self.reading, self.team = model, tokenizer, config, reading, team
 
     def of_data(self, prefix: str | Path, split: str | None, part: str) -> Numbers:
-        """Masked tokens, and sentence order, of one pass over a data set of sentences; what is hidden depends on the run's seed.
+        """Evaluate masked tokens and sentence order in one pass over a data set of sentences; the masking depends on the run's seed.
 
         Args:
-            split: weights of the parts, as in training; None: all of it is taken.
+            split: weights of the parts, as in training; None: use the whole data set.
             part: one of ``PARTS``.
         """
         with self.team.agree():
@@ -65,7 +65,7 @@ class BertEvaluation:
         )  # fmt: skip
 
     def of_text(self, path: str | Path) -> Numbers:
-        """Pseudo-perplexity; a text that is too long is cut into pieces, each read by itself."""
+        """Compute the pseudo-perplexity of texts; a text that is too long is split into pieces that are read separately."""
         with self.team.agree():
             special, room = special_tokens(self.tokenizer), self.reading.length - 2
             texts = encoded(self.tokenizer, read_documents(path, self.reading.limit), str(path))
@@ -103,7 +103,7 @@ class BertEvaluation:
 
     @torch.no_grad()
     def _batch(self, samples: list[Arrays]) -> list[float]:
-        """[loss, masked tokens, hits, loss of the order, hits of the order], sums over the samples, the same on every tp and sp rank."""
+        """Return [loss, masked tokens, hits, order loss, order hits], summed over the samples, the same on every tp and sp rank."""
         batch: MicroBatch = {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
         order = batch.get("order", torch.zeros(len(samples), dtype=torch.int64))
         counted = float(batch["loss_mask"].sum())

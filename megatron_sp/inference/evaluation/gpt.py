@@ -1,4 +1,4 @@
-"""The evaluations of a GPT: from files to numbers. All are collective: every rank calls them and gets the same."""
+"""Evaluations of GPT on files. All are collective: every rank calls them and gets the same numbers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PARTS = ("train", "valid", "test")
 
 
 class Reading(NamedTuple):
-    """How texts are read.
+    """Options for reading texts.
 
     Attributes:
-        length: tokens at once.
-        stride: by how many the next window begins later.
-        batch_size: rows of a forward pass.
-        limit: documents or items, the first ones; None: all.
+        length: tokens per window.
+        stride: offset in tokens between consecutive windows.
+        batch_size: rows per forward pass.
+        limit: use only so many documents or items, from the first; None: all.
     """
 
     length: int
@@ -39,19 +39,19 @@ class Reading(NamedTuple):
 
 
 class GPTEvaluation:
-    """One model with its tokenizer, on every rank of a team."""
+    """Evaluations of a GPT with its tokenizer, on every rank of a team."""
 
     def __init__(self, model: GPTModel, tokenizer: Tokenizer, reading: Reading, team: Team) -> None:
         self.model, self.tokenizer, self.reading, self.team = model, tokenizer, reading, team
 
     def of_data(self, prefix: str | Path, split: str | None, part: str) -> Numbers:
-        """Loss on a data set, whose documents are joined as in training: a window may hold several, and their ends count.
+        """Compute the loss on a data set whose documents are concatenated as in training, with end-of-document tokens scored too.
 
         Args:
-            split: weights of the parts, as in training; None: all of it is taken.
+            split: weights of the parts, as in training; None: use the whole data set.
             part: one of ``PARTS``.
         Raises:
-            DataError: files that cannot be read, a token outside the vocabulary, fewer than two tokens.
+            DataError: a file cannot be read, a token is outside the vocabulary, or there are fewer than two tokens.
         """
         with self.team.agree():
             tokens = self._tokens_of(prefix, split, part)
@@ -73,7 +73,7 @@ class GPTEvaluation:
         return tokens
 
     def of_text(self, path: str | Path) -> Numbers:
-        """Loss on texts, each by itself: its first token follows the end of a document, its end is not scored."""
+        """Compute the loss on separate texts: each follows an end-of-document token, its own end is not scored."""
         with self.team.agree():
             texts = read_documents(path, self.reading.limit)
             rows = [
@@ -83,14 +83,14 @@ class GPTEvaluation:
         return measures.perplexity(self._score(rows), sum(len(text.encode("utf-8", "replace")) for text in texts))
 
     def of_last_words(self, path: str | Path) -> Numbers:
-        """Is the last word of a text what the model would have said (LAMBADA, arXiv:1606.06031)?"""
+        """Evaluate whether the model predicts the last word of each text (LAMBADA, arXiv:1606.06031)."""
         with self.team.agree():
             items = read_last_words(path, self.reading.limit)
             rows = [self._continuation(item.context, item.word, item.where) for item in items]
         return measures.last_word(self._score(rows))
 
     def of_choices(self, path: str | Path) -> Numbers:
-        """Which of several continuations is the likeliest? A space is put in front of each where neither side brings white space."""
+        """Evaluate multiple choice by the likeliest continuation; a space is inserted unless context or choice has white space there."""
         with self.team.agree():
             items = read_choices(path, self.reading.limit)
             rows = [

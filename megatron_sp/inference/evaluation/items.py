@@ -1,4 +1,4 @@
-"""Files of texts and questions; what is wrong with them is said with the line."""
+"""Reading of files with texts and questions; error messages name the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_sp.utils.errors import DataError
 
 
 class LastWord(NamedTuple):
-    """A text whose last word is to be found; the word has its space in front."""
+    """A text whose last word is to be predicted; the word has a leading space."""
 
     context: str
     word: str
@@ -18,7 +18,7 @@ class LastWord(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """A question with several answers, one of which is right."""
+    """A question with several answers, one of which is correct."""
 
     context: str
     choices: tuple[str, ...]
@@ -27,7 +27,7 @@ class Choices(NamedTuple):
 
 
 def read_text(path: str | Path) -> str:
-    """Raises DataError if the file is absent or no UTF-8."""
+    """Read a UTF-8 text file. Raises DataError if it cannot be read or is not UTF-8."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -37,10 +37,10 @@ def read_text(path: str | Path) -> str:
 
 
 def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
-    """The texts of a file: one in each line's ``text`` of a .jsonl, else all of it.
+    """Read the texts of a file: the ``text`` field of each line of a .jsonl or .json file, else the whole file as one text.
 
     Raises:
-        DataError: nothing there, or a line that is no such object; with its number.
+        DataError: there is no text, or a line is not such an object; the message has its number.
     """
     if Path(path).suffix not in (".jsonl", ".json"):
         texts = [read_text(path)]
@@ -53,7 +53,7 @@ def read_documents(path: str | Path, limit: int | None = None) -> list[str]:
 
 
 def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord]:
-    """Raises DataError: a line that is no object with a ``text`` of at least two words; with its number."""
+    """Read texts and split off their last words. Raises DataError if a line is not an object with a ``text`` of at least two words."""
     found = []
     for where, row in read_objects(path, limit):
         text = _string(row, "text", where).rstrip()
@@ -65,7 +65,7 @@ def read_last_words(path: str | Path, limit: int | None = None) -> list[LastWord
 
 
 def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
-    """Raises DataError: a line that is no object with ``context``, ``choices`` and ``answer``; with its number."""
+    """Read multiple-choice questions. Raises DataError if a line is not an object with ``context``, ``choices`` and ``answer``."""
     found = []
     for where, row in read_objects(path, limit):
         context, choices, answer = _string(row, "context", where), row.get("choices"), row.get("answer")
@@ -78,10 +78,10 @@ def read_choices(path: str | Path, limit: int | None = None) -> list[Choices]:
 
 
 def read_objects(path: str | Path, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of each line that is not empty, the first ``limit`` of them.
+    """Return (file and line, object) of each non-empty line of a JSON lines file, at most the first ``limit``.
 
     Raises:
-        DataError: a line that is no JSON object, or a file without any.
+        DataError: a line is not a JSON object, or there is none.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     for number, line in enumerate(read_text(path).split("\n"), 1):

@@ -1,7 +1,7 @@
-"""From scores to the numbers that are reported.
+"""Metrics with standard errors, computed from scores.
 
-Standard errors take the independent pieces for what they are: windows of a text, not tokens (which depend on their neighbours); items of a
-list of questions. With S_w the loss of window w, n_w its tokens, N all tokens and m = sum S / N the mean:
+Standard errors are based on independent units: windows of a text, not tokens (which depend on their neighbours), or questions. With S_w
+the loss of window w, n_w its number of tokens, W the number of windows, N that of all tokens and m = sum S / N the mean:
 
     stderr(m) = sqrt( W / (W - 1) * sum_w (S_w - n_w m)^2 ) / N
 """
@@ -18,11 +18,11 @@ Numbers = dict[str, float | int | None]
 
 
 def perplexity(scores: Sequence[RowScore], num_bytes: int | None) -> Numbers:
-    """Of a text.
+    """Compute the perplexity of a text, and related numbers.
 
     Args:
-        scores: of its windows.
-        num_bytes: of UTF-8, if all of the text was scored; else there are no bits per byte.
+        scores: the scores of its windows.
+        num_bytes: bytes of UTF-8, if all of the text was scored; None: no bits per byte.
     """
     total, count = math.fsum(s.loss for s in scores), sum(s.num_tokens for s in scores)
     mean = total / count
@@ -35,7 +35,7 @@ def perplexity(scores: Sequence[RowScore], num_bytes: int | None) -> Numbers:
 
 
 def last_word(scores: Sequence[RowScore]) -> Numbers:
-    """Accuracy: every token of the word is the likeliest; perplexity: of the word, not of its tokens."""
+    """Compute last-word accuracy (every token of the word is the likeliest) and perplexity, per word, not per token."""
     right = [float(s.hits == s.num_tokens) for s in scores]
     losses = [s.loss for s in scores]
     mean = math.fsum(losses) / len(losses)
@@ -46,10 +46,10 @@ def last_word(scores: Sequence[RowScore]) -> Numbers:
 
 
 def multiple_choice(items: Sequence[Choices], losses: Sequence[Sequence[float]]) -> Numbers:
-    """The likeliest choice (acc), and the likeliest for its length in bytes (acc_norm), the first of equals.
+    """Compute accuracy by the likeliest choice (acc) and by the likeliest per byte (acc_norm); ties go to the first.
 
     Args:
-        losses: of each item's choices.
+        losses: the losses of each item's choices.
     """
     plain, normed = [], []
     for item, of_item in zip(items, losses, strict=True):
@@ -63,7 +63,7 @@ def multiple_choice(items: Sequence[Choices], losses: Sequence[Sequence[float]])
 
 
 def stderr(values: Sequence[float]) -> float | None:
-    """Of the mean of independent values; None for a single one."""
+    """Return the standard error of the mean of independent values; None for a single value."""
     n = len(values)
     if n < 2:
         return None
@@ -72,7 +72,7 @@ def stderr(values: Sequence[float]) -> float | None:
 
 
 def clustered_stderr(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Of the mean over all tokens of pieces that are independent as a whole; None for a single piece."""
+    """Return the standard error of the mean per token, where pieces are independent but not their tokens; None for a single piece."""
     pieces, total = len(sums), sum(counts)
     if pieces < 2:
         return None
@@ -81,5 +81,5 @@ def clustered_stderr(sums: Sequence[float], counts: Sequence[int]) -> float | No
 
 
 def safe_exp(value: float) -> float:
-    """e to the value; inf where that is no number any more."""
+    """Return e to the value, or inf if that would overflow."""
     return math.exp(value) if value < 709 else math.inf

@@ -1,6 +1,6 @@
-"""What is scored: rows of tokens, and which of them count.
+"""Rows of tokens for scoring, and which of their tokens count.
 
-A row is at most one more token than the model reads at once: all but the last go in, all but the first are what it should have said.
+A row has at most one more token than the model reads at once: all but the last are its input, all but the first its labels.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_sp.utils.errors import DataError
 
 
 class ScoredTokens(NamedTuple):
-    """A stretch of tokens for one forward pass.
+    """Tokens of one row of a forward pass.
 
     Attributes:
         tokens: the model reads all but the last.
-        first: how many of its predictions do not count, from the first on: ``tokens[first + 1:]`` is what is scored.
+        first: number of leading predictions that are not scored: ``tokens[first + 1:]`` are scored.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -31,7 +31,7 @@ class ScoredTokens(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list[int]]:
-    """The tokens of each text. Raises DataError: there are none at all, for some tokenizers leave out what they do not know."""
+    """Encode texts. Raises DataError if there are no tokens at all, as some tokenizers drop what they do not know."""
     found = [tokenizer.encode(text) for text in texts]
     if not any(found):
         raise DataError(f"{where}: the tokenizer has no token for any of it: is it the one that the model was trained with?")
@@ -39,13 +39,13 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], where: str) -> list[list
 
 
 def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[ScoredTokens]:
-    """Rows that score every token but the first exactly once.
+    """Yield rows in which every token but the first is scored exactly once.
 
     Args:
-        tokens: a document, or many of them joined.
+        tokens: a document, or several concatenated.
         length: tokens that the model reads at once.
-        stride: by how many the next window begins later; at ``length`` they do not overlap, below it every token but those of the first
-            window has at least ``length - stride`` tokens in front of it.
+        stride: offset between consecutive windows; with ``length`` they do not overlap, with less every scored token after the first
+            window has at least ``length - stride`` tokens of context.
     """
     scored, start = 0, 0  # the labels 1 to ``scored`` have had their turn
     while scored < len(tokens) - 1:
@@ -55,16 +55,16 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> Ite
 
 
 def continuation(tokenizer: Tokenizer, context: str, text: str, length: int, where: str) -> ScoredTokens:
-    """How a text goes on: the tokens of ``context + text``, of which those of ``text`` are scored.
+    """Return a row with the tokens of ``context + text``, of which those of ``text`` are scored.
 
-    Both are encoded together, as they would be in a corpus, and cut where the context alone ends, with its last spaces counted to the
-    text. A context that is too long loses its beginning; an empty one is the end of a document.
+    Both are encoded together, as they would be in a corpus, and split where the encoding of the context alone ends; trailing spaces of
+    the context belong to the text. A context that is too long is truncated on the left; an empty one becomes an end-of-document token.
 
     Args:
         length: tokens that the model reads at once.
         where: for messages.
     Raises:
-        DataError: the text alone is too long, or has no token.
+        DataError: the text alone is too long, or has no tokens.
     """
     if not tokenizer.encode(text):  # nothing would be scored, or the context's last token
         raise DataError(f"{where}: the tokenizer has no token for '{text[:40]}': leave the line out, or use the tokenizer of the training")

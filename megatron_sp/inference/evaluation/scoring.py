@@ -1,8 +1,8 @@
-"""Running rows through a model in batches, which the copies of the model share.
+"""Scoring of rows in batches, distributed over the data-parallel replicas of a model.
 
-Batches are made before anybody looks at ranks: the longest rows first, so that rows of a batch are about equally long. Copy r of the
-model (dp) takes every dp-th batch; within a copy the tp and sp ranks work on it together. So every number is the one of one process, to
-rounding, in any layout.
+Batches are formed independently of the layout: longest rows first, so that the rows of a batch have similar lengths. Replica r of the
+model (dp) takes every dp-th batch; within a replica the tp and sp ranks work on it together. So in any layout every number equals that of
+a single process, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sp.utils.errors import NumericsError
 
 
 class RowScore(NamedTuple):
-    """What a model makes of a row's scored tokens: the sum of their losses (nats), how many there are, and how many it would have said."""
+    """Score of a row: sum of the losses of its scored tokens (nats), their number, and how many of them the model ranks first."""
 
     loss: float
     num_tokens: int
@@ -32,7 +32,7 @@ class RowScore(NamedTuple):
 
 
 class Progress:
-    """A line on stderr now and then."""
+    """Progress report, a line from time to time through ``say``."""
 
     def __init__(self, total: int, what: str, say: Callable[[str], None], every_s: float = 10.0) -> None:
         self.total, self.what, self.say, self.every_s = total, what, say, every_s
@@ -47,10 +47,10 @@ class Progress:
 
 
 def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]:
-    """The results of batches 0 to ``number - 1`` on every rank, as JSON. Collective.
+    """Return the results of batches 0 to ``number - 1`` on every rank, passed as JSON. Collective.
 
     Args:
-        run: computes one of them, together with the tp and sp ranks.
+        run: computes one batch, together with the other tp and sp ranks.
     """
     progress = Progress(number, "batches", team.say if sys.stderr is not None else lambda line: None)
     mine = {}
@@ -63,7 +63,7 @@ def run_batches(number: int, run: Callable[[int], Any], team: Team) -> list[Any]
 
 
 def score_rows(model: GPTModel, rows: Sequence[ScoredTokens], batch_size: int, team: Team) -> list[RowScore]:
-    """Every row's score, in order, on every rank. Collective.
+    """Return the score of every row, in order, on every rank. Collective.
 
     Raises:
         NumericsError: a loss is not finite.

@@ -1,1 +1,1 @@
-"""A completions endpoint for a model: requests, a queue, batches, HTTP."""
+"""Completions endpoint for a model: requests, queue, continuous batching, HTTP."""

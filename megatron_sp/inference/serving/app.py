@@ -1,8 +1,8 @@
-"""HTTP in front of the engine: OpenAI's completions, as JSON or as server-sent events.
+"""HTTP interface of the engine: OpenAI's completions API, as JSON or server-sent events.
 
-A request is checked in a worker thread, queued, and its pieces come back through an asyncio queue of its own. A client that goes away
-cancels its request. Bodies must be ``application/json``: a page in a browser cannot send that to another site without asking first, and
-here it is not allowed to.
+A request is checked in a worker thread and queued; its output arrives through an asyncio queue of its own. A client that disconnects
+cancels its request. Bodies must be ``application/json``: a browser page cannot send that to another site without a CORS preflight,
+which this server rejects.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Front:
-    """What the HTTP side knows.
+    """Configuration of the HTTP interface.
 
     Attributes:
-        model_name: as clients call it.
-        limits: of requests.
-        max_body_bytes: of a request's body.
-        api_key: that clients must send as a bearer token; None: anybody may ask.
-        loopback_only: names of other hosts in the Host header are refused (a web page may have made its own name point here).
+        model_name: the model's name for clients.
+        limits: limits of requests.
+        max_body_bytes: size limit of a request's body.
+        api_key: bearer token that clients must send; None: no authentication.
+        loopback_only: reject other names than the loopback's in the Host header (against DNS rebinding by a web page).
     """
 
     engine: Engine
@@ -50,7 +50,7 @@ class Front:
 
 
 def build_app(front: Front) -> Any:
-    """The ASGI application. Raises RuntimeError if starlette is not installed."""
+    """Build the ASGI application. Raises RuntimeError if starlette is not available."""
     starlette = availability.load("starlette")
     routing, responses = availability.load("starlette", "starlette.routing"), availability.load("starlette", "starlette.responses")
     handlers = _Handlers(front, responses)
@@ -109,7 +109,7 @@ class _Handlers:
         return self.responses.JSONResponse(answer.whole())
 
     async def _stream(self, job: Job, events: asyncio.Queue[Event], answer: _Answer) -> AsyncIterator[str]:
-        """Server-sent events; an error after the first is one of them."""
+        """Yield server-sent events; an error is sent as one of them."""
         try:
             while not answer.complete:
                 chunk = answer.add(await events.get())
@@ -124,7 +124,7 @@ class _Handlers:
             self.front.engine.cancel(job)  # the client may have gone
 
     async def _collect(self, events: asyncio.Queue[Event], request: Any, answer: _Answer) -> None:
-        """Wait for all pieces, with a look now and then whether somebody still wants them."""
+        """Wait for all pieces, checking regularly whether the client is still connected."""
         looked = time.monotonic()
         while not answer.complete:
             with contextlib.suppress(asyncio.TimeoutError):  # TimeoutError itself only from Python 3.11 on
@@ -160,7 +160,7 @@ class _Handlers:
         return {"id": self.front.model_name, "object": "model", "created": self.began, "owned_by": "local"}
 
     def _admit(self, request: Any) -> None:
-        """Raises ApiError: not for this client."""
+        """Raise ApiError if the request's host or API key is not accepted."""
         if self.front.loopback_only and request.url.hostname not in _LOOPBACK_NAMES:
             raise ApiError(403, "this server answers to 127.0.0.1, localhost and ::1 only: start it with --host for others")
         if self.front.api_key is not None:
@@ -181,7 +181,7 @@ class _Handlers:
 
 
 class _Answer:
-    """Collects the pieces of a request's choices."""
+    """Collector of the pieces of a request's choices."""
 
     def __init__(self, spec: Completion, model_name: str) -> None:
         self.spec = spec
@@ -196,7 +196,7 @@ class _Answer:
         return all(self._finish)
 
     def add(self, event: Event) -> dict[str, Any] | None:
-        """Take a piece; returns the chunk of a stream, if there is something to show.
+        """Add a piece; for a stream return the chunk to send, or None if there is nothing to send.
 
         Raises:
             ApiError: the event is one.
@@ -217,7 +217,7 @@ class _Answer:
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": self._usage()}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream with ``include_usage``."""
+        """Return the last chunk of a stream with ``include_usage``."""
         return self._head | {"choices": [], "usage": self._usage()}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The queue of requests and the thread that works on them, all that are there at once.
+"""Queue of requests and the thread that processes them, with continuous batching.
 
-    waiting --(a free row: the prompt is read)--> running --(a step: one token each, in one batch)--> done
+    waiting --(a free row: prefill of the prompt)--> running --(steps: one token each, in one batch)--> done
 
-Requests join and leave between steps, so a short one never waits for a long one's end. While others run at most one prompt is read between
-two steps; the samples of a prompt share its reading. A sequence in company has the tokens of one alone up to rounding of the batched
-products; with one row, exactly.
+Requests join and leave between steps, so a short one never waits for a long one to end. While others run, at most one prompt is prefilled
+between two steps; the samples of a prompt share its prefill. In a batch a sequence has the same tokens as alone up to the rounding of
+batched products; with one row, exactly the same.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Job:
     """A request in the engine.
 
     Attributes:
-        emit: called in the engine's thread with each piece; an ``ApiError`` is the last thing it gets.
-        deadline: of time.monotonic().
-        cancelled: nobody waits for it any more; may be set at any time.
+        emit: called in the engine's thread with each piece; after an ``ApiError`` it is not called again.
+        deadline: in the time of time.monotonic().
+        cancelled: the client is no longer waiting; may be set at any time.
     """
 
     spec: Completion
@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """A prompt that the model has read, of which more samples wait."""
+    """A prefilled prompt of which more samples are waiting."""
 
     job: Job
     prompt: Prompt
@@ -59,13 +59,13 @@ class _Read(NamedTuple):
 
 
 class Engine:
-    """Works on requests in a thread of its own, from ``start`` to ``stop``.
+    """Engine that processes requests in a thread of its own, from ``start`` to ``stop``.
 
     Args:
-        slots: the model.
-        tokenizer: the model's.
-        max_queue: sequences that may wait.
-        timeout_s: for a request, from its arrival to its last token.
+        slots: the model with its running sequences.
+        tokenizer: the model's tokenizer.
+        max_queue: number of sequences that may wait.
+        timeout_s: time limit of a request, from its arrival to its last token.
     """
 
     def __init__(self, slots: Slots, tokenizer: Tokenizer, max_queue: int, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ApiError: 429, there is no room; 503, the server is going down.
+            ApiError: 429 if the queue is full; 503 if the server is shutting down or broken.
         """
         job = Job(spec, emit, time.monotonic() + self._timeout_s)
         entries = [
@@ -111,19 +111,19 @@ class Engine:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for this request any more."""
+        """Cancel a request, as its client no longer waits or has been answered."""
         job.cancelled = True
         with self._changed:
             self._changed.notify()
 
     def drain(self, grace_s: float) -> None:
-        """Take nothing new; what is there has this long to finish, the rest gets 503. May be called from a signal handler,
-        and again to make it shorter."""
+        """Accept no more requests; present ones have this long to finish, then they get 503. May be called from a signal handler,
+        and again to shorten the time."""
         until = time.monotonic() + grace_s
         self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
 
     def stop(self) -> None:
-        """End the thread, and the other ranks."""
+        """Stop the thread, and the other ranks."""
         self._stopping = True
         with self._changed:
             self._changed.notify()
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many sequences run and wait."""
+        """Number of running and waiting sequences."""
         return {"running": len(self._running), "waiting": len(self._waiting)}
 
     # in the engine's thread
@@ -158,7 +158,7 @@ class Engine:
                 self._slots.idle()
 
     def _let_go(self) -> None:
-        """End what is cancelled or late."""
+        """End requests that are cancelled or have exceeded their time limit or that of ``drain``."""
         now = time.monotonic()
         drained = self._drain_until is not None and now > self._drain_until
         with self._changed:
@@ -207,7 +207,7 @@ class Engine:
                 return
 
     def _logits_of(self, entry: _Entry, stays: bool) -> Tensor:
-        """Of a prompt; with ``stays`` it has a row then. Read for its first sample, kept until its last."""
+        """Return the logits of a prompt, which is prefilled for its first sample and kept until its last; ``stays``: give it a row."""
         prompt, spec = entry.sequence.prompt, entry.sequence.spec
         more = entry.sequence.sample + 1 < spec.n
         if self._shared is not None and self._shared.prompt is prompt:
@@ -234,7 +234,7 @@ class Engine:
             entry.job.emit(piece)
 
     def _fail(self, error: Exception) -> None:
-        """All that runs ends with an error. A single process goes on; other ranks may be anywhere in a pass, so that is the end."""
+        """End running requests with an error. A single process goes on; with other ranks, whose state is unknown, the engine stops."""
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self._slots.has_followers:

@@ -1,6 +1,6 @@
-"""What a client may ask for: the body of ``POST /v1/completions``, checked field by field, with errors as OpenAI's API words them.
+"""Parsing and validation of the body of ``POST /v1/completions``, with errors in the format of OpenAI's API.
 
-What is not supported is refused, and never quietly ignored, unless it has the value that means nothing.
+Unsupported fields are rejected, never silently ignored, unless they have a value without effect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KNOWN = {
 
 
 class ApiError(Exception):
-    """A request that is not answered; becomes an error object of OpenAI's API."""
+    """Error of a request, returned as an error object of OpenAI's API."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,12 +42,12 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server allows.
+    """Limits that a server imposes on requests.
 
     Attributes:
-        max_positions: of the model.
-        max_tokens: generated for one choice, at most.
-        max_sequences: choices of one request, over all its prompts, at most: batch and queue together.
+        max_positions: context length of the model.
+        max_tokens: largest number of generated tokens of a choice.
+        max_sequences: largest number of choices of one request over all its prompts: size of batch and queue together.
     """
 
     max_positions: int
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, at least one, and the text that ``echo`` gives back; ``has_ends``: ends of documents are spelled out in it."""
+    """Token ids of a prompt, at least one, and its text for ``echo``; ``has_ends``: the text includes end-of-document tokens."""
 
     ids: list[int]
     text: str
@@ -66,7 +66,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that can be worked on; ``logprobs``: how many alternatives to show beside each token, None: nothing about probabilities."""
+    """A validated request; ``logprobs``: number of alternatives to return with each token, None: no log-probabilities."""
 
     prompts: list[Prompt]
     max_tokens: int
@@ -80,10 +80,10 @@ class Completion:
 
 
 def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limits) -> Completion:
-    """The request in a body of JSON.
+    """Parse a request's JSON body.
 
     Raises:
-        ApiError: what is wrong with it.
+        ApiError: it is invalid.
     """
     try:
         body = json.loads(data)
@@ -116,13 +116,13 @@ def parse_body(data: bytes, tokenizer: Tokenizer, model_name: str, limits: Limit
 
 
 def require_model(asked: Any, model_name: str) -> None:
-    """Raises ApiError: a client asks for a model, and it is not this one."""
+    """Raise ApiError if a client asks for another model than this one."""
     if asked is not None and asked != model_name:
         raise ApiError(404, f"there is no model {json.dumps(asked)[:100]}; this server has '{model_name}'", "model", "model_not_found")
 
 
 class _Fields:
-    """Values of the body with their types; null means that a field is absent."""
+    """Typed access to the fields of the body; null counts as missing."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -196,7 +196,7 @@ def _include_usage(value: Any) -> bool:
 
 
 def _prompts(value: Any, tokenizer: Tokenizer) -> list[Prompt]:
-    """A text, a list of texts, token ids, or a list of those."""
+    """Parse the prompt field: a text, a list of texts, token ids, or a list of lists of token ids."""
     if value is None or isinstance(value, str):
         return [_of_text(value or "", tokenizer)]
     if isinstance(value, list) and value:

@@ -1,4 +1,4 @@
-"""One choice of a request while it is generated: its tokens, its text up to a stop, and what is known of their probabilities."""
+"""State of one choice of a request during generation: its tokens, its text up to a stop, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_sp.inference.serving.request import Completion, Prompt
 
 @dataclass
 class TokenInfo:
-    """A token as ``logprobs`` shows it: its text, log-probability (None for the first of a prompt), likeliest others, place in the text.
+    """Entry of a token in ``logprobs``: its text, log-probability (None for the first of a prompt), top alternatives, text offset.
 
-    Tokens that are parts of one character have the place of that character.
+    Tokens that are parts of one character have the offset of that character.
     """
 
     text: str
@@ -29,14 +29,14 @@ class TokenInfo:
 
 @dataclass
 class Piece:
-    """What is new in a choice.
+    """New output of a choice.
 
     Attributes:
-        index: of the choice.
-        text: may be empty: some is held back until it is clear that no stop begins there.
-        tokens: what ``logprobs`` shows of the tokens behind it.
+        index: index of the choice.
+        text: new text; may be empty, as text that may be the beginning of a stop is held back.
+        tokens: ``logprobs`` entries of the new tokens.
         finish: "stop" or "length" at the end; else None.
-        num_new: generated tokens, the end of the document included.
+        num_new: number of newly generated tokens, including end-of-document.
     """
 
     index: int
@@ -47,13 +47,13 @@ class Piece:
 
 
 class StopText:
-    """Lets text through up to the first of some stops, and holds back what may be the beginning of one."""
+    """Filter that passes text up to the first stop, and holds back what may be the beginning of one."""
 
     def __init__(self, stops: Several[str]) -> None:
         self._stops, self._held = stops, ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """(what can be shown, whether a stop was found)."""
+        """Add text; return (text that can be shown, whether a stop was found)."""
         whole = self._held + text
         found = [at for at in (whole.find(stop) for stop in self._stops) if at >= 0]
         if found:
@@ -64,13 +64,13 @@ class StopText:
         return whole[: len(whole) - keep], False
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         held, self._held = self._held, ""
         return held
 
 
 class Sequence:
-    """A choice; ``begin`` with the prompt's logits, then ``next`` with those behind each of its tokens."""
+    """A choice during generation: call ``begin`` with the prompt's logits, then ``next`` with those after each generated token."""
 
     def __init__(self, spec: Completion, prompt: Prompt, index: int, sample: int, tokenizer: Tokenizer) -> None:
         self.spec, self.prompt, self.index, self.sample, self._tokenizer = spec, prompt, index, sample, tokenizer
@@ -82,14 +82,14 @@ class Sequence:
 
     @property
     def wants_all_logits(self) -> bool:
-        """Of its prompt."""
+        """True if the logits of all positions of the prompt are needed."""
         return self.spec.echo and self.spec.logprobs is not None and len(self.prompt.ids) > 1
 
     def begin(self, logits: Tensor) -> Piece:
-        """The prompt, if it is given back, and the first token.
+        """Return the prompt, if it is echoed, and the first token.
 
         Args:
-            logits: of the prompt's positions [s, v], or of its last alone [1, v].
+            logits: those of all positions of the prompt [s, v], or only of the last [1, v].
         """
         first = Piece(self.index, self.prompt.text if self.spec.echo else "")
         if self.spec.echo and self.spec.logprobs is not None:
@@ -104,7 +104,7 @@ class Sequence:
         """Choose the next token from its logits [v].
 
         Raises:
-            NumericsError: they are not finite.
+            NumericsError: the logits are not finite.
         """
         token = choose(logits, self.spec.sampling, self.sample, len(self.tokens))
         self.tokens.append(token)
@@ -139,7 +139,7 @@ class Sequence:
         return found
 
     def _describe(self, tokens: list[int], logits: Tensor, offset: int) -> TokenInfo:
-        """Of the last of the tokens."""
+        """Return the ``logprobs`` entry of the last token."""
         token, before = tokens[-1], tokens[-5:-1]
         told = torch.log_softmax(logits.double(), dim=0)
         best = told.topk(min(self.spec.logprobs or 0, told.numel()))
@@ -150,14 +150,14 @@ class Sequence:
         return TokenInfo(text, float(told[token]), top | {text: float(told[token])} if top else top, offset)
 
     def _text(self, before: list[int], token: int) -> str:
-        """What a token adds behind others: alone, a SentencePiece token would lose its space. A part of a character adds nothing yet."""
+        """Return the text that a token adds after others (a SentencePiece token alone loses its space), or its own if it adds none."""
         known, both = self._tokenizer.decode(before), self._tokenizer.decode([*before, token])
         added = both[len(known) :] if both.startswith(known) else ""
         return added or self._tokenizer.decode([token])
 
 
 def logprobs_of(tokens: list[TokenInfo]) -> dict[str, Any]:
-    """OpenAI's object of parallel lists."""
+    """Return OpenAI's ``logprobs`` object of parallel lists."""
     return {
         "tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": [t.top for t in tokens],
         "text_offset": [t.offset for t in tokens],

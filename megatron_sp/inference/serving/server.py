@@ -1,7 +1,7 @@
-"""The server's process: a socket, the engine beside it, and an orderly end.
+"""The server process: socket, engine, and graceful shutdown.
 
-SIGTERM and SIGINT close the door: nobody new gets in, requests that are there have a while to finish, what is left then gets 503, and
-the process exits with 0. A second SIGINT does not wait.
+On SIGTERM and SIGINT no new requests are accepted, present ones have a grace period to finish, the rest then gets 503, and
+the process exits with 0. A second SIGINT ends the grace period at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LAST_WORDS_S = 5.0  # to write the 503s
 
 
 def require_packages() -> None:
-    """Raises ConfigError: starlette or uvicorn is not installed; how to get them."""
+    """Raise ConfigError, with installation instructions, if starlette or uvicorn is not available."""
     lacking = [kernel.reason for name in ("starlette", "uvicorn") if not (kernel := availability.find(name)).available]
     if lacking:
         raise ConfigError(f"serving needs two small packages: {'; '.join(lacking)}. Install them with: pip install starlette uvicorn")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach it."""
+    """Return whether a host address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warning_about(host: str, *, has_key: bool) -> str | None:
-    """What to say of an address that others than programs on this machine can reach."""
+    """Return a warning for an address that is reachable from other machines; None for a loopback address."""
     if is_loopback(host):
         return None
     who = "whoever has the API key" if has_key else "anybody, without a password,"
@@ -45,10 +45,10 @@ def warning_about(host: str, *, has_key: bool) -> str | None:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Bound and not yet listening.
+    """Return a socket that is bound but not yet listening.
 
     Raises:
-        ConfigError: no such address, or the port is taken.
+        ConfigError: the address does not exist, or the port is in use.
     """
     made: socket.socket | None = None
     try:
@@ -66,13 +66,13 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(front: Front, door: socket.socket, grace_s: float, ready: Callable[[], None]) -> None:
-    """Answer until a signal comes; returns when all is finished.
+    """Serve requests until a signal arrives; return when all are finished.
 
     Args:
-        front: with an engine that has been started; it is stopped at the end.
-        door: of ``open_socket``.
-        grace_s: how long requests may take to finish.
-        ready: called when the first request can come.
+        front: its engine must have been started; it is stopped at the end.
+        door: a socket from ``open_socket``.
+        grace_s: grace period for requests to finish.
+        ready: called when the server accepts requests.
     """
     uvicorn: Any = availability.load("uvicorn")
 

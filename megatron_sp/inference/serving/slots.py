@@ -1,7 +1,7 @@
-"""The model with the sequences that it is working on, on every rank of a team.
+"""The model with the sequences in progress, on every rank of a team.
 
-Rank 0 decides; before it calls the model it tells the others what it will do, as a line of JSON, and they do the same. So the scheduler
-and HTTP exist once, and a model over tp or sp ranks is served like any other.
+Rank 0 decides; before it calls the model it sends the command to the other ranks as JSON, and they do the same. So the scheduler and
+HTTP exist only once, and a model on several tp or sp ranks is served like any other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STOP = "stop"
 
 
 class Slots:
-    """Up to ``max_rows`` sequences, in rows 0, 1, ... without gaps; where one goes, the last takes its row.
+    """Up to ``max_rows`` sequences in rows 0, 1, ... without gaps; when one is dropped, the last takes its row.
 
     Args:
-        model: this rank's part.
-        max_rows: sequences that are generated at once.
-        vocab_size: of the tokenizer; logits end there.
-        tell: gives the other ranks a command; None: there are none, or this is one of them.
+        model: this rank's part of the model.
+        max_rows: number of sequences generated at once.
+        vocab_size: vocabulary size of the tokenizer, to which logits are truncated.
+        tell: sends a command to the other ranks; None: there are none, or this is one of them.
     """
 
     def __init__(self, model: GPTModel, max_rows: int, vocab_size: int, tell: Callable[[list[Any]], None] | None = None) -> None:
@@ -38,7 +38,7 @@ class Slots:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         layers = len(self.model.stack.layers)
         self._prompt: KVCache | None = None  # of the prompt that was read last, for its further samples
         self._cache = BatchCache(layers, self.max_rows, self.model.config.max_positions)
@@ -48,10 +48,10 @@ class Slots:
         return len(self._cache.lengths)
 
     def read(self, tokens: list[int], keep: bool, everywhere: bool, more: bool = False) -> Tensor:
-        """Run a prompt, with ``keep`` into the next row.
+        """Prefill a prompt; with ``keep``, into the next row.
 
         Args:
-            everywhere: the logits of all its positions are wanted, not of the last alone.
+            everywhere: return the logits of all its positions, not only of the last.
             more: ``again`` will be called for it.
         Returns:
             Logits on the CPU, [s, v] or [1, v].
@@ -68,38 +68,38 @@ class Slots:
         return logits[:, : self.vocab_size].cpu()
 
     def again(self, more: bool) -> None:
-        """Put the prompt that was read last into another row; ``more``: and not for the last time."""
+        """Copy the prompt that was read last into another row; ``more``: ``again`` will be called once more."""
         self._tell(["again", more])
         assert self._prompt is not None, "the last prompt was not read to be used again"
         self._cache.add(self._prompt)
         self._prompt = self._prompt if more else None
 
     def forget(self) -> None:
-        """There will be no ``again`` of the last prompt."""
+        """Release the last prompt, for which ``again`` will not be called any more."""
         self._tell(["forget"])
         self._prompt = None
 
     def step(self, tokens: list[int]) -> Tensor:
-        """Give each row its next token; returns the logits behind them on the CPU, [rows, v]."""
+        """Append a token to each row; return the logits after them on the CPU, [rows, v]."""
         self._tell(["step", tokens])
         ids = torch.tensor(tokens, dtype=torch.int64, device=self._device)[:, None]
         mask = AttentionMask(causal=False, key_lengths=self._cache.lengths_with_new(self._device))
         return self.model.next_logits(ids, ForwardContext(mask, cache=self._cache))[:, : self.vocab_size].cpu()
 
     def drop(self, row: int) -> None:
-        """Forget a row; the last one has its number from now on."""
+        """Drop a row; the last one takes its number."""
         self._tell(["drop", row])
         self._cache.remove(row)
 
     def idle(self) -> None:
-        """Nothing is to be done; the others need not think that rank 0 is gone."""
+        """Send a no-op, so that the other ranks do not time out."""
         self._tell(["idle"])
 
     def stop(self) -> None:
-        """There will be nothing more."""
+        """End ``follow`` on the other ranks."""
         self._tell([STOP])
 
     def follow(self, hear: Callable[[], list[Any]]) -> None:
-        """Do what rank 0 does, until it stops; for all other ranks."""
+        """Execute the commands of rank 0 until it stops; for all other ranks."""
         while (command := hear())[0] != STOP:
             getattr(self, command[0])(*command[1:])

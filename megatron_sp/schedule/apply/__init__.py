@@ -1,1 +1,1 @@
-"""Changing a model as a schedule says: weights split, exchanges inserted, forwards replaced."""
+"""Application of a schedule to a model: weights split, exchanges inserted, forwards replaced."""

@@ -1,4 +1,4 @@
-"""What ``apply()`` leaves behind: a split model's way back to whole results, gradients and state dicts."""
+"""Result of ``apply()``: a split model, with ways back to whole results, gradients and state dicts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass
 class Applied:
-    """What has become of a model.
+    """A model to which a schedule has been applied.
 
     Attributes:
-        model: itself.
+        model: the model.
         mesh: over which it is split.
-        specs: where each parameter lies in the whole one, by its first name; ``sums`` of those whose gradient is summed over tp.
-        splits: by name, of all names of split parameters.
+        specs: where each parameter lies in the whole one, by its first name; with ``sums`` if its gradient is summed over tp.
+        splits: by name, under all names of split parameters.
         ulysses: how sequences are cut over sp; None: they are not.
-        zero: who has the parameters, gradients and the optimizer's state; None: the modules have.
-        seq_dim: of activations, over positions.
-        region: how long the sequence was that was cut over tp.
-        lines: all that were followed, those that nobody wrote because others imply them included.
+        zero: owner of parameters, gradients and optimizer state; None: the modules own them.
+        seq_dim: the dim of activations that runs over positions.
+        region: length of the sequence that was cut over tp.
+        lines: all lines that were applied, including those that others imply.
     """
 
     model: nn.Module
@@ -50,10 +50,10 @@ class Applied:
     lines: list[Directive] = field(default_factory=list)
 
     def complete(self, result: Any) -> Any:
-        """The model's result with all positions, where this rank has computed its own only. Collective over sp and tp.
+        """Return the model's result with all positions, where this rank has computed only its own. Collective over sp and tp.
 
-        Of a transformers result ``hidden_states`` and ``attentions`` are made whole too, if it was asked for them. A loss made of it, the
-        same on all ranks, has the right gradients; one made of what this rank has is a part, and is cheaper.
+        ``hidden_states`` and ``attentions`` of a transformers result are gathered too, if they were requested. A loss of the whole result,
+        the same on all ranks, has the right gradients; a loss of this rank's share is only a part of it, and cheaper.
 
         Raises:
             ConfigError: a plain tuple (``return_dict=False``) holds shares of these.
@@ -70,16 +70,16 @@ class Applied:
         return result if self.ulysses is None else self.ulysses.complete(result)
 
     def _is_record_share(self, heads: int | None, t: Tensor) -> bool:
-        """Whether it looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
+        """Return whether a tensor looks like [b, s/tp, h] of a region, or [b, n/tp, s, s] of attention."""
         size, length = self.mesh.tp.size(), self.region.positions
         cut = t.ndim == 3 and length > 0 and t.shape[self.seq_dim] * size == length
         return cut or (t.ndim == 4 and t.shape[1] * size == heads and t.shape[2] == t.shape[3])
 
     def finish_backward(self) -> None:
-        """Sum gradients that are parts: over tp of parameters used on a share of positions or heads, over dp and sp of all.
+        """Sum partial gradients: over tp for parameters used on a share of positions or heads, over dp and sp for all.
 
-        For a training loop of one's own, once after the last backward pass of a step; the loss is divided by the number of tokens of all
-        ranks. The project's own loop and ZeRO do it themselves.
+        For custom training loops, once after the last backward pass of a step; the loss is divided by the number of tokens of all ranks.
+        The project's own loop and ZeRO do it themselves.
         """
         if self.zero is not None:
             self.zero.finish()
@@ -91,7 +91,7 @@ class Applied:
             all_reduce(parameter.grad, self.mesh.dp_sp)
 
     def sum_parts(self, name: str, grad: Tensor) -> None:
-        """Over tp, in place, of one parameter."""
+        """Sum the gradient of one parameter over tp, in place."""
         for part in self.specs[name].sums:
             view = grad.narrow(self.specs[name].dim, part.start, part.length) if grad.ndim else grad
             places = view.new_zeros([part.num_slots, *view.shape])  # ranks that hold other rows leave zeros here
@@ -99,13 +99,13 @@ class Applied:
             view.copy_(all_reduce(places, self.mesh.tp)[part.slot])
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient there is, after ``finish_backward``. Collective with ZeRO."""
+        """Return this rank's part of each existing gradient, after ``finish_backward``. Collective with ZeRO."""
         if self.zero is not None:
             return self.zero.gradients_of_all()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """A whole tensor from all tp ranks' parts of a parameter, or of something that lies like it. Collective over tp."""
+        """Gather a whole tensor from all tp ranks' parts of a parameter, or of a tensor laid out like it. Collective over tp."""
         spec = self.specs[name]
         made = torch.zeros(spec.shape, dtype=local.dtype, device=local.device)
         if name in self.splits:
@@ -115,7 +115,7 @@ class Applied:
         return made.copy_(local)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Everything under the model's own names and shapes, on every rank, as before ``apply()``. Collective over tp."""
+        """Return the whole state dict, as before ``apply()``, on every rank. Collective over tp; with ZeRO over all ranks."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         found, made = {}, dict[int, Tensor]()
         sharded = {} if self.zero is None else self.zero.parameters()
@@ -130,10 +130,10 @@ class Applied:
         return found
 
     def load_full(self, state: dict[str, Tensor]) -> None:
-        """Take whole tensors, such as ``full_state_dict`` returns. What is on the meta device is made here, of this rank's size.
+        """Load whole tensors, such as ``full_state_dict`` returns. What is on the meta device is created here, at this rank's size.
 
         Raises:
-            ConfigError: one is missing, or has another shape; or a buffer without numbers is not among them.
+            ConfigError: a tensor is missing, or has another shape; a buffer on the meta device is missing; ZeRO has taken the parameters.
         """
         if self.zero is not None:
             raise ConfigError("load weights before ZeRO takes the parameters: give them to the model before apply()")
@@ -157,7 +157,7 @@ class Applied:
                 buffer.copy_(self._part(name, state[name]))
 
     def _fill(self, name: str, buffer: Tensor, state: dict[str, Tensor]) -> None:
-        """Raises ConfigError: nobody knows the numbers of a buffer that was made on the meta device."""
+        """Fill a buffer that was created on the meta device. Raises ConfigError if the state does not have it: its values are unknown."""
         if name not in state:
             raise ConfigError(
                 f"{name} is a buffer on the meta device, and no state has it, so its numbers are lost: make the model with its buffers"
@@ -174,9 +174,9 @@ class Applied:
         """Write the whole model as transformers does, for its ``from_pretrained``. Collective over all ranks; rank 0 writes.
 
         Args:
-            more: for the model's own ``save_pretrained``.
+            more: passed to the model's own ``save_pretrained``.
         Raises:
-            ConfigError: the model has none.
+            ConfigError: the model has no ``save_pretrained``.
         """
         save = original(self.model, "save_pretrained")
         if save is None:

@@ -1,10 +1,10 @@
-"""From the lines of a schedule to a changed model: parameters split, forwards exchanged, hooks put in place. Done once, in a fixed order:
+"""Conversion of a model as its schedule specifies: parameters split, forwards replaced, hooks registered. Done once, in a fixed order:
 
 replace, set     other modules and attributes
 split            parameters; tied ones together
 forwards         of split layers: those of ``megatron_sp.parallel``
 syncs, regions   hooks where tensors enter and leave
-rng, checkpoint  around what is there then
+rng, checkpoint  wrappers around the forwards of the steps above
 ulysses, zero    last
 """
 
@@ -42,7 +42,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class _Compiler:
-    """The state of one ``apply``."""
+    """State of one ``apply``."""
 
     def __init__(
         self, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool, multiple: int | None = None
@@ -56,11 +56,11 @@ class _Compiler:
         self.length = RegionLength()
 
     def first_names(self) -> dict[int, str]:
-        """Of each parameter, which may have several."""
+        """Return the first name of each parameter, which may have several, by identity."""
         return {id(p): name for name, p in self.model.named_parameters()}
 
     def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
-        """(line, path, module) of all lines of these kinds."""
+        """Yield (line, path, module) for all lines of these kinds; a module with several names once per line."""
         for directive in self.directives:
             if directive.do in kinds:
                 found = {path: self.model.get_submodule(path) for path in expand(self.model, directive.on)}
@@ -147,7 +147,7 @@ class _Compiler:
             setattr(module, attribute, value(old) if callable(value) else value)
 
     def require_settable(self, path: str, module: nn.Module, line: Directive) -> None:
-        """Raises ConfigError: it has two values, or what it sets is no setting: a method, a parameter, something of Python's."""
+        """Raise ConfigError if a line has two values, or its attribute is a method, a tensor, a module or a dunder attribute."""
         attribute, value = line.args["attribute"], line.args.get("value")
         if value is not None and "divide" in line.args:
             raise ConfigError(f"set {attribute!r} on {path} wants a value, or divide=, and not both ({line.where})")
@@ -163,7 +163,7 @@ class _Compiler:
     # parameters
 
     def asked(self) -> Iterator[Split]:
-        """All splits that lines ask for."""
+        """Yield all splits that lines ask for."""
         for directive, path, module in self.each("shard", "column", "row", "vocab_parallel"):
             args, where = directive.args, directive.where
             if directive.do == "shard":
@@ -172,7 +172,7 @@ class _Compiler:
                 yield from self.layer(directive, path, module)
 
     def layer(self, directive: Directive, path: str, module: nn.Module) -> Iterator[Split]:
-        """The splits of a whole layer."""
+        """Yield the splits of a whole layer."""
         kind, args, where = kind_of(module, path), directive.args, directive.where
         main = module._parameters.get(kind.main)
         if main is None and kind.main not in module._buffers:
@@ -203,7 +203,7 @@ class _Compiler:
         return make_split(full, shape, axis, args.get("blocks"), args.get("heads"), self.size, where, padded=padded, replicas=replicas)
 
     def extend_to_aliases(self) -> None:
-        """Another name of a split parameter, in a module that computes nothing with it itself, is split along."""
+        """Split the other names of a split parameter along with it, in modules that compute nothing with it themselves."""
         for names in names_of(self.model).values():
             chosen = [self.splits[name] for name in names if name in self.splits]
             for name in names:
@@ -215,7 +215,7 @@ class _Compiler:
                     )
 
     def check_biases(self) -> None:
-        """Raises ConfigError: outputs are split, and the bias that is added to them is not (E4)."""
+        """Raise ConfigError if outputs are split and the bias that is added to them is not (E4)."""
         for name, split in self.splits.items():
             path, _, last = name.rpartition(".")
             module = self.model.get_submodule(path)
@@ -230,7 +230,7 @@ class _Compiler:
                     )
 
     def check_layers(self) -> None:
-        """Raises ConfigError: a layer with another forward than before would compute less; a sum is repeated (E5)."""
+        """Raise ConfigError if a layer computes more than the forward that replaces its own, or a sum is repeated (E5)."""
         heads = {id(module) for _, _, module in self.each("vocab_parallel")}
         for path, module in self.model.named_modules():
             kind = find_kind(module)
@@ -242,7 +242,7 @@ class _Compiler:
             self.of_table(directive.args, path, module, directive.where)
 
     def split(self) -> None:
-        """Put each rank's part in the place of each parameter, under all its names."""
+        """Replace each split parameter, under all its names, and each split buffer by this rank's part."""
         by_id = names_of(self.model)
         for names in by_id.values():
             split = self.splits.get(names[0])
@@ -267,12 +267,12 @@ class _Compiler:
     # layers
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """Attributes that count what is split (groups, channels), by module, as the whole model has them."""
+        """Return the whole model's attributes that count what is split (groups, channels), by (id of the module, name)."""
         kinds = {id(module): (module, find_kind(module)) for module in self.model.modules()}
         return {(key, name): getattr(m, name) for key, (m, kind) in kinds.items() if kind is not None for name in kind.divided}
 
     def exchange_forwards(self, shapes: dict[str, tuple[int, ...]], counts: dict[tuple[int, str], int]) -> None:
-        """Args: shapes, counts: of the whole model."""
+        """Replace the forwards of split layers; ``shapes`` and ``counts`` are those of the whole model."""
         options = {id(module): (d.do, d.args) for d, _, module in self.each("column", "row", "vocab_parallel")}
         hooked = {id(module) for _, _, module in self.each("hook")}
         for path, module in self.model.named_modules():
@@ -332,7 +332,7 @@ class _Compiler:
             module.forward = forwards.other_row(module, kind, self.group, reduce, axis)  # type: ignore[method-assign]
 
     def follow(self, module: nn.Module, kind: Kind, attribute: str | None, dim: int) -> None:
-        """An attribute that holds a size holds this rank's."""
+        """Set an attribute that holds a size to this rank's size."""
         weight = module._parameters[kind.main]
         if weight is not None and attribute is not None and isinstance(getattr(module, attribute, None), int):
             setattr(module, attribute, weight.shape[dim])
@@ -340,7 +340,7 @@ class _Compiler:
     # hooks
 
     def put_syncs(self) -> None:
-        """In the order of the lines: a hook may prepare what a sync sends."""
+        """Register syncs and hooks in the order of the lines: a hook may prepare what a sync sends."""
         for directive, path, module in self.each("sync", "hook"):
             if directive.do == "hook":
                 self.put_hook(directive, module)
@@ -358,7 +358,7 @@ class _Compiler:
     def along_outputs(
         self, directive: Directive, path: str, module: nn.Module, change: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """An all_gather right behind a layer that is split by its outputs joins these, and no other axis, which shapes may not show."""
+        """Return ``change``, checked: an all_gather right behind a layer split by its outputs must join along these."""
         kind, args = find_kind(module), directive.args
         first = next(d for d, _, at in self.each("sync", "hook") if at is module and d.args["mode"] == "fwd_post")
         by_outputs = kind is not None and self.is_split(path, kind.main, kind.out_dims.get(kind.main, -1))
@@ -367,13 +367,13 @@ class _Compiler:
         return require_axis(change, args.get("axis", self.seq_dim), kind.out_axis, path, directive.where)
 
     def has_own_sum(self, path: str, module: nn.Module) -> bool:
-        """Whether a layer is split by rows, and its forward sums; that of an embedding leaves it to hooks where there are any."""
+        """Return whether a layer is split by rows and its forward sums; an embedding leaves the sum to hooks if it has any."""
         kind = find_kind(module)
         hooked = isinstance(module, nn.Embedding) and any(at is module for _, _, at in self.each("hook"))
         return kind is not None and not hooked and self.is_split(path, kind.main, kind.in_dims.get(kind.main, -1))
 
     def of_table(self, args: dict[str, Any], path: str, module: nn.Module, where: str) -> dict[str, Any]:
-        """What a sync behind an embedding that is split by words has to do, when the sum of it is made already."""
+        """Return the arguments of a sync; behind an embedding split by words, which has summed already, reduce_scatter becomes scatter."""
         if args["mode"] != "fwd_post" or not isinstance(module, nn.Embedding) or self.size == 1 or not self.has_own_sum(path, module):
             return args
         if args["op"] == "all_gather":
@@ -384,7 +384,7 @@ class _Compiler:
         return {**args, "op": "scatter"} if args["op"] == "reduce_scatter" else args
 
     def is_folded(self, directive: Directive, path: str, module: nn.Module) -> bool:
-        """The sum behind a layer split by rows is made in the layer, in front of its bias."""
+        """Return whether the sum of a sync behind a layer split by rows is made in the layer itself, in front of its bias."""
         return self.has_own_sum(path, module) and directive.args["op"] in (
             ("all_reduce",) if isinstance(module, nn.Embedding) else ("all_reduce", "reduce_scatter")
         )
@@ -420,7 +420,7 @@ class _Compiler:
         return scatter(x)
 
     def region(self, directive: Directive, enter: str) -> list[str]:
-        """The modules in a region: those that are said, or all that stand in one list with the first, and the last."""
+        """Return the modules in a region: those of ``inside``, or all that stand in one list with the first, and the last."""
         globs = [directive.args["inside"]] if "inside" in directive.args else [f"{enter.rpartition('.')[0]}.*"]
         return [*(path for glob in globs for path in expand(self.model, glob)), *expand(self.model, directive.args["leave"])]
 
@@ -477,21 +477,21 @@ def _joined(path: str, name: str) -> str:
 
 
 def length_multiple(directives: list[Directive], sp: int, tp: int) -> int:
-    """What the length of a sequence that is cut over sp is made a multiple of: in ``sequence()`` tp cuts it once more."""
+    """Return the multiple to which a sequence cut over sp is padded: in ``sequence()`` tp cuts it once more."""
     return sp * (tp if any(d.do == "sequence" for d in directives) else 1)
 
 
 def apply(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, *, rules: bool = True, multiple: int | None = None
 ) -> Applied:
-    """Change a model as these lines say, or, whatever is raised, not at all.
+    """Change a model as these lines specify; if anything is raised, the model is left unchanged.
 
     Args:
-        rules: ask what the lines must be among themselves; who looks at a part of the lines, or measures wrong ones, does not.
-        multiple: do what ``ulysses()`` asks on one rank, too, and pad lengths to a multiple of this: what a run on several ranks is
+        rules: check the rules on the lines; callers that apply some of the lines only, or measure wrong ones, do not.
+        multiple: apply ``ulysses()`` on one rank, too, and pad lengths to a multiple of this: the reference that a run on several ranks is
             compared with, step by step (default: one rank does nothing).
     Raises:
-        ConfigError: a line that cannot be.
+        ConfigError: an impossible line.
     """
     brought = [d.args["new"] for d in directives if d.do == "replace" and isinstance(d.args["new"], nn.Module)]
     with whole_or_not_at_all(model, *brought):

@@ -1,14 +1,15 @@
-"""Exchanges of q, k and v that start as soon as each has been projected, and run under the projections of the others.
+"""Early exchanges of q, k and v, which start as soon as each has been projected, and overlap with the projections of the others.
 
     before:  q = x Wq    k = x Wk    v = x Wv    rotate    [ exchange q, k, v ]    attention
     now:     q = x Wq    k = x Wk    v = x Wv    rotate    [ what is left of v ]   attention
                    [ exchange q          ][ exchange k ]
 
-Backward likewise: the gradients of v, k and q leave together, and those of v's projection are computed under the exchanges of the others.
+Backward likewise: the exchanges of the gradients of v, k and q start together, and the gradients of v's projection are computed during
+those of the others.
 
-The projections hand the module a stand-in of one head, for what it does between them and the attention (reshape, rotate) is done here
-already, on all of them: transformers' own ``apply_rotary_pos_emb``, with the cosines and sines that the module was given. That it does
-this and nothing else is looked at in the first pass of each module, and by ``check()`` (``passage.py``).
+The projections hand the module a stand-in of one head, because what it does between them and the attention (reshape, rotate) is done here
+already, on all heads: by transformers' own ``apply_rotary_pos_emb``, with the cosines and sines that the module was given. The first pass
+of each module, and ``check()``, verify that it does this and nothing else (``check/op_trace.py``).
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
 
 class EarlyExchanges:
-    """Of all attention modules of a model that project q, k and v separately.
+    """Early exchanges of all attention modules of a model that project q, k and v separately.
 
     Args:
         model: of transformers.
         group: the sp ranks.
-        where: who asked.
-        only_looks: nothing is exchanged here: somebody wants to know whether it could be.
+        where: file and line that asked for it.
+        only_looks: exchange nothing, only check whether exchanges could start early.
     Raises:
-        ConfigError: there are none, or one does something to q or k that is not known here.
+        ConfigError: there are no such modules, or one does something to q or k that is not known here.
     """
 
     def __init__(self, model: nn.Module, group: Group, where: str, *, only_looks: bool = False) -> None:
@@ -52,11 +53,11 @@ class EarlyExchanges:
             self._wrap(path, model.get_submodule(path), names, size)
 
     def handles(self, module: nn.Module) -> bool:
-        """Whether what this module's attention is given are stand-ins."""
+        """Return whether the inputs of this module's attention are stand-ins."""
         return module in self._away and not self.only_looks
 
     def require_same(self, module: nn.Module, *qkv: Tensor) -> None:
-        """Compare at attention what was done to q, k and v. Raises PlacementError: something else than is done here."""
+        """Check at attention what was done to q, k and v. Raises PlacementError if it is not what is done here."""
         passage = self._end(module)
         if passage is not None:
             passage.require(*qkv)
@@ -74,14 +75,14 @@ class EarlyExchanges:
         return passage
 
     def land(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]."""
+        """Return q, k and v of some heads and all positions, padding included: [b, n/sp, s, d]."""
         away, self._away[module] = self._away[module], {}
         if len(away) != 3:
             raise RuntimeError(f"{type(module).__name__} reached its attention with {', '.join(away) or 'nothing'} of q, k, v on its way")
         return tuple(_joined(flight.land(token)) for flight, token in (away[part] for part in "qkv"))
 
     def _rotated(self, path: str, module: nn.Module, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
-        """[b, s/sp, n, d], rotated as the module would do it. Raises PlacementError: it is not known how."""
+        """Rotate [b, s/sp, n, d] as the module would do it. Raises PlacementError if it is not known how."""
         rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         heads = x.transpose(1, 2)
         try:
@@ -137,7 +138,7 @@ class EarlyExchanges:
 
 
 def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...], int]]:
-    """(path, names of its projections, width of a head) of all attention modules whose exchanges can start early.
+    """Return (path, names of its projections, width of a head) of all attention modules whose exchanges can start early.
 
     Raises:
         ConfigError: there are none, or one does something to q or k that is not known here.
@@ -156,7 +157,7 @@ def projecting(model: nn.Module, where: str) -> list[tuple[str, tuple[str, ...],
 
 
 def _width(path: str, module: nn.Module, where: str) -> int:
-    """Of a head. Raises ConfigError: see ``projecting``."""
+    """Return the width of a head. Raises ConfigError as ``projecting`` does."""
     changed = [n for n, _ in module.named_children() if "norm" in n.lower()]
     if changed:
         raise ConfigError(
@@ -170,10 +171,10 @@ def _width(path: str, module: nn.Module, where: str) -> int:
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """[b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]."""
+    """Group heads by rank: [b, s/sp, n, d] -> [ranks, b, s/sp, n/ranks, d]."""
     return x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()
 
 
 def _joined(x: Tensor) -> Tensor:
-    """[ranks, b, s/sp, m, d] -> [b, m, s, d]."""
+    """Join the positions of all ranks: [ranks, b, s/sp, m, d] -> [b, m, s, d]."""
     return x.permute(1, 3, 0, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""What split linear layers and embeddings do instead of their own forward: the layers of ``megatron_sp.parallel``."""
+"""Forwards that replace those of split linear layers and embeddings: the layers of ``megatron_sp.parallel``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Forward = Callable[..., Tensor]
 
 
 def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
-    """A forward of one input that is called as the module's own is, by place or by name."""
+    """Return a decorator for a forward of one input: it is called as the module's own is, by position or by name."""
     own = module.forward
 
     def named(forward: Forward) -> Forward:
@@ -41,25 +41,25 @@ def _called_as(module: nn.Module) -> Callable[[Forward], Forward]:
 
 
 def _matrix(module: nn.Module, kind: Kind) -> tuple[Tensor, Tensor | None]:
-    """Weight [out, in], a view, and the bias."""
+    """Return the weight [out, in], a view, and the bias."""
     weight, bias = module.weight, module.bias if "bias" in module._parameters else None
     assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
     return (weight if kind.out_dims["weight"] == 0 else weight.t()), bias
 
 
 def is_matrix(module: nn.Module, kind: Kind) -> bool:
-    """Whether it is y = x W + b, for which there are layers of ours."""
+    """Return whether a module computes y = x W + b, for which this project has layers."""
     weight = module._parameters.get("weight")
     ours = computes_as_known(module) and not is_taught(module)
     return ours and kind.product is not None and weight is not None and weight.ndim == 2
 
 
 def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
-    """Each rank computes some outputs.
+    """Return a forward in which each rank computes some of the outputs.
 
     Args:
-        copies: the input's gradient is summed over the ranks in here, under the weight's gradient.
-        gathers: all ranks get all outputs.
+        copies: sum the input's gradient over the ranks here, overlapped with the weight's gradient.
+        gathers: return all outputs on all ranks.
     """
 
     @_called_as(module)
@@ -73,12 +73,12 @@ def column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers
 
 @overridable
 def split_column(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
-    """x @ weight.T + bias for this rank's outputs; over ``group`` the input's gradient is summed."""
+    """Compute x @ weight.T + bias for this rank's outputs; the input's gradient is summed over ``group``."""
     return column_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))[0]
 
 
 def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, gathers: bool) -> Forward:
-    """``column`` of what is no matrix: convolutions, embeddings by features, classes that somebody has registered."""
+    """Return the forward of ``column`` for layers that are no matrix: convolutions, embeddings by features, registered classes."""
     inner = module.forward
 
     def enter(x: Any) -> Any:
@@ -94,7 +94,7 @@ def other_column(module: nn.Module, kind: Kind, group: Group, *, copies: bool, g
 
 
 def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, path: str, where: str) -> Forward:
-    """Ranks' results are summed, then the bias is added, once; ``path`` and ``where`` are for messages."""
+    """Return a forward that sums the ranks' results, then adds the bias once; ``path`` and ``where`` are for messages."""
 
     @_called_as(module)
     def forward(x: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ def row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int, pat
 
 @overridable
 def split_row(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> Tensor:
-    """x @ weight.T of this rank's inputs, summed over ``group``, + bias."""
+    """Compute x @ weight.T for this rank's inputs, summed over ``group``, plus the bias."""
     return row_linear(x, weight, bias, tp=NO_TP if group is None else TensorParallel(group))
 
 
 def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: int) -> Forward:
-    """``row`` of what is no matrix: a class that somebody has registered with a product of its own."""
+    """Return the forward of ``row`` for layers that are no matrix, by the product of their kind: convolutions, registered classes."""
     assert kind.product is not None
     product = kind.product
 
@@ -131,7 +131,7 @@ def other_row(module: nn.Module, kind: Kind, group: Group, reduce: str, axis: in
 
 
 def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_axis: int) -> Tensor:
-    """What of a bias belongs to a result of which only a part along one axis is here, in a shape that can be added to it."""
+    """Return the part of a bias that belongs to a result, which may be scattered along one axis, in a shape that can be added to it."""
     if scattered is not None and scattered % y.ndim == out_axis % y.ndim:
         each = y.shape[out_axis]
         bias = bias.narrow(0, group.rank() * each, each)
@@ -141,7 +141,7 @@ def _bias_of(y: Tensor, bias: Tensor, group: Group, scattered: int | None, out_a
 
 
 def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
-    """Rows of the table are split: each rank looks up what it has, and the results are summed.
+    """Return a forward for a table split by rows: each rank looks up what it has, and the results are summed.
 
     A class with a forward of its own (Gemma's scales what it has looked up) runs that, around the lookup that is split.
     """
@@ -170,7 +170,7 @@ def vocab_embedding(module: nn.Embedding, group: Group, rows: int) -> Forward:
 
 
 class _Lookups(TorchFunctionMode):
-    """Inside, a lookup in one module's table is made by somebody else."""
+    """Mode in which lookups in one module's table are made by another function."""
 
     def __init__(self, module: nn.Embedding, lookup: Forward) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Lookups(TorchFunctionMode):
 
 @overridable
 def split_embedding(ids: Tensor, weight: Tensor, group: Group, padding: int | None, rows: int) -> Tensor:
-    """The rows of ids, summed over the group; the row ``padding`` gets no gradient. Raises IndexError: there are only ``rows`` of them."""
+    """Look up rows by id, summed over the group; row ``padding`` gets no gradient. Raises IndexError (CPU only) for ids not in ``rows``."""
     if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
@@ -205,7 +205,7 @@ def _without_gradient_of(weight: Tensor, row: int, group: Group) -> Tensor:
 
 
 def vocab_head(module: nn.Module, kind: Kind, group: Group, rows: int) -> Forward:
-    """Logits of this rank's words, then of all."""
+    """Return a forward that computes the logits of this rank's words and gathers those of all."""
 
     @_called_as(module)
     def forward(x: Tensor) -> Tensor:

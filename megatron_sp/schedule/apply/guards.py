@@ -1,7 +1,7 @@
-"""What a split model must not be asked any more: each of these would work without a word, and do something else.
+"""Guards against uses of a split model that would silently give wrong results.
 
 A copy would compute with the layers of the original; a second schedule would split shares again; transformers' own ``save_pretrained``
-writes shares, and ``resize_token_embeddings`` gives one rank's share a new size.
+would write shares, and ``resize_token_embeddings`` would resize one rank's share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INSTEAD = {
 
 
 def require_whole(model: nn.Module) -> None:
-    """Raises ConfigError: a schedule has been applied to the model, or to a part of it (E15)."""
+    """Raise ConfigError if a schedule has been applied to the model, or to a part of it (E15)."""
     if any(_SPLIT in module.__dict__ for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has been split by another schedule already, and its shares would be split again: write all lines into"
@@ -33,21 +33,21 @@ def require_whole(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module) -> None:
-    """From now on it counts as split, and is not copied."""
+    """Mark a model as split, and refuse to copy it."""
     for module in model.modules():
         module.__dict__[_SPLIT] = True
         module.__dict__["__deepcopy__"] = partial(_refuse, f"{type(module).__name__} has been split, and cannot be copied: {_COPY}")
 
 
 def guard_shares(model: nn.Module) -> None:
-    """Refuse what would take this rank's share for the model."""
+    """Refuse methods that would take this rank's share for the whole model."""
     for name, instead in _INSTEAD.items():
         if callable(getattr(model, name, None)):
             model.__dict__[name] = partial(_refuse, f"{name} of a model of which this rank has a share: {instead}")
 
 
 def original(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A method as the model's class has it."""
+    """Return a method as the model's class defines it, or None."""
     method = getattr(type(model), name, None)
     return None if method is None else partial(method, model)
 

@@ -1,8 +1,8 @@
-"""How many heads an attention module counts: where a line says the heads of a layer, the module around it counts a rank's share of them.
+"""Head counts of attention modules: where a line gives the heads of a layer, the module around it counts a rank's share of them.
 
     s["attn.q_proj"].column(heads=32)       # implies .set("num_heads", divide="tp") on attn, if it has such an attribute and it is 32
 
-What somebody has written down with ``.set()`` himself is left as it is, and so is any number that is not the layer's.
+An attribute that a ``.set()`` line names is left as it is, and so is any number that is not the layer's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Line = tuple[Directive, str, nn.Module]
 
 
 def implied(model: nn.Module, lines: Iterable[Line], size: int) -> list[Directive]:
-    """Lines that set numbers and widths of heads where others have said how many a split layer has.
+    """Return the lines that set counts and widths of heads, where other lines give the number of heads of a split layer.
 
     Args:
-        lines: (line, path, module) of all, in a model that is whole.
+        lines: (line, path, module) of all lines, in a whole model.
         size: of tp.
     """
     found: dict[tuple[int, str], Directive] = {}
@@ -43,7 +43,7 @@ def implied(model: nn.Module, lines: Iterable[Line], size: int) -> list[Directiv
 
 
 def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int, size: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """(attribute, what is set) of one module around a layer of so many heads."""
+    """Yield (attribute, arguments of its set line) for the module around a layer with this number of heads."""
     numbers = {name: value for name, value in vars(attention).items() if type(value) is int}
     few = bool(line.args.get("replicas")) and heads < size and size % heads == 0  # several ranks have the same one
     if heads % size and not few:
@@ -58,7 +58,7 @@ def _shares(attention: nn.Module, line: Directive, module: nn.Module, heads: int
 
 
 def _width(line: Directive, module: nn.Module) -> int:
-    """Of all heads: what the layer has of outputs, or in each of its equal blocks; 0: not known."""
+    """Return the width of all heads: the layer's number of outputs, or that of each of its equal blocks; 0: unknown."""
     kind, blocks = find_kind(module), line.args.get("blocks")
     weight = None if kind is None else module._parameters.get(kind.main)
     if kind is None or weight is None or line.do == "row" or not isinstance(blocks, (int, type(None))) or kind.main not in kind.out_dims:

@@ -1,9 +1,8 @@
-"""The attention of transformers' models, which all of them look up in one table: a transparent layer around it.
+"""Wrapper around the attention of transformers models, which they all look up in one table.
 
-A model's attention asks ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and
-``ALL_MASK_ATTENTION_FUNCTIONS`` for the one that makes its mask. Modules of a model that is split over sp get those functions with
-exchanges around them, and masks of whole sequences; all other models get what they always got. Nothing here imports transformers: who has
-such a model has imported it.
+A model's attention calls ``ALL_ATTENTION_FUNCTIONS.get_interface(...)`` for the function that computes it, and looks up the one that makes
+its mask in ``ALL_MASK_ATTENTION_FUNCTIONS``. Modules of a model that is split over sp get those functions with exchanges around them, and
+masks of whole sequences; all other models get the originals. transformers is not imported here: whoever has such a model has imported it.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _WRAPPED = "_megatron_sp_wrapped"
 
 
 class Exchanges(Protocol):
-    """What a split model does around its attention and its masks."""
+    """Interface of what a split model does around its attention and its masks."""
 
     def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        """The attention of a module."""
+        """Compute the attention of a module."""
 
     def mask(self, function: Callable[..., Any], **more: Any) -> Any:
-        """A mask for it."""
+        """Return a mask for it."""
 
 
 _SPLIT: WeakKeyDictionary[nn.Module, Exchanges] = WeakKeyDictionary()
@@ -36,19 +35,19 @@ _RUNNING: ContextVar[Exchanges | None] = ContextVar("model in its forward pass",
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether it is a model of transformers."""
+    """Return whether a model is one of transformers."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def looks_up_attention(model: nn.Module) -> bool:
-    """Whether anything in the model asks that table; else it computes its attention itself, where nobody can stand around it."""
+    """Return whether any module looks its attention up in that table; if none does, the attention cannot be wrapped."""
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
     return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def take_over(model: nn.Module, exchanges: Exchanges) -> None:
-    """From now on all attention inside this model goes through ``exchanges``."""
+    """Route all attention inside this model through ``exchanges``."""
     attention, masks = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
     _wrap_attention(attention.ALL_ATTENTION_FUNCTIONS)
     _wrap_masks(masks.ALL_MASK_ATTENTION_FUNCTIONS)
@@ -57,12 +56,12 @@ def take_over(model: nn.Module, exchanges: Exchanges) -> None:
 
 
 def exchanges_of(modules: list[nn.Module]) -> list[Exchanges | None]:
-    """Through what the attention of each goes now."""
+    """Return the exchanges that the attention of each module goes through at present."""
     return [_SPLIT.get(module) for module in modules]
 
 
 def put_back(modules: list[nn.Module], exchanges: list[Exchanges | None]) -> None:
-    """Have it go where it went before ``take_over``."""
+    """Restore the exchanges that modules had before ``take_over``."""
     for module, before in zip(modules, exchanges, strict=True):
         if before is None:
             _SPLIT.pop(module, None)
@@ -71,7 +70,7 @@ def put_back(modules: list[nn.Module], exchanges: list[Exchanges | None]) -> Non
 
 
 def running(exchanges: Exchanges | None) -> None:
-    """Say whose forward pass begins (None: it has ended): a mask is made for it."""
+    """Set the exchanges of the model whose forward pass begins (None: it has ended), for which masks are made."""
     _RUNNING.set(exchanges)
 
 
@@ -110,9 +109,9 @@ def _mask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Inside, models of transformers do not look whether positions start anew in a row, which they do where no mask is given.
+    """Disable packed-sequence detection in transformers, which looks for positions that restart in a row if no mask is given.
 
-    For the dry run: it has rows of one sequence, and a share of positions tells nothing of the others.
+    For the dry run: its rows hold one sequence each, and a share of positions shows nothing of the others.
     """
     masking = sys.modules.get("transformers.masking_utils")
     looks = getattr(masking, "find_packed_sequence_indices", None)

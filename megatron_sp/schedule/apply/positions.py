@@ -1,4 +1,4 @@
-"""The numbers of a whole sequence's positions, as a model of transformers would work them out if it saw all of it."""
+"""Position ids of a whole sequence, as a transformers model would compute them if it saw all of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 def global_positions(model: nn.Module, first: Tensor, mask: Tensor | None) -> Tensor:
-    """Of every position.
+    """Return the position ids of a whole sequence.
 
     Args:
-        model: its family decides: most count from 0, RoBERTa's from behind its padding id and past padding, OPT past what is masked.
+        model: its family decides: most count from 0, RoBERTa from its padding id + 1 and past padding, OPT past masked positions.
         first: input_ids [b, s], or inputs_embeds [b, s, h].
-        mask: padding [b, s], 0 where there is none to attend to, or None.
+        mask: padding mask [b, s], 0 where nothing is to be attended to, or None.
     Returns:
         int64 [1 or b, s].
     """

@@ -1,8 +1,8 @@
-"""Which random numbers the ranks of a group share: dropout of what every rank has whole must be the same, of what is split must differ.
+"""Random numbers shared by the ranks of a group: dropout must be the same for what every rank has whole, and differ for what is split.
 
-A module that is to differ draws one seed from torch's generator, which all ranks have alike, mixes its rank into it, computes with the
-generators seeded so, and puts them back. There is no state beside torch's own, so whatever restores that (a recomputation, a resumed run)
-restores everything. Inside of such a module another can be told to be the same on all ranks again: dropout behind a row layer's sum.
+A module that is to differ draws one seed from torch's generator, whose state is the same on all ranks, mixes its rank into it, computes
+with generators seeded that way, and restores them. There is no state beside torch's own, so whatever restores that (a recomputation, a
+resumed run) restores everything. Inside such a module another can be made the same on all ranks again: dropout behind a row layer's sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _DRAWS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "fe
 
 
 class Streams:
-    """Of one model: the seeds that its tp ranks share at the moment, the innermost last. Backward may recompute in a thread of its own."""
+    """Random streams of one model: a stack of generators that its tp ranks share. One per thread: backward may recompute in its own."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @property
     def shared(self) -> list[torch.Generator]:
-        """Generators that are alike on all ranks, of the modules that are being computed."""
+        """Generators with the same state on all ranks, one for each module being computed, the innermost last."""
         if not hasattr(self._local, "shared"):
             self._local.shared = []
         found: list[torch.Generator] = self._local.shared
@@ -37,10 +37,10 @@ class Streams:
 
     @contextmanager
     def differ(self, group: Group, over_tp: bool = True) -> Iterator[None]:
-        """Inside, each rank of the group draws numbers of its own; outside, nothing but one draw has happened.
+        """Draw different numbers on each rank of the group inside; outside, torch's generator has advanced by one draw.
 
         Args:
-            over_tp: these are tp's ranks, which ``same`` is about; those of other axes never have anything in common.
+            over_tp: the group is tp, where ``same`` can restore shared numbers; over other axes it cannot.
         """
         seed = int(torch.randint(_LIMIT, (), dtype=torch.int64))
         if not over_tp:
@@ -56,7 +56,7 @@ class Streams:
 
     @contextmanager
     def same(self) -> Iterator[None]:
-        """Inside, ranks draw the same numbers, though they stand in a module where they differ."""
+        """Draw the same numbers on all tp ranks inside, though a module around makes them differ."""
         if not self.shared:
             yield
             return
@@ -64,9 +64,9 @@ class Streams:
             yield
 
     def again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A function for one recomputation: when it is called for the second time, in backward, ranks share what they shared at the first.
+        """Wrap a function for one recomputation: its second call, in backward, shares the streams that the first one shared.
 
-        Torch's checkpoint brings its own generators back, and knows nothing of these.
+        torch's checkpoint restores its own generators, and does not know these.
         """
         kept: list[Tensor] = []
 
@@ -98,7 +98,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def around(module: nn.Module, enter: Callable[[], Any]) -> None:
-    """From now on the module's forward, if it trains, runs inside of what ``enter`` returns; a recomputation that ends early leaves it."""
+    """Run a module's forward, in training mode, in the context that ``enter`` returns; a recomputation that stops early exits it."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -112,14 +112,14 @@ def around(module: nn.Module, enter: Callable[[], Any]) -> None:
 
 
 def dropping(model: nn.Module) -> Iterator[str]:
-    """Modules that draw: a rate of dropout above 0 is among their attributes, or their forward names a function that draws."""
+    """Yield the paths of modules that draw: they have a dropout rate above 0 as an attribute, or their forward names a drawing function."""
     for path, module in model.named_modules():
         if any(rate > 0 for rate in _rates(module)):
             yield path
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether some module may draw random numbers."""
+    """Return whether some module may draw random numbers."""
     return any(True for _ in dropping(model))
 
 

@@ -1,7 +1,7 @@
-"""Modules whose inside is computed again in backward (arXiv:1604.06174), whatever their inputs and outputs are.
+"""Activation recomputation of modules (arXiv:1604.06174), whatever their inputs and outputs are.
 
-torch's non-reentrant checkpoint does it: inputs by name, results that are no tensors and several uses of one tensor are fine, and names of
-parameters stay. Ranks recompute the same modules in the same order, so their collectives meet again.
+It uses torch's non-reentrant checkpoint: keyword inputs, results that are no tensors and several uses of one tensor are fine, and
+parameter names stay. Ranks recompute the same modules in the same order, so their collectives match.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ POLICIES = ("full", "keep_gathered")
 
 
 def recompute(module: nn.Module, path: str, policy: str, where: str, streams: Streams) -> None:
-    """From now on the module's inside is recomputed.
+    """Replace a module's forward by one that is recomputed in backward.
 
     Args:
-        streams: of the model: what its ranks share in random numbers is the same again.
-        policy: full: everything; keep_gathered: but for what all-gathers bring, which is kept: more memory, less to send.
+        streams: of the model: the random numbers that its ranks share are the same in the recomputation.
+        policy: full: recompute everything; keep_gathered: all but results of all-gathers, which are kept: more memory, less communication.
     Raises:
-        ConfigError: a policy that is not known.
+        ConfigError: an unknown policy.
     """
     if policy not in POLICIES:
         raise ConfigError(f"{path}: checkpoint knows the policies {', '.join(POLICIES)}, not {policy!r} ({where})")
@@ -45,7 +45,7 @@ def recompute(module: nn.Module, path: str, policy: str, where: str, streams: St
 
 
 def _no_cache(value: Any) -> Any:
-    """A cache of keys and values, which generation needs and training does not, would be filled a second time."""
+    """Return None for a key/value cache, which training does not need and a recomputation would fill a second time."""
     return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are split, along which dim, into which rows: the plan, its mistakes, and the new parameters."""
+"""Plan of the splits (which parameters, along which dim, into which rows), its checks, and the new parameters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """One parameter.
+    """Split of one parameter.
 
     Attributes:
         name: of the parameter in the model.
         dim: that is split.
         blocks: sizes of the parts along it, each of which is split evenly; None: it is one part.
-        heads: no part is cut inside a head, of which the parameter has so many.
-        padded: the last ranks may have less than the others, and rows that only fill up (vocabularies).
-        copies: of each head, on ranks that follow each other: where there are fewer heads than ranks.
-        where: who asked.
+        heads: number of heads in the parameter, none of which is cut; None: no heads.
+        padded: the last ranks may have fewer rows than the others, and are filled up with padding (vocabularies).
+        copies: number of consecutive ranks that have the same head, if there are fewer heads than ranks.
+        where: file and line that asked for it.
     """
 
     name: str
@@ -43,12 +43,12 @@ def make_split(
     name: str, shape: tuple[int, ...], axis: int, blocks: int | Iterable[int] | None, heads: int | None, size: int, where: str,
     *, padded: bool = False, replicas: bool = False,
 ) -> Split:  # fmt: skip
-    """Check what was asked of one parameter.
+    """Check and create the split of one parameter.
 
     Args:
-        replicas: fewer heads than ranks are fine: several ranks have the same one.
+        replicas: allow fewer heads than ranks: several ranks have the same one.
     Raises:
-        ConfigError: no such dim, parts that do not add up, or that so many ranks cannot share (E2).
+        ConfigError: no such dim, parts that do not add up, or parts that the ranks cannot share evenly (E2).
     """
     if not -len(shape) <= axis < len(shape):
         raise ConfigError(f"{name} {list(shape)} has no axis {axis}: it has {len(shape)} ({where})")
@@ -82,13 +82,13 @@ def _parts(name: str, rows: int, blocks: int | Iterable[int] | None, where: str)
 
 
 def cannot(name: str, what: str, number: int, size: int, where: str) -> str:
-    """The message of a number that so many ranks cannot share."""
+    """Return the message for a number that the ranks cannot share evenly."""
     works = [str(n) for n in range(2, min(number, 64) + 1) if number % n == 0]
     return f"{name}: {what} ({number}) must be a multiple of tp ({size}): tp {', '.join(works) or '1 only'} would work ({where}, E2)"
 
 
 def collect(splits: Iterable[Split]) -> dict[str, Split]:
-    """By parameter.
+    """Return splits by parameter name.
 
     Raises:
         ConfigError: a parameter is split twice (E10); names both lines.
@@ -104,7 +104,7 @@ def collect(splits: Iterable[Split]) -> dict[str, Split]:
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by identity: tied ones have several."""
+    """Return all names of each parameter, by identity: tied ones have several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -112,7 +112,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def check_tied(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Raises ConfigError: of a tied pair one is split and the other not, or otherwise (E9)."""
+    """Raise ConfigError if one of two tied parameters is split and the other is not, or in another way (E9)."""
     for names in names_of(model).values():
         chosen = {name: splits.get(name) for name in names}
         first = chosen[names[0]]
@@ -123,7 +123,7 @@ def check_tied(model: nn.Module, splits: Mapping[str, Split]) -> None:
 
 
 def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
-    """This rank's part."""
+    """Return the spec of this rank's part."""
     size, rank, rows = group.size(), group.rank(), shape[split.dim]
     if split.padded:
         each = -(-rows // size)
@@ -142,7 +142,7 @@ def spec_of(split: Split, shape: tuple[int, ...], group: Group) -> ShardSpec:
 
 
 def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
-    """This rank's part of a tensor, filled up with zeros where ranks must have the same number of rows."""
+    """Return this rank's part of a tensor, padded with zeros where ranks must have the same number of rows."""
     part = spec.take(whole)
     if split.padded:
         each = -(-whole.shape[split.dim] // size)
@@ -152,19 +152,19 @@ def take(whole: Tensor, spec: ShardSpec, split: Split, size: int) -> Tensor:
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:
-    """A module's own parameter or buffer."""
+    """Return a module's own parameter or buffer, or None."""
     parameter = module._parameters.get(name)
     return module._buffers.get(name) if parameter is None else parameter
 
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make a parameter of the model another one."""
+    """Replace a parameter of the model."""
     path, _, last = name.rpartition(".")
     model.get_submodule(path)._parameters[last] = parameter
 
 
 def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """A parameter with other contents that is otherwise like the old one: attributes and hooks included."""
+    """Return a parameter with other contents that is otherwise like the old one, including attributes and hooks."""
     new = nn.Parameter(part, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     new._backward_hooks = old._backward_hooks  # the same dicts, so that who has put a hook there can take it away

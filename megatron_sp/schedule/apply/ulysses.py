@@ -1,19 +1,19 @@
-"""Ulysses (DeepSpeed-Ulysses, arXiv:2309.14509) for models that are not ours: each rank has some positions, and in attention some heads.
+"""Ulysses (DeepSpeed-Ulysses, arXiv:2309.14509) for foreign models: each rank has some positions, and in attention some heads.
 
 Where the sequence is cut:
 
     root     the model's inputs are cut, so that a rank never has more than its positions of anything: input_ids, labels, token types; it
-             is told the global positions, and the mask is made for the whole sequence. Transformers' models, and others with ``inputs=``.
-    region   ``enter=`` and ``leave=``: hidden states are cut in front of the first block and whole again behind the last: everything else
-             is the model's own, on every rank (classifiers, poolers).
+             gets global position ids, and the mask is made for the whole sequence. Transformers models, and others with ``inputs=``.
+    region   ``enter=`` and ``leave=``: hidden states are cut in front of the first block and gathered behind the last: everything else
+             is computed as before, on every rank (classifiers, poolers).
 
-Where heads are traded: around the function that a model of transformers looks up (``hf_attention.py``), or around modules that are named
-with ``core=``. Parameters' gradients are parts, to be summed over sp as over dp; nothing is averaged. In a region, the parts before it get
-gradients of a rank's own positions, and those behind it 1/sp of theirs, which adds up to the same.
+Where positions are exchanged for heads: around the function that a transformers model looks up (``hf_attention.py``), or around the modules
+named by ``core=``. Gradients of parameters are partial, to be summed over sp as over dp; nothing is averaged. In a region, parameters
+before it get the gradients of a rank's own positions, and those behind it 1/sp of theirs, which adds up to the same.
 
-A loss that a model of transformers makes itself becomes that of the whole sequence. Next-token losses get labels that are shifted before
-they are cut (a shard's last position would have no label), as ``shift_labels``, and the number of labels in the batch; means over labelled
-positions are weighed by how many a rank has. Losses of whole sequences want a region.
+A loss that a transformers model computes itself becomes that of the whole sequence. For next-token losses, labels are shifted before they
+are cut (a shard's last position would have no label) and passed as ``shift_labels``, with the number of labels in the batch; means over
+labelled positions are weighted by the number of labels on each rank. Losses of whole sequences need a region.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _PER_HEAD = ("position_bias", "s_aux", "head_mask")  # what an attention may be 
 
 
 class Ulysses:
-    """What one model's passes share.
+    """State shared by the passes of one model.
 
     Args:
         model: changed here.
-        group: the sp ranks; more than one.
-        multiple: of which a whole length must be one: sp, and tp where activations are cut over that too.
+        group: the sp ranks; a single one only for a reference run.
+        multiple: whole lengths are padded to a multiple of this: sp, times tp where activations are cut over that too.
         seq_dim: of activations.
         args: of the directive, see ``ulysses_options.py``.
-        where: who asked.
+        where: file and line that asked for it.
     Raises:
-        ConfigError: the model cannot be cut so; says what can be done.
+        ConfigError: the model cannot be cut this way; the message gives alternatives.
     """
 
     def __init__(self, model: nn.Module, group: Group, multiple: int, seq_dim: int, args: Mapping[str, Any], where: str) -> None:
@@ -97,7 +97,7 @@ class Ulysses:
             )
 
     def _require_one_sequence(self) -> None:
-        """Raises ConfigError: it has two, or computes its attention where no exchange can stand around it."""
+        """Raise ConfigError if the model has two sequences, or computes its attention where no exchange can be put around it."""
         name, instead = type(self.model).__name__, f"give the ranks of sp to tp or dp ({self.where})"
         config: Any = self.model.config
         if getattr(config, "is_encoder_decoder", False):
@@ -109,7 +109,7 @@ class Ulysses:
             )
 
     def _refuse_neighbours(self, paths: list[str]) -> None:
-        """Raises ConfigError: something beside attention looks at several positions: a convolution, or a recurrent layer."""
+        """Raise ConfigError if something beside attention mixes positions in a transformers model: a convolution, or a recurrent layer."""
         for path, module in ((p, m) for top in paths for p, m in self.model.get_submodule(top).named_modules(prefix=top)):
             wide = isinstance(module, _ConvNd) and any(n > 1 for n in module.kernel_size)
             if self._hugging_face and (wide or isinstance(module, nn.RNNBase)):
@@ -141,7 +141,7 @@ class Ulysses:
         change_output(module, path, args.get("out"), leave, self.where)
 
     def attend(self, function: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        """A transformers attention function on [b, n, s, d] with exchanges around it; see ``hf_attention.Exchanges``."""
+        """Compute a transformers attention function on [b, n, s, d] with exchanges around it; see ``hf_attention.Exchanges``."""
         name = f"{self._paths.get(id(module), '')} ({type(module).__name__})".lstrip()
         cut = self._current(name)
         self._attentions += 1
@@ -170,7 +170,7 @@ class Ulysses:
         return heads.leave(out, cut, 1, 2), weights
 
     def mask(self, function: Callable[..., Any], **more: Any) -> Any:
-        """A transformers mask of the whole sequence; see ``hf_attention.Exchanges``."""
+        """Return a transformers mask of the whole sequence; see ``hf_attention.Exchanges``."""
         cut = self._current()
         more.update(q_length=cut.length, kv_length=cut.length, q_offset=0, kv_offset=0)
         if self._packed is not None:
@@ -265,7 +265,7 @@ class Ulysses:
         self.model.register_forward_hook(self._end_root, with_kwargs=True, always_call=True)
 
     def _refuse_whole_sequences(self) -> None:
-        """Raises ConfigError: something in the model looks at one position for the whole sequence."""
+        """Raise ConfigError if the model has a head that works on whole sequences (pooler, classifier)."""
         found = next(
             (n for n, m in self.model.named_modules() if n.rpartition(".")[2] in ("pooler", "score", "classifier", "qa_outputs")), None
         )
@@ -368,11 +368,11 @@ class Ulysses:
             )
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of something that belongs to the inputs of the last pass, with zeros for padding."""
+        """Return this rank's positions of a tensor that belongs to the inputs of the last pass, with zeros for padding."""
         return self._current().take(x, dim)
 
     def complete(self, result: Any) -> Any:
-        """A result of the model with all positions in each tensor that has this rank's along ``seq_dim``. Collective."""
+        """Return a result with all positions in each tensor that has this rank's along ``seq_dim``. Collective."""
         cut, dim = self._current(), self.seq_dim
 
         def whole(t: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ class Ulysses:
         return made
 
     def complete_heads(self, result: Any) -> None:
-        """Put all heads of this tp rank into recorded attentions. Collective."""
+        """Gather all heads of this tp rank into recorded attentions. Collective."""
         change_records(result, HEADS, lambda t: self._gathered(t, 1))
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
@@ -398,7 +398,7 @@ class Ulysses:
 
 
 class _grouped:
-    """While an attention runs: its number of query heads for each key/value head, where the module keeps it; else heads are repeated."""
+    """Context of an attention with this rank's number of query heads per key/value head, set on the module or, if it has none, returned."""
 
     def __init__(self, module: nn.Module, queries: int, keys: int) -> None:
         self.module, self.ratio = module, queries // max(keys, 1)
@@ -417,29 +417,29 @@ class _grouped:
 
 @overridable
 def share_of_labels(labels: Tensor, cut: Cut) -> Tensor:
-    """How much of all labels [b, s] a rank's positions have, at most 1."""
+    """Return the fraction of all labels [b, s] that are on this rank's positions."""
     mine = (cut.take(labels, 1, _IGNORED) != _IGNORED).sum()
     return mine.double() / (labels != _IGNORED).sum()
 
 
 @overridable
 def weighed(loss: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    """What a mean over a rank's labels adds to the mean over all; the mean of no label is no number."""
+    """Return the share of a rank in the mean over all labels, from the mean over its own; 0 without labels, whose mean is NaN."""
     return loss * weight.to(loss.dtype) if int(weight > 0) else (logits * 0.0).sum().to(loss.dtype)
 
 
 @overridable
 def share_of_gradient(x: Tensor, group: Group, may_be_cut: bool = False) -> Tensor:
-    """Nothing forward; each rank goes back with its share of the gradient of what all ranks of a group compute alike.
+    """Return ``x``; in backward, this rank's share of the gradient of what all ranks of a group compute alike.
 
-    ``may_be_cut``, for ``check()``: it comes from inside of a region, where ranks have other positions.
+    ``may_be_cut``, for ``check()``: it comes from inside a region, where ranks have different positions.
     """
     made: Tensor = _ShareOfGradient.apply(x, group.size())
     return made
 
 
 class _ShareOfGradient(torch.autograd.Function):
-    """Nothing forward; one rank's share of the gradient of what all ranks compute alike."""
+    """Identity in forward; in backward, one rank's share of the gradient of what all ranks compute alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -452,7 +452,7 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model of transformers that keeps no keys and values of its blocks, which have a rank's positions only."""
+    """Disable the key/value cache of a transformers model, whose blocks have a rank's positions only."""
     place = next((i for i, name in enumerate(parameter_names(model)) if name == "use_cache"), None)
     if place is not None and place < len(args):
         return (*args[:place], False, *args[place + 1 :]), kwargs
@@ -462,7 +462,7 @@ def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind | None:
-    """How the model makes its loss; None: not known."""
+    """Return how the model makes its loss; None: unknown."""
     if said not in (None, "next_token", "per_token"):
         raise ConfigError(f"loss must be next_token or per_token, not {said!r} ({where})")
     name, of_type = type(model).__name__, getattr(model, "loss_type", None)
@@ -476,19 +476,19 @@ def _loss_kind(model: nn.Module, said: LossKind | None, where: str) -> LossKind 
 
 
 def _looks_for_documents(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether transformers would take positions that start again for documents: without a mask, and without a cache."""
+    """Return whether transformers would take positions that restart for packed documents: without a mask, and without a cache."""
     caches = given.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
     return "attention_mask" not in given and (not caches or _recomputes(model))
 
 
 def _recomputes(model: nn.Module) -> bool:
-    """Whether transformers recomputes activations: the older name only where the newer one is not known, for it warns."""
+    """Return whether transformers recomputes activations; the older name is read only if there is no newer one, because it warns."""
     names = [n for n in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), n)]
     return bool(names) and bool(getattr(model, names[0]))
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:
-    """Numbers of the documents [b, s] that positions which start again tell of; None: they do not."""
+    """Return document numbers [b, s] from positions that restart, or None if they do not."""
     if positions is None or positions.shape[-1] < 2:
         return None
     starts = F.pad(positions.diff(dim=-1) != 1, (1, 0))
@@ -500,7 +500,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def map_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nested result with other tensors in the places of its floating point ones."""
+    """Apply ``change`` to the floating point tensors of a nested result."""
     if isinstance(result, Tensor):
         return change(result) if result.is_floating_point() else result
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""What ``Schedule.ulysses`` may be told, idea by idea; each is a keyword there, and a key of its line in a plan."""
+"""Options of ``Schedule.ulysses``, by topic; each is a keyword there, and a key of its line in a plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LossKind = Literal["next_token", "per_token"]
 
 
 class Region(TypedDict, total=False):
-    """Cut hidden states between two modules, instead of the model's inputs.
+    """Options to cut hidden states between two modules, instead of the model's inputs.
 
     Attributes:
         enter: the module whose input is cut.
         leave: the module whose output is whole again.
-        arg: of ``enter``: the input that is cut (default: the first).
+        arg: the input of ``enter`` that is cut (default: the first).
     """
 
     enter: str
@@ -26,11 +26,11 @@ class Region(TypedDict, total=False):
 
 
 class Inputs(TypedDict, total=False):
-    """Of a model that is not transformers': which of its inputs are cut.
+    """Options to name the inputs that are cut, for a model that is not of transformers.
 
     Attributes:
         inputs: names of those that have positions, along ``seq_dim``.
-        positions: the one that takes the positions' numbers.
+        positions: the one that takes position ids.
     """
 
     inputs: list[str]
@@ -38,12 +38,12 @@ class Inputs(TypedDict, total=False):
 
 
 class Core(TypedDict, total=False):
-    """Of such a model: where its attention is.
+    """Options to name the attention modules of a model that is not of transformers.
 
     Attributes:
-        core: glob of the modules that compute it.
+        core: glob of the modules that compute attention.
         q, k, v: their inputs (default: by these names).
-        out: their output, where they have several.
+        out: index or key of their output, if there are several.
         layout: of these tensors: bshd (default), bhsd or sbhd.
     """
 
@@ -56,12 +56,12 @@ class Core(TypedDict, total=False):
 
 
 class Options(Region, Inputs, Core, total=False):
-    """All of it.
+    """All options of ``Schedule.ulysses``.
 
     Attributes:
         overlap_qkv: start each of q's, k's and v's exchanges as soon as it has been projected (separate projections only).
-        pad: lengths that the ranks cannot share evenly are padded (default); else refused.
-        loss: how a transformers model makes its loss, where its class does not say so.
+        pad: pad lengths that the ranks cannot share evenly (default); else they are refused.
+        loss: how a transformers model makes its loss, if its class does not determine it.
     """
 
     overlap_qkv: bool
@@ -70,7 +70,7 @@ class Options(Region, Inputs, Core, total=False):
 
 
 def require_known(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a keyword that there is not; with the nearest one."""
+    """Raise ConfigError for an unknown keyword; it suggests the nearest one."""
     known = list(Options.__annotations__)
     for name in options:
         if name not in known:

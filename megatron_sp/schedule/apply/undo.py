@@ -1,7 +1,7 @@
-"""A model is changed whole or not at all: what it was, kept until the change has succeeded, and put back if it has not.
+"""All-or-nothing changes of a model: its state is kept until the change has succeeded, and restored if it fails.
 
-Kept are references, nothing is copied: modules' attributes, registries of parameters, buffers, modules and hooks, and of each parameter its
-contents, gradient, notes and hooks. So the whole weights stay in memory beside the shares until all of the change is made.
+References are kept, tensors are not copied: modules' attributes, registries of parameters, buffers, modules and hooks, and the contents,
+gradient, attributes and hooks of each parameter. So the whole weights stay in memory beside the shares until the change is complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @contextmanager
 def whole_or_not_at_all(*roots: nn.Module) -> Iterator[None]:
-    """Around a change of these modules, and of all inside: whatever is raised, an interrupt included, leaves them as they were."""
+    """Restore these modules, and all inside, if anything is raised while they are changed, including an interrupt."""
     before = _Before(module for root in roots for module in root.modules())
     try:
         yield
@@ -29,7 +29,7 @@ def whole_or_not_at_all(*roots: nn.Module) -> Iterator[None]:
 
 
 class _Before:
-    """What modules were."""
+    """State of modules before a change."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list({id(module): module for module in modules}.values())
@@ -51,7 +51,7 @@ class _Before:
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """(container, what is in it) of all attributes that are containers."""
+    """Return (container, copy of its contents) of all attributes that are containers."""
     return [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, list, set)) and hasattr(value, "copy")]
 
 
@@ -64,7 +64,7 @@ def _fill(container: Any, contents: Any) -> None:
 
 
 class _Parameter:
-    """What one parameter was."""
+    """State of one parameter before a change."""
 
     def __init__(self, p: nn.Parameter) -> None:
         self.p, self.data, self.grad, self.requires_grad = p, p.data, p.grad, p.requires_grad

@@ -1,12 +1,12 @@
-"""The parts of a foreign model whose parameters are reduced, sharded and gathered together, and hooks that tell when they are used.
+"""Units of a foreign model, whose parameters are reduced, sharded and gathered together, and hooks that report when they are used.
 
 Unit 0 is everything outside of the blocks (embeddings, last norm, head, and what they share with blocks); units 1, 2, ... are the blocks:
 the items of the outermost lists of modules of one class. A pass reads unit 0, the blocks in their order, and unit 0 again; its backward
-goes through the blocks the other way.
+goes through the blocks in reverse.
 
 A block's hooks are two identities in the autograd graph, behind its output and in front of its input: backward passes the first when the
-block's parameters are about to be read, and the second when all its gradients are there. What autograd itself keeps of a parameter for the
-backward pass (a transposed view, say) would point into a buffer that belongs to another block by then; it is kept as a place in its unit.
+block's parameters are about to be read, and the second when all its gradients are complete. A view of a parameter that autograd saves for
+backward (a transpose, say) would point into a buffer that belongs to another block by then; it is saved as a place in its unit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 class Parameters(nn.Module):
-    """Some of a model's parameters, under their names there."""
+    """Container of some of a model's parameters, under their names there with slashes for dots."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Parameters(nn.Module):
 
 
 def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
-    """Paths of the blocks, in order.
+    """Return the paths of the blocks, in order.
 
     Args:
         glob: of the blocks; None: the items of the outermost lists of two or more modules of one class that have parameters.
@@ -52,7 +52,7 @@ def find_blocks(model: nn.Module, glob: str | None = None) -> list[str]:
 
 
 def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
-    """The units; a parameter that a block shares with something else is in unit 0."""
+    """Return the units; a parameter that a block shares with something else is in unit 0."""
     holders: dict[int, set[int]] = {}  # parameter -> units that use it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
@@ -65,17 +65,17 @@ def units_of(model: nn.Module, blocks: list[str]) -> list[Unit]:
 
 
 def order_of(num_blocks: int, *, backward: bool) -> list[int]:
-    """Units in the order in which a pass reads them."""
+    """Return the units in the order in which a pass reads them."""
     forward = [*range(num_blocks + 1), 0]
     return forward + list(range(num_blocks, 0, -1)) if backward else forward
 
 
 class UnitHooks:
-    """Hooks of one model, for its life.
+    """Hooks of one model, for its lifetime.
 
     Attributes:
-        events: who is told, for as long as it is set.
-        sharded: the units if their parameters come and go (ZeRO stage 3), else empty.
+        events: receiver of the events, or None.
+        sharded: the units if their parameters are present only while used (ZeRO stage 3), else empty.
     """
 
     def __init__(self, model: nn.Module, blocks: list[str]) -> None:
@@ -95,7 +95,7 @@ class UnitHooks:
             self.events.before_use(0)
 
     def _end(self, _: nn.Module, args: Any, result: Any) -> Any:
-        """Backward begins with what is behind the blocks."""
+        """Report unit 0 when backward begins, with what is behind the blocks."""
         return None if self.events is None else _all_changed(result, lambda x: _Passed.apply(x, lambda: self._needed(0)))
 
     def _before(self, index: int) -> Callable[..., Any]:
@@ -140,12 +140,12 @@ class UnitHooks:
         self._keeping.append(hooks)
 
     def forget(self) -> None:
-        """A step has ended: no backward pass is to come."""
+        """Clear the uses that wait for backward: a step has ended."""
         self._open.clear()
 
 
 class _BufferView:
-    """A view of a unit's buffer, wherever that is by now."""
+    """Placeholder for a view of a unit's buffer, wherever that is when the view is needed."""
 
     def __init__(self, keeper: _Keeper, like: nn.Parameter, view: Tensor) -> None:
         self.keeper, self.like = keeper, like
@@ -159,7 +159,7 @@ class _BufferView:
 
 
 class _Keeper:
-    """What stands for the tensors that autograd keeps of one block's pass."""
+    """Packs the tensors that autograd saves in one block's pass: views of its unit's buffers become ``_BufferView``."""
 
     def __init__(self, hooks: UnitHooks, index: int) -> None:
         self.hooks, self.index = hooks, index
@@ -177,7 +177,7 @@ def _unpack(kept: Tensor | _BufferView) -> Tensor:
 
 
 class _Passed(torch.autograd.Function):
-    """Nothing forward; calls somebody when the gradient comes by."""
+    """Identity in forward; calls a function when the gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
@@ -197,7 +197,7 @@ def _has_gradient(x: Any) -> bool:
 def _first_changed(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], told: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs with another first tensor: the hidden states."""
+    """Return the inputs with ``change`` applied to the first tensor that has a gradient (the hidden states), or None if there is none."""
     for place, value in enumerate(args):
         if _has_gradient(value):
             told()

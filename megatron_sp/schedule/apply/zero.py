@@ -1,4 +1,4 @@
-"""ZeRO for a scheduled model: the project's flat units, gradients and optimizer behind a model that is not ours.
+"""ZeRO for a scheduled model: the project's flat units, gradients and optimizer behind a foreign model.
 
     s.zero(stage=1, optimizer=OptimizerConfig(lr=1e-3))
     model = s.apply()
@@ -8,7 +8,7 @@
         zero.step()
 
 Gradients are summed over dp and sp, and over tp where a parameter is used on a share of positions or heads, before they are sharded: a
-loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model once, whoever has it.
+loss is divided by the number of tokens of all ranks. The norm counts every element of the whole model once, whichever rank has it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _STAGES = (0, 1, 2, 3)
 
 
 class ZeroTraining:
-    """The optimizer of a scheduled model, and where its parameters and gradients are.
+    """Optimizer of a scheduled model, which also holds its parameters and gradients.
 
     Args:
-        model: split already; its parameters become views of flat buffers.
+        model: already split; its parameters become views of flat buffers.
         mesh: units are sharded over dp and sp.
         specs: of its parameters.
         args: of the directive: stage, optimizer (OptimizerConfig, or its fields), micro_batches of a step, blocks (glob).
-        where: who asked.
+        where: file and line that asked for it.
 
     Attributes:
-        comes_and_goes: whether parameters are here only while they are used.
+        comes_and_goes: whether parameters are present only while they are used.
 
     Raises:
-        ConfigError: a stage or an optimizer that is not known.
+        ConfigError: an unknown stage or optimizer.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], args: Mapping[str, Any], where: str) -> None:
@@ -76,7 +76,7 @@ class ZeroTraining:
         self.weights.start_step(self.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch; with the step's last one gradients go on their way while they are made.
+        """Run backward for one micro-batch; in the step's last one, gradients are reduced as soon as they are complete.
 
         Raises:
             RuntimeError: the step has had all its micro-batches.
@@ -90,7 +90,7 @@ class ZeroTraining:
         self.gradients.finish_micro_batch()
 
     def finish(self) -> None:
-        """Wait for all gradients; ``step`` does it too."""
+        """Wait for all gradients; ``step`` calls it too."""
         if not self._finished:
             if self._seen == 0:  # the backward pass was somebody else's
                 self.gradients.finish_micro_batch()
@@ -98,17 +98,17 @@ class ZeroTraining:
             self._finished = True
 
     def grad_norm(self) -> float:
-        """L2 norm of the whole model's gradients, the same on every rank. Collective."""
+        """Return the L2 norm of the whole model's gradients, the same on every rank. Collective."""
         self.finish()
         return float(self.optimizer.grad_norm())
 
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
-        """Clip and update; returns the gradient norm.
+        """Clip the gradients and update the parameters; returns the gradient norm.
 
         Args:
             lr, weight_decay: of this step (default: the optimizer's).
         Raises:
-            ConfigError: no learning rate was given at all.
+            ConfigError: no learning rate was given.
         """
         lr = self.config.lr if lr is None else lr
         if lr is None:
@@ -121,12 +121,12 @@ class ZeroTraining:
         return norm
 
     def gradients_of_all(self) -> dict[str, Tensor]:
-        """This tp rank's part of every parameter's gradient, summed over all ranks, until the next step begins. Collective."""
+        """Return this tp rank's part of every parameter's gradient, summed over all ranks, until the next step begins. Collective."""
         self.finish()
         return self._gathered({unit.name: unit.grad_shard for unit in self.units})
 
     def parameters(self) -> dict[str, Tensor]:
-        """This tp rank's part of every trainable parameter. Collective over dp and sp."""
+        """Return this tp rank's part of every trainable parameter. Collective over dp and sp."""
         self.weights.settle()
         return self._gathered({unit.name: unit.local_params for unit in self.units})
 
@@ -139,7 +139,7 @@ class ZeroTraining:
 
 
 def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
-    """(stage, optimizer) of a line. Raises ConfigError: they cannot be."""
+    """Return (stage, optimizer) of a line. Raises ConfigError if they are invalid."""
     stage = args.get("stage")
     if stage not in _STAGES:
         raise ConfigError(f"zero: the stage must be 0, 1, 2 or 3, not {stage!r} ({where})")
@@ -150,7 +150,7 @@ def read(args: Mapping[str, Any], where: str) -> tuple[int, OptimizerConfig]:
 
 
 def require(model: nn.Module, args: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError: a line that cannot be, or parameters of different dtypes, which one buffer cannot hold."""
+    """Raise ConfigError if a line is invalid, or parameters have different dtypes, which one buffer cannot hold."""
     stage, _ = read(args, where)
     held = [(name, p) for name, p in model.named_parameters() if p.requires_grad or stage == 3]
     first = next(iter(held), None)
@@ -185,7 +185,7 @@ def _config(given: Any, where: str) -> OptimizerConfig:
 
 
 def _require_number(name: str, value: Any, low: float, where: str) -> None:
-    """Raises ConfigError: it is none, or too small; None is what nobody has said."""
+    """Raise ConfigError unless a value is a finite number of at least ``low``, or None (not given)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and isfinite(value) and value >= low):
         raise ConfigError(f"zero: {name} of the optimizer must be a number from {low} on, not {value!r} ({where})")

@@ -1,4 +1,4 @@
-"""What goes through a call: tensors in nested values, with numbers and without, and the name of a function in all its spellings."""
+"""Values that pass through a call: tensors in nested containers, real or on the meta device, and function names in all their spellings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPERATORS = {
 
 
 class Seen(NamedTuple):
-    """A call of the whole model, to hold the split one's against: its results' shapes, and the numbers that it computes with."""
+    """Record of a call, to compare the whole model with the split one: shapes of its results, and the numbers it computes with."""
 
     name: str
     shapes: Shapes
@@ -48,7 +48,7 @@ def in_place(func: Any) -> bool:
 
 
 def plain(name: str) -> str:
-    """add of __add__, add_, __iadd__."""
+    """Return the base name of a function: add for ``__add__``, ``add_`` and ``__iadd__``."""
     bare = name.strip("_") if name.startswith("__") else name.rstrip("_") if name not in ("requires_grad_",) else name
     return _OPERATORS.get(bare, bare)
 
@@ -69,10 +69,10 @@ def on_meta(value: Any) -> Any:
 
 
 def numbered(index: Any, shape: tuple[int, ...]) -> Any:
-    """Masks that have numbers, as what they pick: of a mask without any it is not known how much that is.
+    """Replace masks that have values by the indices they select; how many a mask without values selects is unknown.
 
     Raises:
-        IndexError: a mask is not as large as what it picks from.
+        IndexError: a mask is not as large as what it selects from.
     """
     items = index if isinstance(index, tuple) else (index,)
     made: list[Any] = []
@@ -86,7 +86,7 @@ def numbered(index: Any, shape: tuple[int, ...]) -> Any:
 
 
 def factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-    """Numbers that are used as they are: all but whole ones of functions to which these may say a size, that shapes of results show."""
+    """Return the numbers that are used as values; integers are left out where they may be sizes, which shapes of results show."""
     given = [*args, *kwargs.values()]
     if name in ("getitem", "setitem"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -101,7 +101,7 @@ def _numbers(given: Iterable[Any], kinds: Any) -> list[float]:
 
 
 def converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``x.to(...)`` that changes the type of numbers alone."""
+    """Return the tensor of ``x.to(...)`` with only its dtype changed."""
     given = [*args[1:], *kwargs.values()]
     dtype = next((v for v in given if isinstance(v, torch.dtype)), next((v.dtype for v in given if isinstance(v, Tensor)), None))
     x: Tensor = args[0]

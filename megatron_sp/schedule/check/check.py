@@ -1,6 +1,6 @@
-"""Is a schedule right? Asked without a job and without a GPU: rules among its lines, then a dry run of the split model.
+"""Check of a schedule, without a job and without a GPU: rules on its lines, then a dry run of the split model.
 
-What it says is about sums and shares, not numbers; whether the split model computes the same is what ``verify()`` measures, on ranks.
+The verdict is about sums and shares, not about values: ``verify()`` measures, on ranks, whether the split model computes the same.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass
 class Report:
-    """What ``check()`` has found in a schedule that is right.
+    """Result of ``check()`` for a schedule without mistakes.
 
     Attributes:
-        inputs, outputs: placements over tp of what enters and leaves each module, by path, then by name or place of the tensor.
+        inputs, outputs: placements over tp of the tensors that enter and leave each module, by path, then by name or index.
         sp_inputs, sp_outputs: the same over sp.
-        derived: the adjoint of each all_gather that did not say its own, by the place of its line: reduce_scatter or slice.
-        forks: modules where random numbers must differ between ranks (tp), or be the same again inside of these (same), by path.
+        derived: inferred adjoint of each all_gather that gives none, by the index of its line: reduce_scatter or slice.
+        forks: modules where random numbers must differ between ranks (tp), or be the same again inside such a module (same), by path.
         sp_forks: modules where they must differ between the ranks of sp.
-        warnings: what is no mistake, and worth knowing.
+        warnings: remarks that are no mistakes.
         dry: whether there was a dry run.
-        why_not: what stood in its way, else "".
+        why_not: the reason if there was none, else "".
     """
 
     inputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Report:
     why_not: str = ""
 
     def __str__(self) -> str:
-        """One line for each module between whose edges something is cut, or summed later."""
+        """Return one line for each module with an input or output that is cut, or summed later, and the warnings."""
         rows = [*_edges(self.inputs, self.outputs, ""), *_edges(self.sp_inputs, self.sp_outputs, "over sp: ")]
         if not self.dry and not self.warnings:
             rows.append("the lines fit together; no dry run: give check() a batch, the model's keyword arguments")
@@ -65,19 +65,19 @@ def _edges(inputs: dict[str, dict[str, Placement]], outputs: dict[str, dict[str,
 
 
 def check(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
-    """Look for mistakes.
+    """Check a schedule for mistakes.
 
     Args:
-        batch: keyword arguments of the model, of any size that fits; None: token ids, where the model's configuration tells of them.
+        batch: keyword arguments of the model, of any size that fits; None: an example, if the model's configuration describes its inputs.
     Raises:
-        PlacementError: what is wrong, where, because of which line.
+        PlacementError: what is wrong, where, and because of which line.
     """
     decide(model, directives, mesh, seq_dim)
     return follow(model, directives, mesh, seq_dim, batch)
 
 
 def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None) -> Report:
-    """The second half of ``check``: let placements flow through the model; ``decide`` has let these lines pass."""
+    """Follow placements through the model: the second half of ``check``, for lines that ``decide`` has accepted."""
     batch = batch if batch is not None else example(model, mesh)
     if batch is None:
         return Report(dry=False, why_not="nobody gave it a batch, the model's keyword arguments")
@@ -105,7 +105,7 @@ def follow(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
 
 
 def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> None:
-    """Lines about dp, whose ranks have rows of their own. What the dry run does not know of rows is no mistake: a warning."""
+    """Follow lines about dp, whose ranks have rows of their own. What the dry run does not know of rows is a warning, not a mistake."""
     try:
         report.derived |= _derived(dry_run_over_dp(model, directives, mesh, seq_dim, batch), directives)
     except NotFollowed as error:
@@ -120,7 +120,7 @@ def _follow_dp(report: Report, model: nn.Module, directives: list[Directive], me
 
 
 def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
-    """Positions are cut all through the model, or in its blocks: dropout there draws for other positions on each rank (E14)."""
+    """Find dropout on shares of positions, which must draw different numbers on each rank of sp (E14)."""
     for path, name in flow.forks.items():
         if says_random(model, directives, path, "sp"):
             continue
@@ -130,7 +130,7 @@ def _find_forks_over_sp(report: Report, flow: Flow, model: nn.Module, directives
 
 
 def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[Directive]) -> None:
-    """Where the schedule says nothing of random numbers, and must (E14)."""
+    """Find modules whose random numbers must differ between the ranks of tp, and that no rng line mentions (E14)."""
     for path, name in flow.forks.items():
         if says_random(model, directives, path, "tp"):
             continue
@@ -145,7 +145,7 @@ def _find_forks(report: Report, flow: Flow, model: nn.Module, directives: list[D
 
 
 def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
-    """One adjoint for each line. Raises PlacementError: its modules need different ones (E10)."""
+    """Return one adjoint for each line. Raises PlacementError if its modules need different ones (E10)."""
     found: dict[int, tuple[str, str, str]] = {}
     for (place, path), choice in flow.choices.items():
         if not choice.value:
@@ -161,14 +161,14 @@ def _derived(flow: Flow, directives: list[Directive]) -> dict[int, str]:
 
 
 def says_random(model: nn.Module, directives: list[Directive], path: str, axis: str) -> bool:
-    """Whether an rng line about an axis (tp or sp) speaks of a module, or of one around it."""
+    """Return whether an rng line about an axis (tp or sp) covers a module, or one around it."""
     others = {"tp": ("sp", "dp"), "sp": ("tp", "dp", "same")}[axis]
     paths = {p for d in directives if d.do == "rng" and d.args["axis"] not in others for p in expand(model, d.on)}
     return any(path == p or path.startswith(f"{p}.") or not p for p in paths)
 
 
 def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
-    """Token ids, as long as ranks can share them, with labels where the model takes some, images, both, or sound; None: not known."""
+    """Return example inputs: token ids that ranks can share (for language models with labels), images, both, or audio; None: unknown."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     text: Any = getattr(config, "text_config", None)
@@ -190,7 +190,7 @@ def example(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _sound(model: nn.Module, mesh: Mesh) -> dict[str, Any] | None:
-    """Features of sound as long as the configuration says, and what is said in it."""
+    """Return audio features of the length in the configuration, and decoder token ids if the model takes them; None: it takes no audio."""
     config: Any = getattr(model, "config", None)
     mels, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if "input_features" not in inspect.signature(model.forward).parameters or not isinstance(mels, int) or not isinstance(positions, int):
@@ -204,7 +204,7 @@ def _ids(config: Any, mesh: Mesh) -> torch.Tensor:
 
 
 def _image(model: nn.Module) -> dict[str, Any] | None:
-    """An input of a model that wants pixels alone, of the size in its configuration."""
+    """Return an input for a model that takes pixels only, of the size in its configuration, or None."""
     return None if "input_ids" in inspect.signature(model.forward).parameters else _pixels(model, getattr(model, "config", None))
 
 

@@ -1,8 +1,8 @@
-"""Can these lines be, of this model? Decided here, once, for all who ask: ``check()``, ``verify()`` and ``apply()`` begin with it.
+"""Decision whether lines are possible for a model, made once for ``check()``, ``verify()`` and ``apply()``, which all begin with it.
 
-The lines are applied to a copy of the model that has no numbers, exactly as they will be to the model itself, and whatever that refuses is
-refused, by all three and before the model is touched. What is left to each: ``check()`` follows placements through the copy, ``verify()``
-measures on ranks, ``apply()`` does it.
+The lines are applied to a copy of the model without weight values, exactly as they will be to the model itself. Whatever that refuses is
+refused by all three, before the model is touched. Then ``check()`` follows placements through a copy, ``verify()`` measures on ranks, and
+``apply()`` changes the model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_sp.utils.errors import ReportedError
 
 
 def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int) -> None:
-    """Ask all that needs no run of the model: each line by itself, the lines among themselves, sizes, heads, options.
+    """Check everything that needs no run of the model: each line by itself, the lines together, sizes, heads, options.
 
     Args:
         model: whole; is not changed.
     Raises:
-        ConfigError: the lines cannot be.
-        NotFollowed: the model, or what a line puts into it, cannot be tried out without its numbers, so it is not known.
+        ConfigError: the lines are impossible.
+        NotFollowed: the model, or what a line puts into it, cannot be tried out without weight values, so there is no verdict.
     """
     require_whole(model)
     local_rules.require_in_order(model, directives, mesh)
@@ -47,5 +47,5 @@ def decide(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: i
 
 
 def _without_jobs(line: Directive) -> Directive:
-    """Exchanges that start early are looked at, and not begun."""
+    """Return a line whose early exchanges are only checked, not started."""
     return replace(line, args={**line.args, "only_looks": True}) if line.do == "ulysses" else line

@@ -1,9 +1,9 @@
-"""What the lines of a schedule leave open, and the dry run decides: which adjoint an all_gather has, where random numbers must differ.
+"""Inference of what the lines of a schedule leave open: the adjoint of an all_gather, and where random numbers must differ.
 
-``check()`` keeps what it has worked out as lines that are marked (``Directive.derived``), so they go away and come again when it is asked
-again. ``apply()`` does the same for lines that were never checked, and refuses what it finds wrong; where a dry run cannot be made and
-something is open, it refuses too: a guess would train with other gradients and say nothing. Lines that ``verify()`` has measured on ranks
-are believed whatever the dry run makes of them.
+``check()`` stores what the dry run has inferred as marked lines (``Directive.derived``), which are dropped and inferred again when it is
+called again. ``apply()`` does the same for lines that were never checked, and refuses mistakes. If something is open and no dry run is
+possible, it refuses too: a guess could silently train with wrong gradients. Lines that ``verify()`` has measured on ranks are accepted
+whatever the dry run reports, unless one is about dp.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _IDLE = ("zero", "checkpoint", "annotate")
 
 
 def as_said(directives: list[Directive]) -> list[Directive]:
-    """The lines as they were written: without what was worked out."""
+    """Return the lines as they were written, without what was inferred."""
     said = [d for d in directives if d.do != "rng" or not d.derived]
     return [replace(d, args={k: v for k, v in d.args.items() if k not in d.derived}, derived=()) if d.derived else d for d in said]
 
 
 def with_derived(directives: list[Directive], report: Report) -> list[Directive]:
-    """Lines that say the adjoints that were worked out, and where random numbers differ."""
+    """Return the lines with the inferred adjoints, and with rng lines where random numbers must differ."""
     said = [
         replace(d, args={**d.args, "grad": report.derived[i]}, derived=("grad",)) if i in report.derived else d
         for i, d in enumerate(directives)
@@ -49,15 +49,15 @@ def complete(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any] | None = None, *, guess: bool = False,
     verified: bool = False,
 ) -> list[Directive]:  # fmt: skip
-    """The lines with all that ``check()`` would add to them.
+    """Return the lines with everything that ``check()`` would add to them.
 
     Args:
-        batch: keyword arguments of the model (default: token ids, where its configuration tells of them).
-        guess: leave open what cannot be worked out; where nothing is open there is no dry run.
-        verified: ``verify()`` has found these lines right, adjoints that they do not say included; dropout it has not seen.
+        batch: keyword arguments of the model (default: an example, if its configuration describes its inputs).
+        guess: leave open what cannot be inferred; if nothing is open there is no dry run.
+        verified: ``verify()`` has accepted these lines, with the default of each adjoint they do not give; it does not see dropout.
     Raises:
-        PlacementError: what the dry run found to be wrong.
-        ConfigError: the lines cannot be; or something is open, and there can be no dry run; names the lines and modules.
+        PlacementError: a mistake that the dry run found.
+        ConfigError: the lines are impossible; or something is open, and no dry run is possible; names the lines and modules.
     """
     said, reason = as_said(directives), ""
     try:
@@ -90,11 +90,11 @@ def complete(
 def explained(
     compare: Callable[[], Verdict], model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]
 ) -> Verdict:
-    """What ``compare`` measures, with what ``check()`` says of it where that is bad, so that both give one answer.
+    """Run ``compare``, and add what ``check()`` reports to a bad verdict, so that both give one answer.
 
     Raises:
         PlacementError: the split model does not run, and ``check()`` knows why.
-        DoesNotRun: nor does ``check()``.
+        DoesNotRun: it does not run, and ``check()`` does not know why.
     """
     try:
         verdict = compare()
@@ -109,7 +109,7 @@ def explained(
 
 
 def _mistake(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> str:
-    """What ``check()`` finds wrong; "": nothing, or the model cannot be followed, so what was measured stands for itself."""
+    """Return the mistake that ``check()`` finds; "" if there is none, or if the model cannot be followed, so the measurement stands."""
     try:
         check(model, as_said(directives), mesh, seq_dim, batch)
     except NotFollowed:
@@ -122,7 +122,7 @@ def _mistake(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim:
 
 
 def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: str, *, guess: bool, verified: bool) -> None:
-    """Raises ConfigError: something is open that nobody has worked out, measured, or allowed to be usual."""
+    """Raise ConfigError if something is open that was neither inferred nor measured, and no guess is allowed."""
     gathers = [] if guess or verified else list(open_gathers(said, mesh))
     found = [] if guess else [*gathers, *open_dropout(model, said, mesh)]
     if not found:
@@ -134,7 +134,7 @@ def _require_said(model: nn.Module, said: list[Directive], mesh: Mesh, reason: s
 
 
 def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
-    """Of each all_gather that does not say its adjoint, what to say."""
+    """Yield, for each all_gather that does not give its adjoint, what to write."""
     for d in directives:
         if d.do != "sync" or d.args["op"] != "all_gather" or "grad" in d.args or d.args.get("over") == "dp":
             continue
@@ -146,7 +146,7 @@ def open_gathers(directives: list[Directive], mesh: Mesh) -> Iterator[str]:
 
 
 def open_dropout(model: nn.Module, directives: list[Directive], mesh: Mesh) -> Iterator[str]:
-    """Of each module that drops out and of which no rng line speaks, what to say."""
+    """Yield, for each module with dropout that no rng line covers, what to write."""
     cut = any(d.do == "ulysses" or d.args.get("over") == "sp" for d in directives)
     for path in dropping(model):
         if mesh.tp.size() > 1 and not says_random(model, directives, path, "tp"):

@@ -1,8 +1,9 @@
-"""A step of a split model without a job and without its numbers: placements flow through it, and whatever does not fit is said.
+"""Dry run of a split model, without a job and without weight values: placements flow through it, and whatever does not fit is reported.
 
-The model is copied without its weights (meta device); ids, masks, positions and buffers stay real, for models look at them. It runs twice,
-whole and split: a share times the number of ranks must be the whole model's shape in every step, so a size that a module has written down
-shows at once. Who looks is ``follower.py``. Each axis has a run of its own; the others leave placements as they are there.
+The model is copied without its weights (meta device); ids, masks, positions and buffers stay real, because models inspect them. It runs
+twice, whole and split: a share times the number of ranks must have the whole model's shape in every step, so a size that is stored in a
+module shows at once. ``follower.py`` observes the runs. Each axis has a run of its own, in which exchanges over the others change no
+placement.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
         batch: its keyword arguments.
     Raises:
         PlacementError: lines that do not fit together.
-        ConfigError: what ``apply`` says; or the model cannot be run without its numbers.
+        ConfigError: raised by ``apply``; or the model cannot be run without weight values.
     """
     mesh = Mesh(tp=mesh.tp)
     said = [d for d in directives if d.do not in (*LATER, "ulysses")]
@@ -58,10 +59,10 @@ def dry_run(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: 
 
 
 def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
-    """Follow placements over sp through one forward pass: shares of positions, in attention of heads, and parts of the loss.
+    """Follow placements over sp through one forward pass: shares of positions (in attention, of heads), and parts of the loss.
 
-    All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp. What the run is held
-    against is split over tp as well, and cut over one rank. Arguments and errors are those of ``dry_run``.
+    All parameters are R: every rank has them and uses them on its positions, and their gradients are summed over sp. The reference run is
+    split over tp as well, with sequences cut over one rank. Arguments and errors are those of ``dry_run``.
     """
     if mesh.sp.size() == 1:
         return Flow()
@@ -83,10 +84,10 @@ def dry_run_over_sp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 
 
 def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> Flow:
-    """Follow placements over dp through one forward pass, where a line is about it: each rank has rows of its own, S(0).
+    """Follow placements over dp through one forward pass, if a line is about dp: each rank has rows of its own.
 
-    As over sp parameters are R, and what the run is held against has the rows of all ranks. A loss may stay a part or a mean: whoever
-    trains divides it. Arguments and errors are those of ``dry_run``.
+    As over sp, parameters are R; the reference run has the rows of all ranks. A loss may stay a partial sum or a mean, which the training
+    loop divides. Arguments and errors are those of ``dry_run``.
     """
     if mesh.dp.size() == 1 or not any(d.args.get("over") == "dp" for d in directives):
         return Flow()
@@ -111,7 +112,7 @@ def dry_run_over_dp(model: nn.Module, directives: list[Directive], mesh: Mesh, s
 
 
 def _once_or_late(run: Callable[[bool], Flow]) -> Flow:
-    """What a model makes of zeros has numbers, for it may look at them; where it writes results into them instead, they have none."""
+    """Run with values in the tensors that the model creates, for it may inspect them; if it writes results into them, run again without."""
     try:
         return run(False)
     except WrittenLater:
@@ -123,7 +124,7 @@ def _once_or_late(run: Callable[[bool], Flow]) -> Flow:
 
 
 def without_overlap(line: Directive) -> Directive:
-    """Exchanges one by one: what is sent is the same, if it could start early, which is looked at."""
+    """Return a line whose exchanges run one by one: they send the same, and whether they could start early is checked."""
     return replace(line, args={**line.args, "only_looks": True}) if line.do == "ulysses" else line
 
 
@@ -132,7 +133,7 @@ def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_whole(model: nn.Module, batch: dict[str, Any], late: bool) -> dict[str, list[Seen]]:
-    """All its steps."""
+    """Run the whole model and return its calls, by path of the calling module."""
     whole = Follower(model, late=late)
     with whole.inside(), one_sequence_a_row():
         model(**batch)
@@ -155,7 +156,7 @@ def _run_split(
 
 
 def placements_of(applied: Applied, directives: list[Directive]) -> dict[str, Placement]:
-    """Of parameters and split buffers, by name."""
+    """Return the placements of parameters and split buffers, by name."""
     found = {}
     for name in [*applied.specs, *applied.splits]:
         split = applied.splits.get(name)
@@ -183,7 +184,7 @@ def _names(model: nn.Module, directive: Directive, parameter: str) -> bool:
 
 
 def _lines_by_path(model: nn.Module, directives: list[Directive]) -> dict[str, list[tuple[int, Directive]]]:
-    """Lines, with their places, by the modules that they speak of."""
+    """Return the lines, with their indices, by path of the modules they are about."""
     found: dict[str, list[tuple[int, Directive]]] = defaultdict(list)
     for place, directive in enumerate(directives):
         paths = expand(model, directive.on)

@@ -1,7 +1,7 @@
-"""What exchanges between ranks do to placements, and to shapes where there is nobody to talk to.
+"""Effects of exchanges between ranks on placements, and on shapes if there are no other ranks.
 
-The adjoint of each is fixed (``parallel/regions.py``), so each expects one placement and makes one; anything else is a sum that is missing
-or made twice.
+The adjoint of each is fixed (``parallel/regions.py``), so each expects one placement and produces one; anything else means that a sum is
+missing or made twice.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Rule = Callable[[Step], Placement]
 
 
 def _double(step: Step, x: Operand, what: str, way: str = "leave one of them out") -> NoReturn:
-    """Raises PlacementError: a sum that is made twice (E5)."""
+    """Raise PlacementError: a sum is made twice (E5)."""
     step.fail(f"{x.called} is {x.placement.describe()}: {what}, {step.size} times too large; {way}", "E5")
 
 
 def as_whole(step: Step, x: Operand) -> Operand:
-    """An operand whose gradient is complete. Raises PlacementError: it is anything else."""
+    """Return an operand that is whole and has a complete gradient. Raises PlacementError if it is anything else."""
     if x.kind == "P":
         refuse_partial(step, x)
     if x.kind == "S":
@@ -113,7 +113,7 @@ def all_to_all(step: Step) -> Placement:
 
 
 def take_share(step: Step) -> Placement:
-    """A part of the gradient stays on each rank, and is summed with those of the parameters before."""
+    """Placement of a share taken from a whole tensor; the parts of its gradient are summed later, with those of earlier parameters."""
     x, dim = step.operands()[0], step.arg(2, "dim") % step.operands()[0].tensor.ndim
     made = Operand(x.tensor, Placement("S", dim, since=step.label(f"cut over {step.axis}")))
     if x.kind == "P":
@@ -125,7 +125,7 @@ def take_share(step: Step) -> Placement:
 
 
 def repeated_heads(step: Step) -> Placement:
-    """In front of an exchange: ranks that follow each other will have the same."""
+    """Placement of heads repeated before an exchange: consecutive ranks will have the same ones."""
     x = step.operands()[0]
     return replace(x.placement, copies=step.arg(1, "times"))
 
@@ -151,7 +151,7 @@ def share_of_labels(step: Step) -> Placement:
 
 
 def weighed(step: Step) -> Placement:
-    """loss * weight of its labels."""
+    """Placement of a loss times the weight of its labels."""
     x, weight = step.operands()[:2]
     if not x.placement.mean:
         conflict(step, [x, weight], "a mean over a rank's own labels is expected here: is it loss='next_token'?")
@@ -194,7 +194,7 @@ def split_embedding(step: Step) -> Placement:
 
 
 def own_exchange(step: Step) -> Placement:
-    """What its ``layouts`` say."""
+    """Placement after a user's exchange, as its ``layouts`` declare it."""
     x = step.operands()[0]
     said, made = parse(step)
     if x.kind == "?" and x.placement.choice is not None and said.kind in "IR":
@@ -212,7 +212,7 @@ def own_exchange(step: Step) -> Placement:
 
 
 def parse(step: Step) -> tuple[Placement, Placement]:
-    """(from, to) of "S(1)->R". Raises PlacementError: it does not say."""
+    """Return (from, to) of layouts such as "S(1)->R". Raises PlacementError if they are missing or malformed."""
     text = str(step.arg(3, "layouts") or "")
     found = [re.fullmatch(r"([IRP])|S\((-?\d+)\)", side.strip()) for side in text.split("->")]
     if len(found) != 2 or not found[0] or not found[1]:
@@ -252,7 +252,7 @@ _SPLIT_LAYERS = {"split_column": placement_rules.linear, "split_row": placement_
 
 
 def elsewhere(step: Step) -> Placement:
-    """Over another axis than the one that is followed: a layer is what it was, everything else stays as it lies."""
+    """Placement after an exchange over another axis than the one followed: split layers act as whole ones, all else is unchanged."""
     if step.name in _SPLIT_LAYERS:
         return _SPLIT_LAYERS[step.name](step)
     operands = step.operands()
@@ -260,7 +260,7 @@ def elsewhere(step: Step) -> Placement:
 
 
 def is_elsewhere(step: Step, group: object) -> bool:
-    """Whether it is an exchange over another axis than this group's."""
+    """Return whether a step is an exchange over another axis than this group's."""
     if step.name in _SPLIT_LAYERS and step.axis != "tp":
         return True
     groups = [a for a in step.args if hasattr(a, "rank") and callable(getattr(a, "size", None)) and not isinstance(a, Tensor)]
@@ -271,7 +271,7 @@ def is_elsewhere(step: Step, group: object) -> bool:
 
 
 def shaped(name: str, args: tuple[Any, ...]) -> Tensor:
-    """The result of an exchange with nobody: its shape is right, its values are not. Raises ValueError: a dim cannot be cut evenly."""
+    """Return the result of an exchange without other ranks: only its shape is right. Raises ValueError if a dim cannot be cut evenly."""
     x = args[0]
     if name in ("copy_to", "reduce_from", "share_of_gradient", "weighed"):
         return x.view_as(x)

@@ -1,7 +1,7 @@
-"""Mixtures of experts of transformers: one module with the weights of all experts, ``gate_up_proj`` [e, 2f, h] and ``down_proj`` [e, h, f].
+"""Mixture-of-experts modules of transformers: all experts' weights in one module, ``gate_up_proj`` [e, 2f, h] and ``down_proj`` [e, h, f].
 
-Which rows go to which expert is known only from numbers, so a dry run cannot follow the loop over experts, nor the grouped products that
-take its place. What happens to one row is the same whichever expert it meets: the dry run has all rows meet the first one.
+Which rows go to which expert depends on values, so a dry run can follow neither the loop over experts nor the grouped GEMMs that replace
+it. A row is treated alike by every expert, so the dry run sends all rows to the first one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether its class is one whose forward transformers exchanges (``use_experts_implementation``)."""
+    """Return whether a module's class is one whose forward transformers replaces (``use_experts_implementation``)."""
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "_apply_gate", "down_proj"))
 
 
 def use_first_expert(model: nn.Module) -> None:
-    """Have every row meet the first expert, in all such modules of a model that is there for its shapes."""
+    """Send every row to the first expert, in all such modules of a model that is run for its shapes."""
     for module in model.modules():
         if is_experts(module):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
-    """[tokens, h] -> [tokens, h], weighed by the router's first choice."""
+    """Run the first expert: [tokens, h] -> [tokens, h], weighted by each token's first router weight."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
     x = _product(self, hidden_states, up)
     x = self._apply_gate(x) if self.has_gate else self.act_fn(x)

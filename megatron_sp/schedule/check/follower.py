@@ -1,7 +1,7 @@
-"""Sees every step of a model that runs without its numbers, and how each tensor lies over the ranks of an axis (``dry_run.py``).
+"""Observer of a model that runs without weight values: how each tensor lies over the ranks of an axis, at every step (``dry_run.py``).
 
-Every function of torch and every exchange passes ``Follower``, a ``TorchFunctionMode``. There is no backward pass: the letters R and I
-carry what it would do (``placements.py``).
+Every torch function and every exchange passes through ``Follower``, a ``TorchFunctionMode``. There is no backward pass: R and I stand for
+what it would do (``placements.py``).
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _MOVES = (
 
 @dataclass
 class Flow:
-    """What a dry run has found.
+    """Findings of a dry run.
 
     Attributes:
-        inputs, outputs: placements of the tensors that enter and leave each module, by path and then by name or place.
-        choices: adjoints of all_gathers that nobody said, with what decided, by the place of their line and path.
-        forks: modules with dropout on shares, by path, with the function.
+        inputs, outputs: placements of the tensors that enter and leave each module, by path and then by name or index.
+        choices: adjoints of all_gathers that were not given, with what decided them, by index of the line and path.
+        forks: modules with dropout on shares: path -> function.
         alike: modules with dropout on what every rank has whole.
-        notes: other things worth knowing.
+        notes: other remarks.
     """
 
     inputs: dict[str, dict[str, Placement]] = field(default_factory=dict)
@@ -82,13 +82,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class Axis:
-    """Along which placements are followed.
+    """The axis along which placements are followed.
 
     Attributes:
         name: of the axis.
         group: its ranks.
-        line: what cuts sequences over it, for messages.
-        same_program: the run that this one is held against has the same hooks and forwards.
+        line: the line that cuts sequences over it, for messages.
+        same_program: the reference run has the same hooks and forwards.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Axis:
 
 
 def _share_of_filled(step: Step, tensor: Tensor, placement: Placement, whole: tuple[int, ...] | None) -> Placement:
-    """Of what is filled with one value: as long as a share, it is one, and counting it, or writing into some of it, tells ranks apart."""
+    """Return the placement of a result; one filled with one value and as long as a share is S: counts of it, and writes, differ by rank."""
     if placement.kind != "U" or whole is None or len(whole) != tensor.ndim:
         return placement
     other = [dim for dim, n in enumerate(tensor.shape) if n != whole[dim]]
@@ -111,11 +111,11 @@ def _share_of_filled(step: Step, tensor: Tensor, placement: Placement, whole: tu
 
 
 class WrittenLater(NotFollowed):
-    """Something that depends on weights is written into a tensor that was made with numbers."""
+    """A result that depends on weights is written into a tensor that was created with values."""
 
 
 class Follower(TorchFunctionMode):
-    """Sees every call. Without an axis it only keeps shapes; with one it follows placements."""
+    """Mode that observes every call. Without an axis it only records calls and shapes; with one it follows placements."""
 
     def __init__(
         self, model: nn.Module, axis: Axis | None = None, lines: Mapping[str, list[tuple[int, Directive]]] | None = None,
@@ -137,7 +137,7 @@ class Follower(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Hooks that tell which module runs, around this mode."""
+        """Enter this mode, with hooks that record which module runs."""
         handles = []
         for path, module in self.model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
@@ -286,7 +286,7 @@ class Follower(TorchFunctionMode):
         return result
 
     def _written(self, step: Step, before: Operand, after: Placement) -> None:
-        """In place: what it is a part of lies otherwise from now on, too. Raises NotFollowed: nobody sees how."""
+        """Update the placement of the base that an in-place call has written to through a view. Raises NotFollowed if it is unknown."""
         base = before.tensor._base
         everywhere = base is None or (after.kind == "U" and base.numel() == before.tensor.numel())
         if base is not None and not everywhere and after.kind in "IU" and self.known.get(base, WHOLE).kind == "U":
@@ -320,7 +320,7 @@ class Follower(TorchFunctionMode):
         return rule(step)
 
     def _exchange(self, step: Step) -> Any:
-        """An exchange between ranks; over another axis it leaves placements as they are."""
+        """Run an exchange for its shape and its placement; over another axis placements are unchanged."""
         assert self.axis is not None
         args, placement = step.args, None
         elsewhere = exchange_rules.is_elsewhere(step, self.axis.group)
@@ -339,7 +339,7 @@ class Follower(TorchFunctionMode):
         return step.result
 
     def _in_order(self, step: Step, operands: list[Operand], made: Any) -> Any:
-        """Rows that were gathered out of order may be computed with one by one. Raises PlacementError: something else is done (E10)."""
+        """Return ``made`` with its row order. Raises PlacementError unless the step treats rows gathered out of order one by one (E10)."""
         rows = next((o.placement.shuffled for o in operands if o.placement.shuffled > 1), 1)
         if rows == 1 or step.name == "reduce_scatter_to":
             return made
@@ -353,7 +353,7 @@ class Follower(TorchFunctionMode):
         return replace(made, shuffled=rows)
 
     def look(self, tensor: Tensor) -> Operand:
-        """What is known of a tensor."""
+        """Return a tensor with its placement. Raises NotFollowed if the dry run could not follow it."""
         name = self.names.get(id(tensor), "")
         if name:
             return Operand(tensor, self.parameters.get(name, WHOLE), name)
@@ -384,7 +384,7 @@ class Follower(TorchFunctionMode):
     # the whole model's steps
 
     def _next(self, name: str) -> Seen | None:
-        """The same call in the whole model."""
+        """Return the same call in the whole model, or None if it is unknown."""
         path, module = self.modules[-1] if self.modules else ("", self.model)
         if self.expected is None or path in self.strayed:
             return None
@@ -397,7 +397,7 @@ class Follower(TorchFunctionMode):
         return steps[at]
 
     def _require_factors(self, step: Step, whole: Seen | None) -> None:
-        """A number that a model makes of a size is another one where it was a share's. Raises PlacementError: E11."""
+        """Raise PlacementError if the step computes with another number than the whole model, such as one made of a share's size (E11)."""
         now = Seen.of(step.name, step.result, step.args, step.kwargs)
         mine = now.factors
         alike = (
@@ -415,7 +415,7 @@ class Follower(TorchFunctionMode):
         )
 
     def _require_shapes(self, step: Step, results: list[Tensor], placements: list[Placement]) -> None:
-        """A share times the number of ranks is the whole. Raises PlacementError: E11."""
+        """Raise PlacementError if a share times the number of ranks does not have the whole model's shape (E11)."""
         for tensor, placement, whole in zip(results, placements, step.whole or [], strict=False):
             shape = list(tensor.shape)
             if placement.kind == "U":
@@ -433,7 +433,7 @@ class Follower(TorchFunctionMode):
                 )
 
     def _explain(self, step: Step, operands: list[Operand], error: Exception) -> None:
-        """A call has failed. Raises PlacementError: in the split model alone, so a size does not fit."""
+        """Raise PlacementError for a call that fails in the split model alone, so a size does not fit (E10, E11)."""
         words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         big = [o for o in operands if o.tensor.ndim and o.kind != "U"]
         if any(o.kind == "S" for o in big) and any(o.placement != big[0].placement for o in big):
@@ -462,7 +462,7 @@ class Follower(TorchFunctionMode):
         return None
 
     def _hint(self, args: Any) -> str:
-        """Attributes of the modules around that hold one of these numbers."""
+        """Return attributes of the surrounding modules that hold one of these numbers, for messages."""
         numbers = {n for n in integers(args) if n > 1}
         found = [
             f"{path}.{name} = {value}"
@@ -484,7 +484,7 @@ class Follower(TorchFunctionMode):
             self.flow.alike.add(self._path())
 
     def finish(self, result: Any) -> None:
-        """What leaves the model must be complete. Raises PlacementError."""
+        """Check the results of the model. Raises PlacementError if one is a partial sum, or its gradient would be summed again."""
         assert self.axis is not None
         for name, tensor in named(result):
             operand, place = self.look(tensor), f"the model ({type(self.model).__name__})"

@@ -1,7 +1,7 @@
-"""What the lines of a schedule must be among themselves, before anything runs: mistakes that the lines and the model's modules alone show.
+"""Rules on the lines of a schedule, before anything runs: mistakes that show from the lines and the model's modules alone.
 
-Each rule is a function of the lines and yields messages; ``apply()`` asks them always, and the dry run finds what they cannot see. They say
-nothing that could be right in some model.
+Each rule is a function of the lines and yields messages. ``apply()`` checks them; the dry run finds what they cannot see. They never
+report what could be right in some model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MLPS = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "intermediate", "sha
 
 
 class Lines:
-    """The lines of a schedule, by the modules that they speak of."""
+    """The lines of a schedule, by the modules they are about."""
 
     def __init__(self, model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
         self.model, self.directives, self.mesh = model, directives, mesh
@@ -47,7 +47,7 @@ class Lines:
         return found
 
     def around(self, path: str) -> Iterator[tuple[str, Directive]]:
-        """Lines on a module and on all that contain it."""
+        """Yield (path, line) of all lines on a module and on the modules that contain it."""
         while True:
             for directive in self.at.get(path, []):
                 yield path, directive
@@ -60,12 +60,12 @@ class Lines:
 
     @cached_property
     def has_hooks(self) -> bool:
-        """Whether functions of the user's own run at modules, which may do any sum."""
+        """True if functions of the user run at modules, which may make any sum."""
         return any(d.do == "hook" for d in self.directives)
 
     @cached_property
     def sums_elsewhere(self) -> bool:
-        """Whether some sync stands in front of what is split and not around it, such as at a norm: what it reaches only a dry run tells."""
+        """True if some sync sums in front of a split part, not around it (at a norm, say); only a dry run shows what it reaches."""
         for directive, path, _ in self.of("sync"):
             inside = any(by_outputs(d, m) for d, p, m in self.each if p == path or p.startswith(f"{path}." if path else ""))
             if is_sync(directive) and not inside and _sums(directive.args):
@@ -73,23 +73,23 @@ class Lines:
         return False
 
     def sums_input_gradient(self, path: str) -> list[tuple[str, Directive]]:
-        """Syncs on a module, or around it, behind which a gradient of an input is summed."""
+        """Return (path, line) of the syncs on a module, or around it, that sum the gradient of an input."""
         return [(p, d) for p, d in self.around(path) if is_sync(d) and d.args["mode"] != "fwd_post" and _sums(d.args)]
 
 
 def is_sync(directive: Directive) -> bool:
-    """Over tp."""
+    """Return whether a line is a sync over tp."""
     return directive.do == "sync" and directive.args.get("over", "tp") == "tp"
 
 
 def _sums(args: dict[str, Any]) -> bool:
-    """Whether backward sums; of a function it is not known, so yes."""
+    """Return whether a sync sums in backward; a user's function is assumed to."""
     op = args["op"]
     return callable(op) or op == "copy" or args["mode"] == "bwd_post" or (op == "all_gather" and args.get("grad") != "slice")
 
 
 def by_outputs(directive: Directive, module: nn.Module) -> bool:
-    """Whether a line splits a linear layer by its outputs and leaves it to others to sum the gradient of its input."""
+    """Return whether a line splits a linear layer by its outputs and leaves summing its input's gradient to other lines."""
     kind = find_kind(module)
     if kind is None or (kind.product is None and kind.inputs < 2):
         return False
@@ -104,7 +104,7 @@ Problem = Iterator[str]
 
 
 def compiled(lines: Lines) -> Problem:
-    """E15: compiled, or shared out by others, before it is split."""
+    """E15: a module was compiled, or its parameters sharded by FSDP, before the split."""
     order = "the order is: schedule, apply(), torch.compile, ZeRO"
     seen: dict[str, str] = {}
     for path, module in lines.model.named_modules():
@@ -119,7 +119,7 @@ def compiled(lines: Lines) -> Problem:
 
 
 def parameters(lines: Lines) -> Problem:
-    """E1: a parameter that a module has not."""
+    """E1: a line names a parameter that the module does not have."""
     for directive, path, module in lines.of("shard", "sum_gradients", "annotate"):
         given = directive.args.get("tensor") or directive.args.get("parameter") or directive.args.get("names") or []
         known = [name for named in (module.named_parameters, module.named_buffers) for name, _ in named()]
@@ -132,7 +132,7 @@ def parameters(lines: Lines) -> Problem:
 
 
 def inputs(lines: Lines) -> Problem:
-    """E6: split by outputs, and nobody sums the gradient of the input."""
+    """E6: a layer is split by its outputs, and no line sums the gradient of its input."""
     for directive, path, module in lines.each if not lines.has_hooks else ():
         if _forgets_bias(lines, directive, path, module):
             continue  # told when it is applied (E4)
@@ -147,7 +147,7 @@ def inputs(lines: Lines) -> Problem:
 
 
 def _sums_all_inputs(lines: Lines, path: str, module: nn.Module) -> bool:
-    """Whether each input's gradient is summed, at the layer or around it; of a layer with several, each has a line of its own there."""
+    """Return whether the gradient of each input is summed, by lines around the layer or by one line per input on the layer itself."""
     found, kind = lines.sums_input_gradient(path), find_kind(module)
     here = {d.args.get("arg") or 0 for at, d in found if at == path}
     return any(at != path for at, _ in found) or len(here) >= (kind.inputs if kind is not None else 1)
@@ -159,7 +159,7 @@ def _forgets_bias(lines: Lines, directive: Directive, path: str, module: nn.Modu
 
 
 def doubled_inputs(lines: Lines) -> Problem:
-    """E5: a sync sums a gradient that every layer inside has summed already."""
+    """E5: a sync sums a gradient that every layer inside has already summed."""
     for directive, path, _ in lines.of("sync"):
         if not is_sync(directive) or directive.args["mode"] == "fwd_post" or not _sums(directive.args) or callable(directive.args["op"]):
             continue
@@ -175,7 +175,7 @@ def doubled_inputs(lines: Lines) -> Problem:
 
 
 def same_sync(lines: Lines) -> Problem:
-    """E5: the same exchange twice."""
+    """E5: the same exchange is written twice."""
     by_module: dict[int, list[tuple[str, Directive]]] = defaultdict(list)  # one with several names is one
     for directive, path, module in lines.of("sync", "sequence"):
         by_module[id(module)].append((path, directive))
@@ -190,7 +190,7 @@ def same_sync(lines: Lines) -> Problem:
 
 
 def reductions(lines: Lines) -> Problem:
-    """E3: split by inputs, and no line makes the sum; E5: two make it."""
+    """E3: a layer is split by its inputs, and no line makes the sum; E5: two make it."""
     later = any(is_sync(d) and d.args["op"] in ("all_reduce", "reduce_scatter") and d.args["mode"] == "fwd_pre" for d in lines.directives)
     for directive, path, module in lines.of("shard", "row"):
         kind = find_kind(module)
@@ -215,7 +215,7 @@ def reductions(lines: Lines) -> Problem:
 
 
 def packed(lines: Lines) -> Problem:
-    """E8: q, k and v (or gate and up) in one matrix, cut as if it were one."""
+    """E8: q, k and v (or gate and up) lie in one matrix, which is cut as if it were one projection."""
     for directive, path, module in lines.of("shard", "column"):
         kind = find_kind(module)
         weight = None if kind is None else getattr(module, kind.main, None)
@@ -239,7 +239,7 @@ def packed(lines: Lines) -> Problem:
 
 
 def _is_plain(model: nn.Module, path: str) -> bool:
-    """Whether a layer's name, or that of the module around it, says that it is one projection: an MLP may be three times as wide, too."""
+    """Return whether the name of a layer, or of the module around it, marks one projection: an MLP may be three times as wide, too."""
     around, _, name = path.rpartition(".")
     words = set(re.split(r"[_\d]+", name.lower()))
     if any("kv" in word for word in words) or len(words & {"q", "k", "v", "query", "key", "value"}) > 1:
@@ -249,7 +249,7 @@ def _is_plain(model: nn.Module, path: str) -> bool:
 
 
 def heads(lines: Lines) -> Problem:
-    """E2: ranks that cannot share heads evenly."""
+    """E2: the ranks cannot share the heads evenly."""
     for directive, path, module in lines.of("shard", "column"):
         counts = _heads_around(lines.model, path, module)
         if any(d.args.get("replicas") for d, p, _ in lines.of("shard", "column") if p.rpartition(".")[0] == path.rpartition(".")[0]):
@@ -262,7 +262,7 @@ def heads(lines: Lines) -> Problem:
 
 
 def _heads_around(model: nn.Module, path: str, module: nn.Module) -> dict[str, int]:
-    """Numbers of heads that the attention around a layer has, where it has any; a layer that is as wide as these heads."""
+    """Return the head counts of the attention module around a layer; {} if there is none, or the weight is no matrix."""
     parent = model.get_submodule(path.rpartition(".")[0])
     if "attention" not in type(parent).__name__.lower() or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
         return {}
@@ -276,7 +276,7 @@ def _heads_around(model: nn.Module, path: str, module: nn.Module) -> dict[str, i
 
 
 def regions(lines: Lines) -> Problem:
-    """E10: shares of positions that nobody makes, or that are made whole where they never were cut."""
+    """E10: shares of positions that no line creates, or that are gathered where nothing was cut; E5: a region begins or ends twice."""
     sequence = [d for d in lines.directives if d.do == "sequence"]
     scatters = any(is_sync(d) and (callable(d.args["op"]) or d.args["op"] == "scatter") for d in lines.directives)
     for d in sequence:
@@ -303,12 +303,12 @@ def regions(lines: Lines) -> Problem:
 
 
 def _any_column_outside(lines: Lines, path: str) -> bool:
-    """Whether some layer that is not inside ``path`` leaves a share of its outputs."""
+    """Return whether some layer outside of ``path`` leaves a share of its outputs."""
     return any(d.do in ("column", "shard") and not p.startswith(f"{path}.") and not d.args.get("gather") for d, p, _ in lines.each)
 
 
 def owners(lines: Lines) -> Problem:
-    """E16: parameters in a region between ranks of which no line says anything."""
+    """E16: parameters inside a region between ranks, which no line mentions."""
     said = {"shard", "column", "row", "vocab_parallel", "sum_gradients", "replace"}
     for directive, root, module in lines.of("sync"):
         if not is_sync(directive) or directive.args["mode"] != "fwd_pre" or directive.args["op"] not in ("copy", "all_gather"):
@@ -325,7 +325,7 @@ def owners(lines: Lines) -> Problem:
 
 
 def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
-    """Whether a module around names them in sum_gradients."""
+    """Return whether a sum_gradients line on a module around names these parameters."""
     for at, directive in lines.around(path):
         inside = path[len(at) + 1 :] if at else path
         names = directive.args.get("names") or [] if directive.do == "sum_gradients" else []
@@ -335,7 +335,7 @@ def _summed_above(lines: Lines, path: str, own: list[str]) -> bool:
 
 
 def once(lines: Lines) -> Problem:
-    """E5: what can be asked for only once."""
+    """E5: a line that can be asked for only once is there twice."""
     for do in ("ulysses", "zero"):
         found = [d for d in lines.directives if d.do == do]
         if len(found) > 1:
@@ -343,14 +343,14 @@ def once(lines: Lines) -> Problem:
 
 
 def of_the_model(lines: Lines) -> Problem:
-    """E10: a line about the whole model that stands on a part of it."""
+    """E10: a line about the whole model is written on a part of it."""
     for d in lines.directives:
         if d.do in ("ulysses", "zero") and d.on:
             yield f"{d.do} is about {_called(lines)} as a whole, and stands on {d.on!r}: say on: '' ({d.where}, E10)"
 
 
 def cut_over(lines: Lines) -> Problem:
-    """E10: sequences that are cut over ranks of which each has a batch, or parameters, of its own."""
+    """E10: sequences are cut over ranks that each have a batch, or parameters, of their own."""
     for d in (d for d in lines.directives if d.do == "ulysses" and d.args.get("axis", "sp") != "sp"):
         axis = lines.mesh.group(d.args["axis"]) and d.args["axis"]
         why = "have batches of their own" if axis == "dp" else "have different parameters, whose gradients nobody sums over them"
@@ -358,7 +358,7 @@ def cut_over(lines: Lines) -> Problem:
 
 
 def spoken_of(lines: Lines) -> Problem:
-    """E5: ranks that do the same, and whose gradients are summed."""
+    """E5: no line cuts anything over sp, so its ranks do the same, and their gradients are summed."""
     size = lines.mesh.sp.size()
     if size > 1 and not any(d.do in ("ulysses", "hook") or (d.do == "sync" and d.args.get("over") == "sp") for d in lines.directives):
         yield (
@@ -378,16 +378,16 @@ OF_ONE_RANK = (parameters, cut_over, packed, spoken_of)  # it does nothing other
 
 
 def require(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
-    """Raises PlacementError: with all mistakes that the lines alone show."""
+    """Raise PlacementError with the mistakes that the lines alone show, six at most."""
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (RULES if lines.size > 1 else OF_ONE_RANK) for problem in rule(lines))
 
 
 def require_in_order(model: nn.Module, directives: list[Directive], mesh: Mesh) -> None:
-    """What a copy of the model, to which some of the lines are applied, would not show.
+    """Check what a copy of the model, to which only some of the lines are applied, would not show.
 
     Raises:
-        PlacementError: the model is not fit to be split any more; a line about all of it stands twice, or on a part.
+        PlacementError: the model can no longer be split; a line about all of it is written twice, or on a part.
     """
     lines = Lines(model, directives, mesh)
     _raise(problem for rule in (compiled, once, of_the_model) for problem in rule(lines))

@@ -1,4 +1,4 @@
-"""Copies of models to be run for their shapes: parameters have no numbers, and whatever looks at those is out of the way."""
+"""Copies of models that are run for their shapes: parameters have no values, and code that inspects values is replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def input_of(value: Tensor) -> Tensor:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have shapes only; buffers are real."""
+    """Return a copy whose parameters have shapes only; buffers are real."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -27,10 +27,10 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def meta_copy(model: nn.Module, late: bool = False) -> nn.Module:
-    """A copy to run: it trains, for the model may be evaluating now and train later, and then dropout counts.
+    """Return a copy to run, in training mode: the model may be evaluating now and train later, and then dropout counts.
 
     Args:
-        late: buffers have no numbers either, for results are written into them.
+        late: floating point buffers have no values either, because results are written into them.
     """
     made = without_weights(model).train()
     for module in made.modules() if late else ():
@@ -41,7 +41,7 @@ def meta_copy(model: nn.Module, late: bool = False) -> nn.Module:
 
 
 def _compute_attention_here(model: nn.Module) -> None:
-    """A kernel for GPUs, which a transformers model may have chosen, cannot run here; torch's own does the same to placements."""
+    """Use SDPA in place of a GPU kernel that a transformers model has chosen and that cannot run here; placements are the same."""
     configs: list[Any] = [getattr(m, "config", None) for m in model.modules()]
     for config in {id(c): c for c in configs}.values():
         if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager", None):
@@ -49,6 +49,6 @@ def _compute_attention_here(model: nn.Module) -> None:
 
 
 def without_weights_in(directive: Directive) -> Directive:
-    """A line whose module, if it brings one, is a copy: splitting that one must not split the real one."""
+    """Return a line with a copy of the module that it brings, if any: splitting the copy does not split the real one."""
     new = directive.args.get("new")
     return replace(directive, args={**directive.args, "new": without_weights(new)}) if isinstance(new, nn.Module) else directive

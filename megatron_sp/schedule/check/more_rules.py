@@ -1,8 +1,8 @@
-"""More of the table of ``placement_rules.py``: functions that are rarer, each of a family whose rule is clear.
+"""More of the table in ``placement_rules.py``: rarer functions, in families that each have a clear rule.
 
 along   computed over some dims, each row by itself: sort, norm, fft; the cut dim must not be among them
-picked  rows that an index names, taken or put back; nothing is picked along the cut dim
-channels  convolutions, pools, norms by channel: [b, c, ...]
+picked  rows selected by an index, read or written; nothing is selected along the cut dim
+channels  convolutions, pooling, norms by channel: [b, c, ...]
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ELEMENTWISE = _words("""
 
 
 def repeat(step: Step) -> Placement:
-    """Repeated along the cut dim, a share lies in so many parts more."""
+    """Placement of ``repeat`` and ``tile``: repeated along the cut dim, a share lies in that many times more parts."""
     x = step.operands()[0]
     if x.kind != "S":
         return expand_whole(step)
@@ -74,7 +74,7 @@ def as_complex(step: Step, x: Operand) -> Placement:
 
 
 def glu(step: Step) -> Placement:
-    """Each half of a dim that is cut must be: a packed projection with blocks=2."""
+    """Placement of ``glu``: if the dim is cut, each of its halves must be cut (a packed projection with blocks=2)."""
     x = step.operands()[0]
     dim = step.arg(1, "dim", -1) % x.tensor.ndim
     if x.kind != "S" or x.placement.dim != dim:
@@ -85,7 +85,7 @@ def glu(step: Step) -> Placement:
 
 
 def diff(step: Step) -> Placement:
-    """What is put in front or behind must be cut as the rest."""
+    """Placement of ``diff``: what is prepended or appended must be cut like the rest."""
     x, *ends = step.operands()
     made = over(2, keeps=True, least=-1)(step)
     assert isinstance(made, Placement)
@@ -100,7 +100,7 @@ def diff(step: Step) -> Placement:
 
 
 def bucketize(step: Step) -> Placement:
-    """Each number is held against all boundaries."""
+    """Placement of ``bucketize``: each number is compared with all boundaries."""
     x, boundaries = step.operand(0, "input"), step.operand(1, "boundaries")
     if x is None or boundaries is None:
         return ask(step)
@@ -113,7 +113,7 @@ def bucketize(step: Step) -> Placement:
 
 
 def one(rule: Callable[[Step, Operand], Placement]) -> Rule:
-    """A rule for one tensor, a share or a partial sum."""
+    """Return a rule for one tensor, a share or a partial sum."""
     return lambda step: rule(step, step.operands()[0])
 
 
@@ -122,7 +122,7 @@ def as_real(step: Step, x: Operand) -> Placement:
 
 
 def unfold(step: Step, x: Operand) -> Placement:
-    """A tensor's own, which appends a dim; the function of this name makes columns of pictures."""
+    """Placement of ``Tensor.unfold``, which appends a dim; ``F.unfold`` (im2col) has no rule."""
     if step.result.ndim != x.tensor.ndim + 1:
         return ask(step)
     if step.arg(1, "dimension") % x.tensor.ndim == x.placement.dim:
@@ -158,7 +158,7 @@ def similarity(step: Step) -> Placement:
 
 
 def _along(step: Step, x: Operand, place: int) -> int:
-    """The dim in which an index picks. Raises PlacementError: it is the cut one (E10)."""
+    """Return the dim along which an index selects. Raises PlacementError if it is the cut one (E10)."""
     dim = step.arg(place, "dim")
     if not isinstance(dim, int):
         ask(step)
@@ -176,7 +176,7 @@ def index_select(step: Step) -> Placement:
 
 
 def gather(step: Step) -> Placement:
-    """Of what an index names; the index is cut as what it picks from, or that is whole."""
+    """Placement of ``gather`` and ``take_along_dim``: the index is cut like the input, or the input is whole."""
     at = (2, 1) if step.name == "gather" else (1, 2)
     x, index = step.operand(0, "input"), step.operand(at[0], "index" if at == (2, 1) else "indices")
     if x is None or index is None or x.kind == "P" or index.kind == "P":
@@ -197,7 +197,7 @@ def gather(step: Step) -> Placement:
 
 
 def put_back(step: Step) -> Placement:
-    """scatter, index_add, index_copy: into a tensor that is cut as the rows are."""
+    """Placement of scatter, index_add and index_copy into a tensor that is cut like the rows."""
     x, index = step.operand(0, "input"), step.operand(2, "index")
     source = step.operand(3, "source" if step.name.startswith("index") else "src")
     if x is None or index is None or index.kind == "P":
@@ -213,7 +213,7 @@ def put_back(step: Step) -> Placement:
 
 
 def _same(step: Step, x: Operand, others: list[Operand]) -> Placement:
-    """Of what is written into ``x``, all cut alike; what is filled with one value, or nobody's gradient, takes the others' cut."""
+    """Placement of ``x`` after others, all cut alike, are written into it; if it was filled with one value, it takes their cut."""
     if x.kind == "U":
         shares = cut(others)
         if shares and all(o.tensor.ndim == x.tensor.ndim for o in shares):
@@ -235,7 +235,7 @@ def elementwise_whole(step: Step, operands: list[Operand]) -> Placement:
 
 
 def copied(step: Step) -> Placement:
-    """a.copy_(b), of which only b counts."""
+    """Placement of ``a.copy_(b)``: that of b if a was filled with one value, else the two must fit elementwise."""
     x, source = step.operand(0, "input"), step.operand(1, "src")
     if x is None or source is None:
         return ask(step)
@@ -245,7 +245,7 @@ def copied(step: Step) -> Placement:
 
 
 def picked(step: Step, x: Operand, index: tuple[Any, ...]) -> Placement:
-    """x[index] with tensors or lists in it, which take the place of the dims that they name, or stand in front of all."""
+    """Placement of x[index] with tensors or lists in the index; their dims replace those that they index, or come first."""
     if any(o.kind in "SPR" for o in map(step.look, (i for i in index if isinstance(i, Tensor)))):
         return ask(step)
     used = sum(_width(i) for i in index if i is not None and i is not Ellipsis)
@@ -288,7 +288,7 @@ def taken(step: Step) -> Placement:
 
 
 def assigned(step: Step) -> Placement:
-    """x[index] = value: the placement of x from now on."""
+    """Placement of x after ``x[index] = value``."""
     x, value = step.look(step.args[0]), step.args[2]
     operand = step.look(value) if isinstance(value, Tensor) else None
     if operand is not None and operand.kind == "P":
@@ -339,7 +339,7 @@ def _has_index(index: Any) -> bool:
 
 
 def _require_fit(step: Step, part: Tensor, value: Operand) -> None:
-    """Raises PlacementError: sizes, of which torch says nothing where there are no numbers (E11)."""
+    """Raise PlacementError if sizes do not fit, which torch does not report without values (E11)."""
     try:
         fits = torch.broadcast_shapes(part.shape, value.tensor.shape[-part.ndim or value.tensor.ndim :]) == part.shape
     except RuntimeError:
@@ -349,7 +349,7 @@ def _require_fit(step: Step, part: Tensor, value: Operand) -> None:
 
 
 def _assigned_where(step: Step, x: Operand, value: Operand | None) -> Placement:
-    """x[mask] = one value, where the mask is cut as what it picks from."""
+    """Placement of x after ``x[mask] = value`` with one value; the mask is cut like what it selects from."""
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
     if value is not None and (value.kind == "S" or value.tensor.numel() != 1):
         return ask(step)
@@ -378,7 +378,7 @@ def _assigned_where(step: Step, x: Operand, value: Operand | None) -> Placement:
 
 
 def _require_same_part(step: Step, part: Tensor | None, place: Placement) -> None:
-    """Raises PlacementError: all of a share is written, and of the whole a part only (E11)."""
+    """Raise PlacementError if what is written of a share is not the same part as in the whole (E11)."""
     if part is None or not step.whole:
         return
     times = [step.size // place.copies if place.kind == "S" and dim == place.dim else 1 for dim in range(part.ndim)]
@@ -387,7 +387,7 @@ def _require_same_part(step: Step, part: Tensor | None, place: Placement) -> Non
 
 
 def part_of(x: Tensor, index: Any) -> Tensor | None:
-    """x[index] without its numbers; None: it has a mask."""
+    """Return x[index] on the meta device; None if the index has a mask."""
     if _has_mask(index):
         return None
     items = index if isinstance(index, tuple) else (index,)
@@ -402,7 +402,7 @@ def _has_mask(index: Any) -> bool:
 
 
 def convolution(step: Step) -> Placement:
-    """Of functional convolutions: outputs are a dim of the weight, and so are inputs."""
+    """Placement of functional convolutions: outputs are a dim of the weight, and so are inputs."""
     x, weight, bias = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
     if x is None or weight is None or x.tensor.ndim != weight.tensor.ndim:
         return ask(step)
@@ -429,7 +429,7 @@ def convolution(step: Step) -> Placement:
 
 
 def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Placement:
-    """Each group of channels makes outputs of its own, so a rank needs whole groups, and their part of the weight."""
+    """Placement of a grouped convolution: each group has outputs of its own, so a rank needs whole groups and their part of the weight."""
     shares = cut([x, weight])
     if shares and all(o is x and x.placement.dim == 0 for o in shares):
         require_parts(step, [weight], x)
@@ -446,7 +446,7 @@ def _by_groups(step: Step, x: Operand, weight: Operand, groups: int) -> Placemen
 
 
 def _whole_groups(step: Step, x: Operand, groups: int) -> Placement:
-    """Of channels that are cut; no run of a share may end inside of a group."""
+    """Return the placement of cut channels. Raises PlacementError if a rank's are not whole groups (E10, E11)."""
     size = x.tensor.shape[1] // groups
     if not size or x.tensor.shape[1] % groups:
         step.fail(f"{x.tensor.shape[1]} channels are no {groups} groups: divide the number of groups, too", "E11")
@@ -456,12 +456,12 @@ def _whole_groups(step: Step, x: Operand, groups: int) -> Placement:
 
 
 def _of_channels(o: Operand, x: Operand) -> Operand:
-    """A number for each channel, in a shape that meets those of ``x``."""
+    """Reshape one number per channel so that it broadcasts with ``x``."""
     return replace(o, tensor=o.tensor.reshape(-1, *[1] * (x.tensor.ndim - 2))) if o.tensor.ndim == 1 and x.tensor.ndim > 1 else o
 
 
 def by_channel(step: Step) -> Placement:
-    """Norms and running statistics of channels, each by itself; batch_norm looks at all rows, so these must not be cut."""
+    """Placement of norms and running statistics by channel; batch_norm looks at all rows, so these must not be cut."""
     x = step.operands()[0]
     others = step.operands()[1:]
     if x.kind == "P":
@@ -479,7 +479,7 @@ def by_channel(step: Step) -> Placement:
 
 
 def prelu(step: Step) -> Placement:
-    """One slope, or one for each channel."""
+    """Placement of ``prelu``, with one slope or one for each channel."""
     x, weight = step.operands()[:2]
     if x.kind == "P":
         refuse_partial(step, x)
@@ -487,7 +487,7 @@ def prelu(step: Step) -> Placement:
 
 
 def pool(step: Step, x: Operand) -> Placement:
-    """The digit in the name says how many dims a window has; there may be no dim of the batch."""
+    """Placement of pooling: the digit in the name is the number of dims of a window; there may be no batch dim."""
     if x.kind == "P":
         if "max" in step.name:
             refuse_partial(step, x)
@@ -498,7 +498,7 @@ def pool(step: Step, x: Operand) -> Placement:
 
 
 def ctc(step: Step) -> Placement:
-    """[time, batch, classes], all of which a row needs."""
+    """Refuse ``ctc_loss`` unless its input [time, batch, classes] is whole: a row needs all times and classes."""
     x = step.operands()[0]
     step.fail(
         f"{x.called} is {x.placement.describe()}, and this loss needs all times and classes of a row: make it whole first (all_gather)",
@@ -507,7 +507,7 @@ def ctc(step: Step) -> Placement:
 
 
 def stacked(step: Step) -> Placement:
-    """vstack, hstack, dstack."""
+    """Placement of vstack, hstack and dstack."""
     ndim = step.operands()[0].tensor.ndim
     dim = {"vstack": 0, "row_stack": 0, "hstack": min(1, ndim - 1), "dstack": 2}[step.name]
     if ndim < 2 or (dim == 2 and ndim < 3):
@@ -516,13 +516,13 @@ def stacked(step: Step) -> Placement:
 
 
 def parted(step: Step, x: Operand) -> Placement | list[Placement]:
-    """vsplit, hsplit, dsplit."""
+    """Placement of vsplit, hsplit and dsplit."""
     dim = {"vsplit": 0, "hsplit": 1, "dsplit": 2}[step.name]
     return split(replace(step, name="split", kwargs={"dim": dim}), x)
 
 
 def channel_dropout(step: Step) -> Placement:
-    """Dropout of whole channels, of the first dim or the first two: ranks with other positions would each draw channels of their own."""
+    """Placement of dropout of whole channels (the first one or two dims): ranks with other positions would each drop different channels."""
     x = step.operands()[0]
     unbatched = {"dropout1d": 2, "dropout3d": 4}.get(step.name) == x.tensor.ndim
     active = float(step.arg(1, "p", 0.5)) > 0 and bool(step.arg(2, "training", True))

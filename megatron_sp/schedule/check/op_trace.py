@@ -1,9 +1,9 @@
-"""What an attention module does with q, k and v between their projections and its attention, and whether early exchanges do the same.
+"""Trace of what an attention module does to q, k and v before its attention, to verify that early exchanges do the same.
 
-An exchange that starts at the projection sends what has not been there yet, so ``early.py`` has to do it before: rotate, and nothing else.
-Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers only, and names do not tell. So the
-functions of torch that q, k and v pass are written down, and must be those that ``early.py`` takes. Written down once for each module: what
-it does does not depend on numbers.
+An exchange that starts at the projection sends tensors that the module has not processed yet, so ``early.py`` must process them before:
+rotary embedding, and nothing else. Models differ: OPT scales its queries there, OLMo clips, Cohere 2 and SmolLM 3 rotate in some layers
+only, and their names do not show it. So the torch functions applied to q, k and v are recorded, and must be those that ``early.py``
+applies. Each module is recorded once: what it does does not depend on values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MOVES = {
 
 
 class OpTrace(TorchFunctionMode):
-    """Of one module, in one pass: ``begin`` what its projections make, then ``require`` what its attention gets.
+    """Trace of one module in one pass: ``begin`` with what its projections return, then ``require`` with what its attention gets.
 
     Args:
         path: of the module.
-        where: who asked for early exchanges.
+        where: file and line that asked for early exchanges.
     """
 
     def __init__(self, path: str, where: str) -> None:
@@ -42,16 +42,16 @@ class OpTrace(TorchFunctionMode):
         self._own: dict[str, Counter[str]] = {}
 
     def begin(self, x: Tensor) -> Tensor:
-        """From here on what becomes of it is written down."""
+        """Start recording what is done to a tensor."""
         self._steps[x] = Counter()
         return x
 
     def sent(self, part: str, x: Tensor) -> None:
-        """What is exchanged in the place of q, k or v: the same must have been done to it as the module does."""
+        """Record what was done to the tensor exchanged in place of q, k or v; the module must do the same."""
         self._own[part] = self._steps.get(x, Counter())
 
     def require(self, *qkv: Tensor) -> None:
-        """Raises PlacementError: the module does something else, before its attention gets these."""
+        """Raise PlacementError if the module does something else to q, k or v before its attention gets them."""
         for part, x in zip("qkv", qkv, strict=True):
             found, own = self._steps.get(x), self._own.get(part, Counter())
             if found is None:
@@ -80,7 +80,7 @@ class OpTrace(TorchFunctionMode):
 
 
 def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor]) -> str | None:
-    """A function, with the numbers that it is given; None: it moves numbers only."""
+    """Return a function, with the numbers passed to it, as text; None if it only moves values."""
     name = func.__name__ if func.__name__ != "__get__" else getattr(func.__self__, "__name__", "")
     name = name.strip("_")
     if name in _MOVES or (name in ("to", "type_as", "float") and made[0].dtype == given[0].dtype):

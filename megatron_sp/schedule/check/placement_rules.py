@@ -1,7 +1,7 @@
-"""What each function of torch does to placements: a small table, with which a dry run follows shares and partial sums through a model.
+"""Table of what each torch function does to placements, with which a dry run follows shares and partial sums through a model.
 
-A function of whole tensors alone needs no rule: it does the same on every rank. One that gets a share, or a partial sum, and is not in
-the table, is asked about (``teach``), and nothing is guessed.
+A function of whole tensors alone needs no rule: it does the same on every rank. If one that gets a share, or a partial sum, is missing
+from the table, an error asks for a rule (``teach``); nothing is guessed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ UNIFORM_FACTORIES = set(
 
 
 def retyped(step: Step) -> Placement:
-    """to, type_as: of what comes second only the type counts."""
+    """Placement of ``to`` and ``type_as``: of the second argument only the dtype counts."""
     x = step.operands()[0]
     return elementwise(replace(step, args=(x.tensor,), kwargs={})) if x.kind in "SP" else join(step, [x])
 
@@ -89,7 +89,7 @@ def elementwise(step: Step) -> Placement:
 
 
 def moved(rule: Callable[[Step, Operand], Placement | list[Placement]]) -> Rule:
-    """A rule for one tensor whose elements are only put elsewhere: what is not cut stays as it is."""
+    """Return a rule for one tensor whose elements are only moved: what is not cut keeps its placement."""
 
     def of(step: Step) -> Placement | list[Placement]:
         x = step.operands()[0]
@@ -101,7 +101,7 @@ def moved(rule: Callable[[Step, Operand], Placement | list[Placement]]) -> Rule:
 
 
 def reshape(step: Step, x: Operand) -> Placement:
-    """A dim is (outer, ranks, run): the run's position among all elements says into which dims it goes."""
+    """Placement after a reshape: a dim is (outer, ranks, run), and the run's position among all elements gives its new dims."""
     placement, old, new = x.placement, tuple(x.tensor.shape), tuple(step.result.shape)
     if step.result.dtype.itemsize != x.tensor.dtype.itemsize:
         return ask(step)
@@ -190,7 +190,7 @@ def expand(step: Step) -> Placement:
 
 
 def _expand_share(step: Step, x: Operand) -> Placement:
-    """Heads that several ranks have may be repeated for each of a rank's queries: then these ranks' results are cut along that dim."""
+    """Placement of an expanded share; heads that several ranks have, if repeated for each rank's queries, are then cut along that dim."""
     placement, local = x.placement.at(x.placement.dim + step.result.ndim - x.tensor.ndim), tuple(step.result.shape)
     whole = step.whole[0] if step.whole and placement.copies > 1 else ()
     for j in range(len(local) if len(whole) == len(local) else 0):
@@ -203,7 +203,7 @@ def _expand_share(step: Step, x: Operand) -> Placement:
 
 
 def expand_whole(step: Step) -> Placement:
-    """expand, repeat: as often as a share is long, for the heads of this rank, say. Any share of what is repeated is like any other."""
+    """Placement of a whole tensor repeated to the length of a share (this rank's heads, say): all shares of what is repeated are alike."""
     x, local = step.operands()[0], tuple(step.result.shape)
     whole = step.whole[0] if step.whole else local
     for j, n in enumerate(local if len(local) == len(whole) else ()):
@@ -215,7 +215,7 @@ def expand_whole(step: Step) -> Placement:
 
 
 def split(step: Step, x: Operand) -> Placement | list[Placement]:
-    """Along the cut dim only into the parts that are cut one by one."""
+    """Placement of ``split``: along the cut dim only into the parts that are cut one by one."""
     dim = step.arg(2, "dim", 0) % x.tensor.ndim
     if dim != x.placement.dim:
         return x.placement
@@ -342,13 +342,13 @@ def _list(value: Any) -> list[int]:
 
 
 def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | None = None) -> Rule:
-    """A rule for what is computed over some dims of a tensor.
+    """Return the rule of a function that is computed over some dims of a tensor.
 
     Args:
-        place: where the dims stand among the arguments.
+        place: index of the dims among the arguments.
         keeps: the result has all dims.
         sums: a sum over shares is a partial sum.
-        least: of the dims, where none are said; None: all.
+        least: default of the dims; None: all.
     """
 
     def rule(step: Step) -> Placement:
@@ -381,7 +381,7 @@ def over(place: int, *, keeps: bool = False, sums: bool = False, least: int | No
 
 
 def norm(step: Step) -> Placement:
-    """layer_norm and rms_norm: over the last dims, then weights."""
+    """Placement of layer_norm and rms_norm: over the last dims, then weights."""
     x = step.operands()[0]
     width = len(_list(step.arg(1, "normalized_shape")))
     if x.kind == "P":
@@ -439,7 +439,7 @@ def matmul(step: Step) -> Placement:
 
 
 def einsum(step: Step) -> Placement:
-    """With dots and without an arrow, too: what they stand for is written out."""
+    """Placement of ``einsum``, also with an ellipsis or without an arrow: what they stand for is written out."""
     equation, operands = str(step.args[0]).replace(" ", ""), step.operands()
     left, arrow, out = equation.partition("->")
     names = left.split(",")
@@ -453,7 +453,7 @@ def einsum(step: Step) -> Placement:
 
 
 def attention(step: Step) -> Placement:
-    """Of scaled_dot_product_attention: between heads and sequences nothing is exchanged."""
+    """Placement of ``scaled_dot_product_attention``, which exchanges nothing between heads or between sequences."""
     q, k, v = (step.operand(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = step.operand(3, "attn_mask")
     assert q is not None and k is not None and v is not None
@@ -500,7 +500,7 @@ def embedding(step: Step) -> Placement:
 
 
 def gather(step: Step) -> Placement:
-    """Of what an index names in something whole."""
+    """Placement of a gather from a whole tensor with an index that is cut."""
     x, index = step.operand(0, "input"), step.operand(2, "index")
     if x is None or index is None or x.kind in "SP" or index.kind != "S":
         return ask(step)
@@ -513,7 +513,7 @@ _DIVIDES_BY_WEIGHTS = (*_OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "h
 
 
 def _reduction(step: Step) -> str:
-    """none, mean, sum or batchmean; torch's own functions have numbers for the first three."""
+    """Return none, mean, sum or batchmean; torch's internal functions number the first three."""
     given = step.kwargs.get("reduction", next((v for v in step.args[2:] if isinstance(v, str)), None))
     if given is None and step.name in ("kl_div", "binary_cross_entropy_with_logits"):
         given = next((v for v in step.args[2:] if type(v) is int), None)
@@ -521,7 +521,7 @@ def _reduction(step: Step) -> str:
 
 
 def loss(step: Step) -> Placement:
-    """Each rank has the losses of its share: their sum is a part of the whole's, and their mean is not."""
+    """Placement of a loss: each rank has the losses of its share; their sum is a part of the whole's sum, but their mean is not."""
     for o in step.operands():
         if o.kind == "P":
             refuse_partial(step, o)
@@ -547,7 +547,7 @@ def loss(step: Step) -> Placement:
 
 
 def _rows_of_classes(step: Step) -> Placement:
-    """Of losses of which each needs all classes of its row: the placement of each row's loss."""
+    """Placement of each row's loss, for losses that need all classes of a row."""
     x, target = step.operand(0, "input"), step.operand(1, "target")
     assert x is not None and target is not None
     classes = 1 if x.tensor.ndim > 1 else 0
@@ -564,7 +564,7 @@ def _rows_of_classes(step: Step) -> Placement:
 
 
 def ask(step: Step) -> Placement:
-    """Raises PlacementError: it is not known what the function does to a share."""
+    """Raise PlacementError: it is not known what the function does to a share."""
     told = "; ".join(f"{o.called} is {o.placement.describe()}" for o in step.operands() if o.kind in "SP")
     return step.fail(
         f"it is not known what this does to shares ({told}): teach it with megatron_sp.schedule.teach({step.name!r}, rule)",
@@ -597,9 +597,9 @@ RULES: dict[str, Rule] = {
 
 
 def teach(name: str, rule: Rule) -> None:
-    """Say what a function does to placements, by its name without the underscores of in-place and operator spellings.
+    """Register the placement rule of a function, by its name without the underscores of in-place and operator spellings.
 
     Args:
-        rule: of the step, whose operands are its tensors; returns the placement of the result, or one for each, or calls ``step.fail``.
+        rule: takes the step, whose operands are its tensors; returns the placement of the result, or one for each, or calls ``step.fail``.
     """
     RULES[name] = rule

@@ -1,4 +1,4 @@
-"""What would compute something else without an error, were it split as asked: told when a schedule is applied, before anything changes."""
+"""Preconditions of a split that would silently give wrong results, checked when a schedule is applied, before anything changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
-    """The message of a parameter that a module has not itself."""
+    """Return the message for a parameter that a module does not have itself."""
     found = ", ".join(n for n, p in (*module._parameters.items(), *module._buffers.items()) if p is not None) or "none"
     has = f"{path or 'the model'} has no parameter {name!r}: it has {found}"
     if is_parametrized(module, name):
@@ -27,10 +27,10 @@ def no_parameter(path: str, module: nn.Module, name: str, where: str) -> str:
 
 
 def require_splittable(path: str, module: nn.Module, name: str, axis: int, size: int, where: str) -> None:
-    """Of one parameter that is to be split.
+    """Check that one parameter can be split along an axis.
 
     Raises:
-        ConfigError: its class cannot be split, or not along this axis, or not with its options.
+        ConfigError: its class cannot be split, or not along this axis, or not with its options; or it has no shape yet.
     """
     tensor, kind, full = tensor_of(module, name), find_kind(module), f"{path}.{name}" if path else name
     if tensor is not None and is_lazy(tensor):
@@ -54,7 +54,7 @@ def require_splittable(path: str, module: nn.Module, name: str, axis: int, size:
 
 
 def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim: int, where: str) -> None:
-    """Options that change rows, or their gradients, by what a rank does not see."""
+    """Raise ConfigError if options change rows, or their gradients, by what a rank does not see."""
     wrong = [] if module.max_norm is None else [f"max_norm={module.max_norm}"]
     if dim == 0:
         wrong += [name for name in ("scale_grad_by_freq", "sparse") if getattr(module, name)]
@@ -64,7 +64,7 @@ def _require_plain_table(full: str, module: nn.Embedding | nn.EmbeddingBag, dim:
 
 
 def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
-    """Of a layer that is split by its inputs, whose sum stands between the product and the bias.
+    """Check a layer that is split by its inputs, whose sum stands between the product and the bias.
 
     Raises:
         ConfigError: it computes more than that, so there is no place for the sum.
@@ -82,7 +82,7 @@ def require_plain(path: str, module: nn.Module, kind: Kind, where: str) -> None:
 
 
 def require_axis(change: Callable[[Tensor], Tensor], axis: int, split: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
-    """``change``, of a tensor that is split along ``split``; calling it raises ConfigError: it is to be joined along another axis (E10)."""
+    """Wrap ``change`` for a tensor split along ``split``: a call raises ConfigError if it would be joined along another axis (E10)."""
 
     def checked(x: Tensor) -> Tensor:
         if -x.ndim <= axis < x.ndim and axis % x.ndim != split % x.ndim:
@@ -96,7 +96,7 @@ def require_axis(change: Callable[[Tensor], Tensor], axis: int, split: int, path
 
 
 def without_fast_paths(model: nn.Module, changed: set[str]) -> None:
-    """Have layers of torch call the modules inside that have changed: without gradients they hand their weights to one kernel instead."""
+    """Disable fast paths of torch's transformer layers around changed modules: in inference they pass the weights to one fused kernel."""
     for path, module in model.named_modules():
         if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             continue

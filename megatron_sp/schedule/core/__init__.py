@@ -1,1 +1,1 @@
-"""What a schedule consists of: directives, paths, meshes, placements."""
+"""Parts of a schedule: directives, paths, meshes, placements."""

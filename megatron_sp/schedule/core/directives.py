@@ -1,4 +1,4 @@
-"""A schedule as data: one record for each thing that was asked for, in the order of asking. Nothing here touches a model."""
+"""A schedule as data: one record per line, in the order in which the lines were written. Nothing here touches a model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Directive:
 
     Attributes:
         on: glob of the modules.
-        do: what: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate, hook, sequence,
+        do: the action: shard, column, row, sync, vocab_parallel, sum_gradients, checkpoint, replace, rng, set, annotate, hook, sequence,
             ulysses, zero.
-        args: how; JSON values, but for what only code can give (functions, modules).
-        where: file and line of whoever asked, for messages.
-        derived: names of arguments that nobody said, and a dry run worked out.
+        args: arguments of the action; JSON values, except what only code can provide (functions, modules).
+        where: file and line of the call that added it, for messages.
+        derived: names of arguments that were not given, but inferred by a dry run or implied by another line (``head_counts.py``).
     """
 
     on: str
@@ -32,7 +32,7 @@ class Directive:
 
     @property
     def needs_code(self) -> bool:
-        """Whether it holds something that a file cannot."""
+        """True if an argument cannot be written to a file (a function, a module)."""
         return any(not is_plain(value) for value in self.args.values())
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Directive:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a JSON value."""
+    """Return whether a value is a JSON value."""
     if isinstance(value, (list, tuple)):
         return all(is_plain(v) for v in value)
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def _shown(value: Any) -> str:
 
 
 def caller() -> str:
-    """file:line of the first frame outside of this package."""
+    """Return file:line of the first frame outside of ``megatron_sp.schedule``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename).startswith(_HERE):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Changing one input or one output of a module and leaving all others as they are."""
+"""Hooks that change one input or one output of a module and leave all others as they are."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Change = Callable[[Tensor], Tensor]
 
 
 def change_input(module: nn.Module, path: str, arg: str | int | None, change: Change, where: str, *, first: bool = False) -> None:
-    """From now on ``change`` is called on an input of the module.
+    """Register a hook that applies ``change`` to one input of a module.
 
     Args:
-        arg: its name or place; None: the first.
-        first: before all that was changed so far.
+        arg: name or index of the input; None: the first.
+        first: run before all hooks registered so far.
     Raises:
         ConfigError: the module's forward has no such input (E13).
     """
@@ -36,17 +36,17 @@ def change_input(module: nn.Module, path: str, arg: str | int | None, change: Ch
 
 
 def input_name(module: nn.Module, path: str, arg: str | int | None, where: str) -> str:
-    """What an input is called, as far as the signature says. Raises ConfigError: there is none (E13)."""
+    """Return the name of an input, or its index if the signature does not name it. Raises ConfigError if there is none (E13)."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]  # the class's: the forward of a split layer has other names
     place, name = _place(names, path, arg, where, module)
     return name or str(place)
 
 
 def change_output(module: nn.Module, path: str, out: int | str | None, change: Change, where: str) -> None:
-    """From now on ``change`` is called on an output of the module.
+    """Register a hook that applies ``change`` to one output of a module.
 
     Args:
-        out: its place or key, where there are several; None: the only one, or the first.
+        out: index or key of the output, if there are several; None: the only one, or the first.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
@@ -80,7 +80,7 @@ def _changed(value: Any, change: Change, path: str, name: str) -> Any:
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """Names of a forward's inputs, in their order; empty where the signature does not say."""
+    """Return the names of a forward's inputs, in order; empty if its signature is not available."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -89,7 +89,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 
 def _place(names: list[str], path: str, arg: str | int | None, where: str, module: nn.Module) -> tuple[int | None, str | None]:
-    """(place, name) of an input."""
+    """Return (index, name) of an input; either may be None if the signature does not give it."""
     if arg is None or isinstance(arg, int):
         place = arg or 0
         if names and place >= len(names):

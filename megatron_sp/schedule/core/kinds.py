@@ -1,9 +1,9 @@
-"""Which dims of a module's parameters are its outputs and which its inputs: what can be split by columns or by rows.
+"""Table of module classes: which dims of their parameters run over outputs (split by columns), and which over inputs (by rows).
 
     column   each rank has some of the outputs:   y_r = x @ W_r, with its own part of the bias
     row      each rank has some of the inputs:    y = sum over ranks of x_r @ W_r, then the whole bias, once
 
-A class that is not in the table is taught with ``register_shardable``; subclasses count as their parents.
+``register_shardable`` adds a class that is missing from the table; a subclass counts as its parent.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a class of modules.
+    """Description of how a class of modules can be split.
 
     Attributes:
-        out_dims: the dim of each parameter that runs over outputs.
-        in_dims: the dim of each parameter that runs over inputs; parameters that are not here know no inputs.
-        out_attribute, in_attribute: attributes that hold these sizes, and must follow.
+        out_dims: for each parameter, the dim that runs over outputs.
+        in_dims: for each parameter, the dim that runs over inputs; parameters missing here have no such dim.
+        out_attribute, in_attribute: module attributes that hold these sizes, and are updated when the module is split.
         product: (module, x) -> the result without the bias; None: the module cannot be split by rows.
         out_axis: the axis of the result that runs over outputs.
         refusal: why such a module cannot be split, and what to do instead; None: it can.
-        inputs: of how many activations a result is made, whose gradients are sums over the ranks where outputs are split.
-        divided: attributes that hold counts, of which a rank has its share.
+        inputs: number of inputs whose gradients are sums over the ranks if outputs are split; 0: see ``by_channel``.
+        divided: attributes that hold counts, which are divided by the number of ranks.
     """
 
     out_dims: dict[str, int] = field(default_factory=dict)
@@ -48,12 +48,12 @@ class Kind:
 
     @property
     def main(self) -> str:
-        """The parameter that multiplies what comes in, or the first there is."""
+        """Name of the parameter that multiplies the input, or else of the first one."""
         return next(iter(self.in_dims), next(iter(self.out_dims), "weight"))
 
     @property
     def by_channel(self) -> bool:
-        """Whether each output comes from the input of the same place: split, it takes a share and leaves one."""
+        """True if each output depends only on the input in the same place: a split module takes a share and returns one."""
         return self.inputs == 0
 
 
@@ -84,7 +84,7 @@ def _conv(dims: int, out: int = 0) -> Kind:
 
 
 def _grouped(module: _ConvNd) -> Kind:
-    """Of a convolution whose channels are in groups: each rank has some of the groups, and the channels of those."""
+    """Return the kind of a grouped convolution: each rank has some of the groups, with their channels."""
     return Kind({"weight": 0, "bias": 0}, inputs=0, divided=("groups", "in_channels", "out_channels"), out_axis=1 - module.weight.ndim)
 
 
@@ -137,17 +137,17 @@ _TORCH_KINDS = frozenset(_KINDS)
 
 
 def register_shardable(cls: type[nn.Module], kind: Kind) -> None:
-    """Teach a class of modules, or teach it anew."""
+    """Add a class of modules to the table, or replace its entry."""
     _KINDS[cls] = kind
 
 
 def knows(cls: type[nn.Module]) -> bool:
-    """Whether this very class is in the table."""
+    """Return whether this very class, not just a parent, is in the table."""
     return cls in _KINDS or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
 
 
 def find_kind(module: nn.Module) -> Kind | None:
-    """Of the nearest class in the table, or None."""
+    """Return the kind of the nearest class in the table, or None."""
     cls, kind = _entry(module)
     return _grouped(module) if cls in _TORCH_KINDS and isinstance(module, _ConvNd) and module.groups != 1 else kind
 
@@ -161,30 +161,30 @@ def _entry(module: nn.Module) -> tuple[type, Kind] | tuple[None, None]:
 
 
 def computes_as_known(module: nn.Module) -> bool:
-    """Whether its forward is that of the class in the table: no subclass, wrapper or patch adds anything to it."""
+    """Return whether a module's forward is that of its class in the table: no subclass, wrapper or patch adds anything to it."""
     cls, _ = _entry(module)
     return cls is not None and "forward" not in module.__dict__ and type(module).forward is cls.forward  # type: ignore[attr-defined]
 
 
 def is_taught(module: nn.Module) -> bool:
-    """Whether a user has taught its class, so only ``Kind.product`` is known of what it computes."""
+    """Return whether a module's class was registered by a user, so that only its ``Kind.product`` is known."""
     cls, _ = _entry(module)
     return cls is not None and cls not in _TORCH_KINDS and f"{cls.__module__}.{cls.__qualname__}" not in _BY_NAME
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether its class is called one."""
+    """Return whether the name of a module's class ends with Norm."""
     return type(module).__name__.endswith("Norm")
 
 
 def has_row_for_each_head(module: nn.Module) -> bool:
-    """Whether it is a norm with a weight [heads, head_dim]."""
+    """Return whether a module is a norm with a weight [heads, head_dim]."""
     weight = module._parameters.get("weight")
     return is_norm(module) and weight is not None and weight.ndim == 2
 
 
 def way_out(model: nn.Module, path: str) -> str:
-    """What can be said of a module with parameters that stands in what is split, and of which nobody has spoken."""
+    """Return advice on a module with parameters inside a split region that no line mentions."""
     module, around = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
     if is_norm(module) and isinstance(around, nn.ModuleList) and len(around) > 1:
         return f"as one of {len(around)} in a list, it seems to be for one head, of which each rank has others: {ONE_FOR_ALL}"
@@ -195,7 +195,7 @@ def way_out(model: nn.Module, path: str) -> str:
 
 
 def kind_of(module: nn.Module, path: str) -> Kind:
-    """Raises ConfigError: the class is not known, and says how to teach it; or is known to be impossible."""
+    """Return the kind of a module. Raises ConfigError if its class is unknown (the message shows how to add it) or cannot be split."""
     kind = find_kind(module)
     refusal = kind.refusal if kind is not None else _NORM if is_norm(module) else None
     if refusal is not None and has_row_for_each_head(module):

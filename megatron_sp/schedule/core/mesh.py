@@ -1,4 +1,4 @@
-"""The axes over which a schedule may split a model, with process groups or only with their sizes."""
+"""Axes over which a schedule may split a model, with process groups or only with their sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AXES = ("dp", "sp", "tp")
 
 @dataclass(frozen=True)
 class _Imagined:
-    """A group of so many ranks that nobody can talk to: for checks without a job."""
+    """A group that has a size and a rank but cannot communicate, for checks without a job."""
 
     ranks: int
     place: int = 0
@@ -27,12 +27,12 @@ class _Imagined:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Groups along the axes.
+    """Process groups along the axes.
 
     Attributes:
-        tp, sp, dp: ranks along one axis.
-        dp_sp: dp and sp together: all that have the same parameters.
-        world: everybody.
+        tp, sp, dp: group along one axis.
+        dp_sp: dp and sp together: all ranks that have the same parameters.
+        world: all ranks.
     """
 
     tp: Group = field(default=SINGLE_RANK)
@@ -43,15 +43,15 @@ class Mesh:
 
     @classmethod
     def of(cls, groups: ParallelGroups) -> Mesh:
-        """Of a job."""
+        """Create the mesh of a job from its process groups."""
         return cls(groups.tp, groups.sp, groups.dp, groups.dp_sp, groups.world)
 
     @classmethod
     def sizes(cls, tp: int = 1, sp: int = 1, dp: int = 1, *, tp_rank: int = 0, sp_rank: int = 0) -> Mesh:
-        """Without a job: a schedule on it can be checked and shown, and not be run, unless all sizes are 1.
+        """Create a mesh without a job: a schedule on it can be checked and shown, but not run unless all sizes are 1.
 
         Raises:
-            ConfigError: a size below 1.
+            ConfigError: a size is below 1.
         """
         for name, size in (("tp", tp), ("sp", sp), ("dp", dp)):
             if size < 1:
@@ -59,14 +59,14 @@ class Mesh:
         return cls(imagined(tp, tp_rank), imagined(sp, sp_rank), imagined(dp), imagined(dp * sp, sp_rank), imagined(dp * sp * tp))
 
     def group(self, axis: str) -> Group:
-        """Of an axis. Raises ConfigError: there is no such axis."""
+        """Return the group of an axis. Raises ConfigError if there is no such axis."""
         if axis not in AXES:
             raise ConfigError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
         return cast(Group, getattr(self, axis))
 
     @property
     def is_real(self) -> bool:
-        """Whether the ranks can talk to each other."""
+        """True if the ranks can communicate."""
         return not any(isinstance(getattr(self, axis), _Imagined) for axis in AXES)
 
     def __str__(self) -> str:
@@ -74,5 +74,5 @@ class Mesh:
 
 
 def imagined(size: int, rank: int = 0) -> Group:
-    """A group that can only be asked for its size."""
+    """Return a group that only knows its size and rank."""
     return SINGLE_RANK if size == 1 else cast(Group, _Imagined(size, rank))

@@ -1,4 +1,4 @@
-"""Modules by glob: ``model.layers.*.mlp.{gate,up}_proj``. A star stands for one name between dots, two stars for any number of them."""
+"""Module selection by glob: ``model.layers.*.mlp.{gate,up}_proj``. ``*`` matches within one name, ``**`` one or more names between dots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class PathError(ConfigError):
-    """A path that names nothing."""
+    """A glob matches no module."""
 
 
 def expand(model: nn.Module, glob: str) -> list[str]:
-    """The paths of all modules that a glob names, in the model's order; "" is the model itself.
+    """Return the paths of all modules that a glob matches, in the model's order; "" is the model itself.
 
     Raises:
-        PathError: none; says how far the glob leads, what is there, and which names are near.
+        PathError: no match; reports how far the glob matches, which modules are there, and similar names.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     pattern = re.compile(_regex(glob))
@@ -30,7 +30,7 @@ def expand(model: nn.Module, glob: str) -> list[str]:
 
 
 def _tokens(glob: str) -> list[str]:
-    """What stands between the dots of a glob; a brace is one token, whatever is in it."""
+    """Split a glob at its dots; a brace is one token, whatever it contains."""
     return re.split(r"\.(?![^{}]*\})", glob)
 
 
@@ -66,6 +66,6 @@ def _explain(paths: Iterable[str], glob: str) -> str:
 
 
 def _child(path: str, parent: str) -> str:
-    """The name of a module right inside ``parent``, or ""."""
+    """Return the name of a module directly inside ``parent``, or "" if it is not."""
     inside = path[len(parent) + 1 :] if parent and path.startswith(parent + ".") else path if not parent else ""
     return inside if inside and "." not in inside else ""

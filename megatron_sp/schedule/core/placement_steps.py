@@ -1,4 +1,4 @@
-"""One step of a dry run, a function of torch or an exchange between ranks, and what every rule about placements asks of it."""
+"""One step of a dry run (a torch function or an exchange between ranks), and the checks that placement rules share."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron_sp.schedule.core.placements import UNIFORM, WHOLE, Choice, NotFoll
 
 @dataclass
 class Step:
-    """A call.
+    """One call of a torch function or of an exchange.
 
     Attributes:
-        name: of the function, without the underscores of its spellings.
-        result: what it returned; None where it is asked before the call.
-        look: a tensor's placement.
-        place: path and class of the module that calls.
-        module: it.
+        name: of the function, without the underscores of in-place and operator spellings.
+        result: its return value; None if the rule runs before the call.
+        look: returns a tensor as an operand, with its placement.
+        place: path and class of the calling module.
+        module: that module.
         size: number of ranks.
-        axis: of the mesh, along which placements are followed.
-        whole: shapes of the results of the same call in the whole model, where it is known which that is.
-        lines: of the schedule that speak of this module.
-        choose: makes the open choice of an all_gather here, or None where its adjoint was said.
-        hint: more words for sizes that are written down in a module.
+        axis: mesh axis along which placements are followed.
+        whole: result shapes of the same call in the whole model, if that call is known.
+        lines: lines of the schedule on this module, for messages.
+        choose: creates the open choice of an all_gather here, or returns None if its adjoint was given.
+        hint: more words for messages about sizes that are stored in a module.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Step:
         return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
 
     def rest(self, place: int, name: str) -> list[int]:
-        """Integers that are given one by one, as a sequence, or by name."""
+        """Return integers that are passed one by one, as a sequence, or by name."""
         if name in self.kwargs:
             return list(self.kwargs[name])
         given = self.args[place:]
@@ -65,15 +65,15 @@ class Step:
 
     @property
     def over(self) -> str:
-        """What a sync has to say to be about this axis."""
+        """Argument with which a sync acts on this axis, for messages."""
         return "" if self.axis == "tp" else f", over='{self.axis}'"
 
     def label(self, op: str) -> str:
-        """What a placement that begins here says of its origin."""
+        """Return the origin (``since``) of a placement that begins here."""
         return f"{op} at {self.place}" + (f" ({self.lines})" if self.lines else "")
 
     def fail(self, text: str, code: str) -> NoReturn:
-        """Raises PlacementError; NotFollowed with the code "unknown", and over dp with E3."""
+        """Raise PlacementError; NotFollowed with the code "unknown", and over dp with E3."""
         more = self.hint() if code == "E11" else ""
         # a loss, or a statistic, over a rank's own rows is its own, whatever is made of it
         kind = NotFollowed if code == "unknown" or (code == "E3" and self.axis == "dp") else PlacementError
@@ -81,7 +81,7 @@ class Step:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts and dataclasses."""
+    """Yield all tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -96,7 +96,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
-    """Of an index: each of its items, with the first dim that it speaks of."""
+    """Yield (first dim that it indexes, item) for each item of an index."""
     of = [0 if i is None or isinstance(i, bool) else i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in items]
     dim = 0
     for i, width in zip(items, of, strict=True):
@@ -105,7 +105,7 @@ def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
 
 
 def join(step: Step, operands: Iterable[Operand]) -> Placement:
-    """Of what is computed from whole tensors."""
+    """Return the placement of a result computed from whole tensors."""
     asked = [o for o in operands if not o.neutral]
     if any(o.kind in "SP" for o in asked):
         conflict(step, asked)
@@ -126,10 +126,10 @@ def join(step: Step, operands: Iterable[Operand]) -> Placement:
 
 
 def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> None:
-    """Whole tensors that meet ``other``, which each rank treats differently, must have a gradient that is summed later.
+    """Check that whole tensors that meet ``other``, which each rank treats differently, have a gradient that is summed later.
 
     Raises:
-        PlacementError: a gradient that nobody sums (E6, E7), or that is summed where it is complete (E5); a partial sum (E3).
+        PlacementError: a gradient is never summed (E6, E7), or is summed although it is complete (E5); a partial sum (E3).
     """
     for o in operands:
         if o.kind == "P":
@@ -166,7 +166,7 @@ def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
 
 
 def refuse_partial(step: Step, operand: Operand) -> NoReturn:
-    """Raises PlacementError: a partial sum is used as if it were the sum (E3)."""
+    """Raise PlacementError: a partial sum is used as if it were the sum (E3)."""
     if operand.placement.mean:
         step.fail(
             f"{operand.called} is {operand.placement.describe()}: ranks have different numbers of labels, so it counts by their number"
@@ -181,7 +181,7 @@ def refuse_partial(step: Step, operand: Operand) -> NoReturn:
 
 
 def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not fit together") -> NoReturn:
-    """Raises PlacementError: cut in different ways (E10)."""
+    """Raise PlacementError: operands are cut in incompatible ways (E10)."""
     step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.placement.describe()}" for o in operands), "E10")
 
 
@@ -190,13 +190,13 @@ def cut(operands: Iterable[Operand]) -> list[Operand]:
 
 
 def runs(share: Operand) -> list[int]:
-    """Sizes of the parts of which a rank has a share each, as far as that goes."""
+    """Return the lengths of this rank's shares of the parts along the cut dim."""
     size = share.tensor.shape[share.placement.dim]
     return list(share.placement.blocks) or [size // share.placement.outer] * share.placement.outer
 
 
 def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Placement:
-    """Of what is computed element by element."""
+    """Return the placement of an elementwise result."""
     shares = cut(operands)
     if not shares:
         if operands and all(o.kind == "U" for o in operands):
@@ -221,7 +221,7 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Placement:
 
 
 def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Placement:
-    """Of a product of tensors whose dims have these letters, as einsum has them; letters that are not in ``out`` are summed over."""
+    """Return the placement of a tensor product whose dims have these letters, as in einsum; letters not in ``out`` are summed over."""
     every = [o for o, _ in operands]
     for o in every:
         if o.kind == "P":
@@ -251,7 +251,7 @@ def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> P
 
 
 def summed_over(step: Step, share: Operand) -> Placement:
-    """Of a sum along the cut dim. Raises PlacementError: ranks that have the same share would each count it (E10)."""
+    """Return the placement of a sum along the cut dim. Raises PlacementError if several ranks would count the same share (E10)."""
     if (copies := share.placement.copies) > 1:
         conflict(step, [share], f"{copies} ranks each have the same share of this, so a sum over it would count each {copies} times")
     name = "" if step.name == "linear" else f" {step.name}"  # which the module's class says

@@ -1,17 +1,17 @@
-"""How a tensor lies over the ranks of an axis, and what may meet what: the vocabulary of ``Schedule.check()``.
+"""Placements: how a tensor is laid out over the ranks of an axis, and which may meet. The vocabulary of ``Schedule.check()``.
 
     I        whole, the same on every rank, and so is its gradient (invariant)
-    R        whole, the same on every rank; each has a part of its gradient, and a sum over the ranks is still to come (replicated)
+    R        whole, the same on every rank; each has a part of its gradient, which is still to be summed over the ranks (replicated)
     S(dim)   each rank has a share, and that share's gradient
     P        each rank has a summand
-    U        filled with one value: any share of it is like any other
+    U        filled with one value: all shares of it are alike
 
     copy: I -> R    all_reduce: P -> I    scatter: I -> S    reduce_scatter: P -> S
     all_gather: S -> R where its adjoint is reduce_scatter, S -> I where it is slice
 
-What is computed from R or S together with I leaves the I with a part of its gradient that nobody sums: that is an error, and so every
-forgotten or doubled sum of a gradient is seen in the forward pass. A tensor that needs no gradient may meet anything. Which adjoint an
-all_gather has need not be said: it is open (``Choice``) until what uses the result decides. Source of the vocabulary: ``spmd_types``.
+If R or S meets I in a computation, each rank gets only a part of the gradient of I, and nothing sums the parts. That is an error, so every
+missing or doubled sum of a gradient is detected in the forward pass. A tensor that needs no gradient may meet anything. The adjoint of an
+all_gather need not be given: it stays open (``Choice``) until an op that uses the result decides. Source of the vocabulary: ``spmd_types``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class PlacementError(ConfigError):
 
 
 class NotFollowed(PlacementError):
-    """The dry run came to something that it does not know, so it says nothing of the lines."""
+    """The dry run reached something that it cannot follow, so it gives no verdict on the lines."""
 
 
 class Choice:
-    """Whether the result of an all_gather is R or I; open until something that uses it decides.
+    """Choice between R and I for the result of an all_gather; open until something that uses it decides.
 
     Attributes:
-        label: where it is.
+        label: place of the all_gather.
         because: what decided.
     """
 
@@ -45,38 +45,38 @@ class Choice:
         self._same: Choice | None = None
 
     def first(self) -> Choice:
-        """The one that stands for all that must be decided alike."""
+        """Return the representative of all choices that must be decided alike."""
         return self if self._same is None else self._same.first()
 
     @property
     def value(self) -> str:
-        """R, I, or "" while it is open."""
+        """Decided placement, R or I; "" while the choice is open."""
         return self.first()._value
 
     def decide(self, value: str, because: str) -> None:
         self.first()._value, self.first().because = value, because
 
     def join(self, other: Choice) -> None:
-        """From now on both are decided alike."""
+        """Merge two choices, so that both are decided alike."""
         if self.first() is not other.first():
             other.first()._same = self.first()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one tensor.
+    """Placement of one tensor.
 
     Attributes:
-        dim: of S: the dim that is cut.
-        outer: of S: the dim is (outer, ranks, share), so shares are not one run each: blocks of a packed projection, a flattened batch.
-        blocks: of S: sizes of unequal parts, each of which is cut (a rank's own sizes).
-        copies: of S: so many ranks that follow each other have the same share (fewer heads than ranks).
-        shuffled: rows are in the order (ranks, this many, share), for a flattened batch was gathered; whoever scatters them again has the
-            share that there was.
-        mean: of P: the summands are means, each over a rank's own share, and are to be weighed before they are summed.
-        as_needed: of S: a user's function has cut it, in whatever parts what it meets is cut.
-        since: what made it so.
-        choice: of the result of an all_gather: decides between R and I.
+        dim: for S: the dim that is cut.
+        outer: for S: the dim is (outer, ranks, share), so a share is not one run: blocks of a packed projection, a flattened batch.
+        blocks: for S: sizes of unequal parts, each of which is cut (this rank's sizes).
+        copies: for S: number of consecutive ranks that have the same share (fewer heads than ranks).
+        shuffled: rows are in the order (ranks, ``shuffled``, share), because a flattened batch was gathered; scattering them again restores
+            the shares.
+        mean: for P: the summands are means, each over a rank's own share, and must be weighted before they are summed.
+        as_needed: for S: the parts are not known (cut by a user's function, or filled with one value): cut like whatever it meets.
+        since: origin, for messages.
+        choice: for the result of an all_gather: decides between R and I.
     """
 
     letter: str
@@ -92,11 +92,11 @@ class Placement:
 
     @property
     def kind(self) -> str:
-        """I, R, S, P, U, or ? while a choice is open."""
+        """Letter of the placement: I, R, S, P, U, or ? while a choice is open."""
         return (self.choice.value or "?") if self.choice is not None else self.letter
 
     def at(self, dim: int, outer: int | None = None) -> Placement:
-        """The same cut along another dim."""
+        """Return the same cut along another dim."""
         return replace(self, dim=dim, outer=self.outer if outer is None else outer)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Placement:
         return kind
 
     def describe(self) -> str:
-        """In words, with its origin."""
+        """Return a description in words, with the origin."""
         words = {
             "I": "whole and used alike by all ranks",
             "R": "whole, with a part of its gradient on each rank",
@@ -126,10 +126,10 @@ UNIFORM = Placement("U")
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that goes into a step.
+    """An input tensor of a step.
 
     Attributes:
-        name: of a parameter; else "".
+        name: of the parameter, or "" if it is none.
     """
 
     tensor: Tensor
@@ -142,10 +142,10 @@ class Operand:
 
     @property
     def neutral(self) -> bool:
-        """Whole, and nobody asks for its gradient: it may meet anything."""
+        """True if it may meet anything: it is filled with one value, or whole and needs no gradient."""
         return self.kind == "U" or (self.kind in "IR?" and not self.tensor.requires_grad)
 
     @property
     def called(self) -> str:
-        """For messages."""
+        """Name or shape, for messages."""
         return self.name or f"a tensor of {list(self.tensor.shape)}"

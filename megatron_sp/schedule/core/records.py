@@ -1,5 +1,7 @@
-"""What a transformers model returns of its inside when it is asked: hidden_states, shares of positions where the sequence is cut, and
-attentions, shares of heads. A rank's own result has its shares; ``Applied.complete`` makes them whole.
+"""Optional records of a transformers result: ``hidden_states`` and ``attentions``.
+
+A rank's own result has shares of them: of positions (``hidden_states``, where the sequence is cut) or of heads (``attentions``).
+``Applied.complete`` makes them whole.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ HEADS = ("attentions", "encoder_attentions")
 
 @dataclass
 class RegionLength:
-    """Positions of this sp rank that entered the region in which activations are cut over tp, in the last pass; 0: there is none."""
+    """Number of positions of this sp rank that entered the region cut over tp, in the last pass; 0: there is no such region."""
 
     positions: int = 0
 
 
 def change_records(result: Any, names: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:
-    """Put other tensors in the places of those under these names of a transformers result; a plain tuple has no names and stays."""
+    """Apply ``change`` to the tensors under these names of a transformers result; a plain tuple has no names and is left as it is."""
     for name in names_in(result, names):
         value = result[name]
         result[name] = change(value) if isinstance(value, Tensor) else tuple(change(t) if isinstance(t, Tensor) else t for t in value)
 
 
 def names_in(result: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Which of them it has."""
+    """Yield those of ``names`` that a result has."""
     if isinstance(result, dict):
         yield from (name for name in names if isinstance(result.get(name), (Tensor, tuple, list)))
 
 
 def require_named(result: Any, is_share: Callable[[Tensor], bool]) -> None:
-    """Raises ConfigError: a plain tuple (``return_dict=False``) holds shares among its records, which names alone tell from others."""
+    """Raise ConfigError if a plain tuple (``return_dict=False``) holds shares, which only names distinguish from other records."""
     items = enumerate(result) if type(result) in (tuple, list) else ()
     for place, value in items:
         if not isinstance(value, (tuple, list)):

@@ -1,7 +1,7 @@
-"""How the ranks of the sp axis share a sequence: who has which positions, how tensors are cut and made whole, how heads are traded.
+"""Sequences shared by the ranks of the sp axis: who has which positions, how tensors are cut and gathered, how heads are exchanged.
 
 Positions are cut contiguously; a length that the ranks cannot share evenly is padded at the end. Padding travels through layers and
-exchanges, and is taken away in front of the attention, which never sees it.
+exchanges, and is removed before attention, which never sees it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_sp.utils.numbers import round_up
 
 
 class Cut(NamedTuple):
-    """One sequence on one rank.
+    """Share of one sequence on one rank.
 
     Attributes:
-        length: real positions of the whole.
-        padded: with padding at its end.
-        ranks, rank: who shares it, and which of them this is.
+        length: positions of the whole sequence, without padding.
+        padded: the same with padding at the end.
+        ranks, rank: number of ranks that share it, and the index of this one.
     """
 
     length: int
@@ -33,15 +33,15 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, length: int, group: Group, multiple: int, *, pads: bool, what: str, where: str = "") -> Cut:
-        """Of a length.
+        """Create the cut of a sequence of the given length.
 
         Args:
-            multiple: of which the padded length must be one.
-            pads: whether it may be padded; else an uneven length is refused.
-            what: is cut, for the message.
-            where: who asked, for the message.
+            multiple: the padded length is a multiple of this.
+            pads: whether padding is allowed; otherwise an uneven length is refused.
+            what: name of what is cut, for the message.
+            where: file and line that asked for it, for the message.
         Raises:
-            ConfigError: it would have to be padded, and may not be (E12).
+            ConfigError: padding is needed, but not allowed (E12).
         """
         padded = round_up(length, multiple)
         if padded != length and not pads:
@@ -53,21 +53,21 @@ class Cut(NamedTuple):
 
     @property
     def local(self) -> int:
-        """Positions of a rank."""
+        """Number of positions per rank."""
         return self.padded // self.ranks
 
     def take(self, x: Tensor, dim: int, fill: float | None = 0) -> Tensor:
-        """This rank's positions of a whole tensor; ``fill`` stands in the padding, None: the last position again."""
+        """Return this rank's positions of a whole tensor; padding is filled with ``fill``, or with the last position if that is None."""
         return take_share(x, self, dim, fill)
 
     def whole(self, x: Tensor, dim: int, group: Group) -> Tensor:
-        """All ranks' positions of something that all of them go on to use alike. Collective."""
+        """Gather all ranks' positions of a tensor that all of them go on to use alike. Collective."""
         return gather_from(x, group, dim, "slice").narrow(dim, 0, self.length)
 
 
 @overridable
 def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
-    """``Cut.take``. Backward: each rank has its positions' gradient, zeros elsewhere, and they are summed as parameters' are."""
+    """Implement ``Cut.take``. Backward: each rank has its positions' gradient and zeros elsewhere, to be summed as for parameters."""
     missing = cut.padded - cut.length
     if missing and fill is None:
         last = x.narrow(dim, cut.length - 1, 1)
@@ -80,12 +80,12 @@ def take_share(x: Tensor, cut: Cut, dim: int, fill: float | None) -> Tensor:
 
 @overridable
 def repeated_heads(x: Tensor, times: int, dim: int) -> Tensor:
-    """Each head so many times, one behind the other."""
+    """Repeat each head ``times`` times, its copies next to each other."""
     return x.repeat_interleave(times, dim)
 
 
 class Heads(NamedTuple):
-    """How q, k and v become the whole sequence of some heads, and the result all heads of some positions again.
+    """Exchange of q, k and v to the whole sequence of some heads, and of the result back to all heads of some positions.
 
     Attributes:
         group: the sp ranks.
@@ -99,7 +99,7 @@ class Heads(NamedTuple):
     where: str
 
     def spread(self, x: Tensor, queries: int) -> Tensor:
-        """Key/value heads as often as it takes for each rank to get those of its queries; autograd adds the copies' gradients up.
+        """Repeat key/value heads so that each rank gets those of its queries; autograd sums the gradients of the copies.
 
         Raises:
             ConfigError: the ranks cannot share the heads.
@@ -117,14 +117,14 @@ class Heads(NamedTuple):
         return repeated_heads(x, times, self.head)
 
     def enter(self, x: Tensor, cut: Cut) -> Tensor:
-        """Some positions of all heads -> all real positions of some heads."""
+        """Exchange some positions of all heads for all positions, without padding, of some heads."""
         return self.real(all_to_all(x, self.group, self.head, self.seq), cut)
 
     def real(self, x: Tensor, cut: Cut) -> Tensor:
-        """Without the padding of a whole sequence.
+        """Remove the padding of a whole sequence.
 
         Raises:
-            ConfigError: it is a sequence of another pass: a recomputation after a forward pass of another length has begun.
+            ConfigError: the sequence is of another pass: a forward pass of another length began before this recomputation.
         """
         if x.shape[self.seq] != cut.padded:
             raise ConfigError(
@@ -135,7 +135,7 @@ class Heads(NamedTuple):
         return x.narrow(self.seq, 0, cut.length)
 
     def leave(self, x: Tensor, cut: Cut, seq: int, head: int) -> Tensor:
-        """The way back, of a result with these dims."""
+        """Exchange a result with these dims back to some positions of all heads."""
         missing = cut.padded - cut.length
         if missing:
             x = F.pad(x.movedim(seq, -1), (0, missing)).movedim(-1, seq)

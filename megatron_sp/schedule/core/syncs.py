@@ -16,14 +16,14 @@ OPS = ("all_gather", "reduce_scatter", "scatter", "all_reduce", "copy")
 
 
 class Guess(str):
-    """An adjoint of all_gather that nobody has said: ``Schedule.check()`` works it out."""
+    """Default adjoint of an all_gather that was given none; ``Schedule.check()`` infers the right one."""
 
 
 def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, where: str) -> Callable[[Tensor], Tensor]:
-    """From a sync's arguments to what is done with the tensor.
+    """Convert the arguments of a sync to the function that is applied to the tensor.
 
     Raises:
-        ConfigError: a mode or an operation that is not known.
+        ConfigError: unknown mode or operation.
     """
     mode, op = args["mode"], args["op"]
     if mode not in MODES:
@@ -49,7 +49,7 @@ def make_change(args: dict[str, Any], group: Group, seq_dim: int, path: str, whe
 
 @overridable
 def own_exchange(x: Tensor, group: Group, function: Callable[[Tensor, Group], Tensor], layouts: str | None) -> Tensor:
-    """A function of the user's own, which a check believes to do what ``layouts`` says, such as "S(1)->R"."""
+    """Call a user's function, which a check trusts to do what ``layouts`` says, such as "S(1)->R"."""
     return function(x, group)
 
 

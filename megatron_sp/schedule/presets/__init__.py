@@ -1,10 +1,10 @@
-"""Schedules of well-known models of transformers: one file for each family, all of it ordinary lines of a schedule.
+"""Schedules of well-known models of transformers: one module per family, written in ordinary lines of a schedule.
 
     s = presets.auto(model, Mesh.of(groups), seq=True)     # by config.model_type
     s.verify(batch)
     s.apply()
 
-A family of one's own: a function that writes the lines, with ``@register_preset("its model_type")``.
+To add a family, decorate a function that writes its lines with ``@register_preset("its model_type")``.
 """
 
 from megatron_sp.schedule.presets import bert, clip, falcon, gpt2, gpt_neox, llama, modernbert, opt, t5, vit, whisper

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa, with any head."""
+"""Preset of BERT and RoBERTa, with any head."""
 
 from __future__ import annotations
 

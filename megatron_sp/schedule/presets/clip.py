@@ -1,4 +1,4 @@
-"""CLIP: a tower for text and one for images, each a region of positions of its own, or one of them alone."""
+"""Preset of CLIP: a text tower and an image tower, each with its own sequence-parallel region, or one of them alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOWERS = {"text_model": "text_config", "vision_model": "vision_config"}
 
 @register_preset("clip", "clip_text_model", "clip_vision_model")
 def clip(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: both towers, and sp is more than 1; or tp does not divide patches + 1, which are to be cut."""
+    """Write the lines. Raises ConfigError: both towers with sp above 1, or patches + 1 that are to be split and not divisible by tp."""
     config = config_of(s)
     towers = {name: getattr(config, of, config) for name, of in _TOWERS.items() if module_or_none(s, name) is not None}
     if len(towers) == 2 and (sp := s.mesh.sp.size()) > 1:

@@ -1,4 +1,4 @@
-"""What the families share: where the blocks are, which collectives stand around a split, vocabularies, dropout."""
+"""Helpers that the presets share: module paths, collectives around split layers, vocabulary layers, dropout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_sp.utils.errors import ConfigError
 
 
 class Around(NamedTuple):
-    """The collectives around what is split by columns and then by rows.
+    """Collectives around layers that are split by columns and then by rows.
 
     Attributes:
-        enter: for ``sync("fwd_pre", ...)`` where it begins.
-        leave: for ``row(...)`` where it ends.
+        enter: operation for ``sync("fwd_pre", ...)`` before the first of them.
+        leave: operation for ``row(...)`` at the last of them.
     """
 
     enter: str
@@ -23,12 +23,12 @@ class Around(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a preset says of its model beside the lines.
+    """Paths of a model's blocks, as a preset returns them.
 
     Attributes:
-        glob: of the blocks.
-        first: the block in front of which activations are cut, where they are.
-        last: the module behind which they are whole again: the norm behind the blocks, or the last of them.
+        glob: glob of the blocks.
+        first: the block before which activations are split along the sequence, if they are.
+        last: the module after which they are whole again: the norm after the blocks, or the last block.
     """
 
     glob: str
@@ -37,12 +37,12 @@ class Blocks(NamedTuple):
 
 
 def around(seq: bool) -> Around:
-    """With activations between the layers cut along the sequence, or whole on every rank."""
+    """Return the collectives for activations between the layers that are split along the sequence, or whole on every rank."""
     return Around("all_gather", "reduce_scatter") if seq else Around("copy", "all_reduce")
 
 
 def config_of(s: Schedule) -> Any:
-    """The model's configuration. Raises ConfigError: it attends to another model's output, which no preset covers."""
+    """Return the model's configuration. Raises ConfigError: it has ``add_cross_attention``, which its preset does not cover."""
     config: Any = s.model.config
     if getattr(config, "add_cross_attention", False):
         raise ConfigError(
@@ -53,13 +53,13 @@ def config_of(s: Schedule) -> Any:
 
 
 def base_of(s: Schedule) -> str:
-    """What stands before the names of the base model's modules: "model." in a model with a head, "" in the base model itself."""
+    """Return the prefix of the base model's modules: such as "model." in a model with a head, empty in the base model itself."""
     prefix = getattr(s.model, "base_model_prefix", "")
     return f"{prefix}." if prefix and isinstance(getattr(s.model, prefix, None), nn.Module) else ""
 
 
 def module_or_none(s: Schedule, path: str) -> nn.Module | None:
-    """The module there, if there is one."""
+    """Return the module at a path, or None."""
     try:
         return s.model.get_submodule(path)
     except AttributeError:
@@ -67,20 +67,20 @@ def module_or_none(s: Schedule, path: str) -> nn.Module | None:
 
 
 def share_key_values(s: Schedule, attention: str, queries: int, key_values: int) -> None:
-    """Where there are fewer key/value heads than ranks: each rank's queries go with one of them."""
+    """Let each rank's queries use one key/value head, if there are fewer such heads than ranks."""
     size = s.mesh.tp.size()
     if key_values < size and size % key_values == 0:
         s[attention].set("num_key_value_groups", queries // size)
 
 
 def drops(config: Any) -> bool:
-    """Whether there is any dropout in the blocks."""
+    """Return whether there is any dropout in the blocks."""
     inside = [value for name, value in config.to_dict().items() if "drop" in name and not name.startswith(("summary_", "classifier_"))]
     return any(isinstance(value, float) and value > 0 for value in inside)
 
 
 def differ(s: Schedule, blocks: str, *split: str, seq: bool) -> None:
-    """Dropout: ranks differ in whole blocks, of which each has some positions, or only in what is split."""
+    """Make dropout differ between tp ranks: in whole blocks if the sequence is split, otherwise only in the split modules."""
     if not drops(s.model.config):
         return
     for glob in [blocks] if seq else split:
@@ -88,7 +88,7 @@ def differ(s: Schedule, blocks: str, *split: str, seq: bool) -> None:
 
 
 def write_vocabulary(s: Schedule) -> None:
-    """Split word embeddings, and the layer that gives logits, by words; tied ones together."""
+    """Split the word embeddings and the output layer along the vocabulary; tied ones together."""
     weights = {id(m.weight) for m in _vocabularies(s.model) if isinstance(m, (nn.Embedding, nn.Linear))}
     done = set()
     for path, module in s.model.named_modules():
@@ -98,7 +98,7 @@ def write_vocabulary(s: Schedule) -> None:
 
 
 def _vocabularies(model: Any) -> list[Any]:
-    """The word embeddings and the layer that gives logits; of a model of several (CLIP), those of each."""
+    """Return the word embeddings and the output layer; for a model of several models (CLIP), those of each."""
     try:
         return [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError:

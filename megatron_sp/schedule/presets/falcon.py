@@ -1,6 +1,6 @@
-"""Falcon. One projection for q, k and v, packed in one of three ways:
+"""Preset of Falcon, which has one projection for q, k and v, packed in one of three ways:
 
-new decoder architecture   group after group: some queries, one key, one value; cut between groups
+new decoder architecture   group after group: some queries, one key, one value; split between groups
 one head after another     q, k and v of each
 multi_query                all queries, then one key and one value, which all heads share: attention stays whole, the MLP is split
 """
@@ -17,7 +17,7 @@ from megatron_sp.utils.errors import ConfigError
 
 @register_preset("falcon")
 def falcon(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp is more than 1; slopes (alibi); multi_query whose sequence is to be cut."""
+    """Write the lines. Raises ConfigError: sp above 1; alibi; or multi_query with a sequence that is to be split."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}h.*", around(seq)
     _require_covered(config, s.mesh.sp.size(), seq)
     attention, queries = f"{blocks}.self_attention", config.num_attention_heads

@@ -1,4 +1,4 @@
-"""GPT-2: one projection for q, k and v, its weight the other way round (``Conv1D``), its width in an attribute, which follows."""
+"""Preset of GPT-2: one projection for q, k and v with a transposed weight (``Conv1D``); its width attribute is updated automatically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): one projection with q, k and v side by side within each head, attention and MLP one after another or side by side."""
+"""Preset of GPT-NeoX (Pythia): one projection with q, k and v adjacent within each head; sequential or parallel attention and MLP."""
 
 from __future__ import annotations
 

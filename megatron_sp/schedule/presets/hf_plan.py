@@ -1,8 +1,8 @@
-"""The plan that transformers itself has for many models, ``config.base_model_tp_plan`` and the head's ``_tp_plan``, as lines of a schedule.
+"""Conversion of transformers' own tensor parallel plans (``config.base_model_tp_plan``, the head's ``_tp_plan``) to schedules.
 
-A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What these strings do not say, heads and norms inside
-of heads, is taken from the configuration and the modules. A style that is not known is refused by name: a plan of which a part is ignored
-would compute something else. Names of which this configuration has no module (another kind of layer) have nothing to split.
+A plan names modules and parameters by glob, each with a style (``hf_styles.py``). What it does not contain, such as heads and norms
+within heads, is taken from the configuration and the modules. An unknown style is an error: a plan that is partly ignored would silently
+give wrong results. Names without a module in this configuration (another kind of layer) are ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from megatron_sp.utils.errors import ConfigError
 
 
 def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
-    """The schedule of a model by transformers' plan for it: tensor parallel only; not applied yet, and more lines may follow.
+    """Make a tensor parallel schedule from transformers' plan for a model; it is not yet applied, and lines may be added.
 
     Raises:
-        ConfigError: the model has no plan, or one with a style that is not known here, all of which are named, or of experts that cannot be
-            split.
+        ConfigError: the model has no plan, or the plan has unknown styles (all are named) or experts that cannot be split.
     """
     s = schedule(model, mesh)
     modules, tensors = _sorted(s.model, plan_of(s))
@@ -47,7 +46,7 @@ def from_hf_plan(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
 
 
 def plan_of(s: Schedule) -> dict[str, str]:
-    """Path to style. Raises ConfigError: there is none."""
+    """Return path -> style. Raises ConfigError: the model has no plan."""
     model = s.model
     plan = {f"{base_of(s)}{path}": style for path, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()}
     plan |= getattr(model, "_tp_plan", None) or {}
@@ -59,7 +58,7 @@ def plan_of(s: Schedule) -> dict[str, str]:
 
 
 def _sorted(model: nn.Module, plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What names modules, and what names parameters. Raises ConfigError: nothing names anything."""
+    """Separate a plan into modules and parameters. Raises ConfigError: it names none of the model's."""
     modules, tensors = {}, {}
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")
@@ -80,7 +79,7 @@ def _found(model: nn.Module, glob: str) -> list[str]:
 
 
 def _tie(s: Schedule) -> None:
-    """A plan may name one of two tied modules: the other is split along."""
+    """Split modules that are tied to split vocabulary layers, since a plan may name only one of them."""
     split = {path: s.model.get_submodule(path) for d in s.directives if d.do == "vocab_parallel" for path in s[d.on]}
     weights = {id(module.weight) for module in split.values()}
     for path, module in s.model.named_modules():

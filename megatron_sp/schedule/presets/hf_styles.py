@@ -1,19 +1,19 @@
-"""What the styles of transformers' tensor parallel plans are as lines of a schedule.
+"""Styles of transformers' tensor parallel plans, as lines of a schedule.
 
     colwise                         column; each layer sums the gradient of its own input
-    colwise_gather_output           column, and the result made whole (older: colwise_rep); over the vocabulary: vocab_parallel
-    packed_colwise                  column with blocks=2: gate and up in one
+    colwise_gather_output           column, and the result gathered (older: colwise_rep); for the output layer: vocab_parallel
+    packed_colwise                  column with blocks=2: gate and up in one layer
     rowwise                         row
-    rowwise_split_input             row, behind a cut of an input that every rank has whole (older: rowwise_rep)
+    rowwise_split_input             row, after splitting an input that every rank has whole (older: rowwise_rep)
     embedding_rowwise               vocab_parallel
-    embedding_colwise               column, and the result made whole
+    embedding_colwise               column, and the result gathered
     replicated_with_grad_allreduce  sum_gradients
-    mla_kv_a_proj                   whole: its result, in part the keys of all heads, is copied to the ranks, which use it on their heads
-    moe_tp_experts                  rows and the router's weights are copied to the ranks, and the results summed
+    mla_kv_a_proj                   whole: its result, partly the keys of all heads, is copied to the ranks, which use it for their heads
+    moe_tp_experts                  inputs and router weights are copied to the ranks, and the results summed
     replicate, local_params         nothing
 
-Of a parameter (of experts, [experts, out, in], or sinks of attention, [heads]): colwise cuts outputs, rowwise the last dim, packed ones
-each of two halves.
+For a parameter (experts, [experts, out, in], or attention sinks, [heads]): colwise splits outputs, rowwise the last dim, and the packed
+styles each of two halves.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from megatron_sp.utils.errors import ConfigError
 
 @dataclass
 class Plan:
-    """What is being written.
+    """Schedule that is being written from a plan.
 
     Attributes:
-        modules: globs of modules, to styles.
+        modules: glob of modules -> style.
     """
 
     s: Schedule
     modules: dict[str, str]
 
     def count(self, name: str) -> int | None:
-        """A number of the configuration; None: it has none, or one for each layer."""
+        """Return a number of the configuration; None if it is missing or differs between layers."""
         try:
             return getattr(self.s.model.config, name, None)  # type: ignore[union-attr]
         except Exception:  # configurations that differ from layer to layer raise an error of their own
             return None
 
     def near(self, glob: str, name: str) -> str | None:
-        """The glob of a module beside another, if there is one."""
+        """Return the glob of a module beside another one, or None."""
         path = f"{glob.rpartition('.')[0]}.{name}"
         try:
             return path if len(self.s[path]) else None
@@ -56,7 +56,7 @@ class Plan:
             return None
 
     def heads(self, path: str) -> dict[str, Any]:
-        """How many heads the outputs of a layer are, for those that have them."""
+        """Return the arguments that describe the heads in a layer's output, if it has any."""
         last, heads = path.rpartition(".")[2], self.count("num_attention_heads")
         if heads is None:
             return {}
@@ -85,14 +85,14 @@ def _gathered(plan: Plan, path: str) -> None:
 
 
 def _latent(plan: Plan, path: str) -> None:
-    """DeepSeek's attention: what comes out is normed and taken apart to heads on each rank, and its last features are keys of all heads."""
+    """Write the lines of DeepSeek's latent projection; each rank norms and expands its result to heads; the rest are shared keys."""
     plan.s[path].sync("fwd_post", "copy")
     if (norm := plan.near(path, "kv_a_layernorm")) is not None:
         plan.s[norm].sum_gradients()
 
 
 def _experts(plan: Plan, path: str) -> None:
-    """Raises ConfigError: what experts add behind the product would be added by every rank."""
+    """Write the lines of experts. Raises ConfigError: every rank would add what experts add after their product (a bias, a norm)."""
     module = plan.s.model.get_submodule(plan.s[path].paths[0])
     for name, has in (("a bias", "has_bias"), ("a norm", "has_post_expert_norm")):
         if getattr(module, has, False):
@@ -148,7 +148,7 @@ TENSORS: dict[str, Callable[[Schedule, str, str], object]] = {
 
 
 def finish(plan: Plan) -> None:
-    """Parameters of which plans do not speak, though ranks use them on shares: norms with a weight for each head, learning activations."""
+    """Add lines for parameters that plans omit but ranks use on shares: norms with a weight per head, learnable activations."""
     s = plan.s
     for path, style in plan.modules.items():
         name = path.rpartition(".")[2]

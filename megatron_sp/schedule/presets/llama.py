@@ -1,4 +1,4 @@
-"""Llama and its descendants that have the same modules: Mistral, Qwen2 (biases at q, k, v), Qwen3 (a norm inside of each head)."""
+"""Preset of Llama and models with the same modules: Mistral, Qwen2 (biases at q, k, v), Qwen3 (a norm within each head)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModernBERT: one projection for q, k and v, gate and up of the MLP in one, attention to everything and to a window by turns."""
+"""Preset of ModernBERT: fused q, k, v projection, fused gate and up of the MLP, alternating global and sliding-window attention."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""OPT. Its MLP is no module of its own, and joins batch and positions, [b, s, h] -> [b * s, h], in front of its first layer.
+"""Preset of OPT, whose MLP is not a separate module and flattens batch and positions, [b, s, h] -> [b * s, h], before its first layer.
 
-Cut along the sequence, ranks therefore gather along the first dim there: that is another order of the same rows, which an MLP does not
-notice, and the sum behind it cuts along the same dim again.
+With the sequence split, ranks therefore gather along the first dim there: this changes the order of the rows, which does not matter to an
+MLP, and the reduce_scatter after it splits along the same dim again.
 """
 
 from __future__ import annotations

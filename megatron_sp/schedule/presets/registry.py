@@ -1,4 +1,4 @@
-"""From a model to its schedule, by the name that transformers gives its family in ``config.model_type``."""
+"""Registry of presets by model family, which transformers names in ``config.model_type``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WRITERS: dict[str, Writer] = {}
 
 
 def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
-    """Decorator of a function that writes the lines of a family.
+    """Decorate a function that writes the lines of a family.
 
-    The function gets the schedule, and whether activations between the layers are cut along the sequence over tp; the model is
-    ``schedule.model``. It returns where the blocks are. The lines of word embeddings, of the layer over the vocabulary, of ``sequence()``
-    and of recomputation are not its business.
+    The function takes the schedule, and whether activations between the layers are split along the sequence over tp; the model is
+    ``schedule.model``. It returns the paths of the blocks. It does not write the lines of word embeddings, output layer, ``sequence()`` and
+    recomputation, which ``auto`` adds.
     """
 
     def register(writer: Writer) -> Writer:
@@ -33,7 +33,7 @@ def register_preset(*model_types: str) -> Callable[[Writer], Writer]:
 
 
 def families() -> list[str]:
-    """All that are known."""
+    """Return the known families."""
     return sorted(_WRITERS)
 
 
@@ -41,17 +41,17 @@ def auto(
     model: nn.Module, mesh: Mesh | None = None, *, tp: int | None = None, sp: int | None = None, seq: bool = False,
     ulysses: bool | None = None, vocab: bool = True, recompute: str | bool = False,
 ) -> Schedule:  # fmt: skip
-    """The schedule of a model of a known family; not applied yet, and more lines may follow.
+    """Make the schedule of a model of a known family; it is not yet applied, and lines may be added.
 
     Args:
-        mesh: of the job. Without one ``tp`` and ``sp`` give sizes, for a schedule that is checked and shown without a job.
-        tp, sp: ranks along these axes; beside a mesh they only have to agree with it.
-        seq: cut activations between the layers along the sequence over tp (arXiv:2205.05198).
-        ulysses: cut sequences over sp (default: where sp is more than 1).
-        vocab: split the word embeddings, and the layer over the vocabulary.
-        recompute: compute blocks again in backward; True, or the policy of ``.checkpoint()``.
+        mesh: mesh of the job. Without one, ``tp`` and ``sp`` give the sizes of a schedule that is checked and shown without a job.
+        tp, sp: sizes of these axes; if there is a mesh, they must agree with it.
+        seq: split activations between the layers along the sequence over tp (arXiv:2205.05198).
+        ulysses: split sequences over sp (default: if sp is above 1).
+        vocab: split the word embeddings and the output layer along the vocabulary.
+        recompute: recompute blocks in backward; True, or the policy of ``.checkpoint()``.
     Raises:
-        ConfigError: the family is not known, its model has something that the preset does not cover, or sizes do not fit the mesh.
+        ConfigError: the family is unknown, the model has a feature that the preset does not cover, or sizes do not agree with the mesh.
     """
     s = schedule(model, _mesh(mesh, tp, sp))
     blocks = _writer(model)(s, seq)
@@ -67,7 +67,7 @@ def auto(
 
 
 def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
-    """With a layer over the vocabulary, inputs and labels are cut; anything else behind the blocks may look at the whole sequence."""
+    """Add Ulysses: from inputs to labels if there is an output layer, else in the blocks only, as other heads may use whole sequences."""
     model: Any = s.model
     cuts_inputs = model.get_output_embeddings() is not None
     if cuts_inputs:
@@ -79,7 +79,7 @@ def _write_ulysses(s: Schedule, blocks: Blocks) -> None:
 
 
 def _differ_over_sp(s: Schedule, blocks: Blocks, *, everywhere: bool) -> None:
-    """Dropout of other positions on each rank. Not around the whole model: which blocks layerdrop leaves out must be the same for all."""
+    """Make dropout differ over sp, but not around the whole model: layerdrop must skip the same blocks on all ranks."""
     inside = tuple(f"{path}." for path in s[blocks.glob])
     s[blocks.glob].rng("sp")  # behind the lines of tp, so around them: what is alike for the ranks of tp still differs over sp
     for path, module in s.model.named_modules() if everywhere else ():
@@ -98,7 +98,7 @@ def _mesh(mesh: Mesh | None, tp: int | None, sp: int | None) -> Mesh:
 
 
 def _is_of_transformers(config: Any) -> bool:
-    """Whether it is a family of theirs, whose name is no misspelling of another's."""
+    """Return whether a configuration is of a family of transformers, whose name is not a misspelling of another's."""
     return type(config).__module__.startswith("transformers.models.")
 
 

@@ -1,5 +1,7 @@
-"""T5, with its decoder or without. The first block of each makes a bias of attention, one for each head and distance, for all blocks:
-split by heads as well. With a decoder there are two regions of positions, and the encoder's result is whole between them.
+"""Preset of T5, with or without its decoder.
+
+The first block of each stack computes an attention bias per head and distance for all its blocks, which is split by heads, too. With a
+decoder there are two sequence-parallel regions, and the encoder's result is whole between them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from megatron_sp.utils.errors import ConfigError
 
 @register_preset("t5")
 def t5(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp is more than 1."""
+    """Write the lines. Raises ConfigError: sp above 1."""
     config, (enter, leave) = config_of(s), around(seq)
     has_decoder = module_or_none(s, f"{base_of(s)}decoder") is not None
     stacks = f"{base_of(s)}{'{encoder,decoder}' if has_decoder else 'encoder'}"

@@ -1,4 +1,4 @@
-"""ViT. Patches are cut out by a convolution, which stays whole, and a token that stands for the class comes in front of them."""
+"""Preset of ViT; the convolution that makes patches stays whole, and a class token precedes the patches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sp.utils.errors import ConfigError
 
 @register_preset("vit")
 def vit(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: tp does not divide the number of tokens, which is to be cut."""
+    """Write the lines. Raises ConfigError: tp does not divide the number of tokens, which are to be split."""
     config, blocks, (enter, leave) = config_of(s), f"{base_of(s)}layers.*", around(seq)
 
     s[f"{blocks}.attention"].sync("fwd_pre", enter, arg="hidden_states")
@@ -30,7 +30,7 @@ def vit(s: Schedule, seq: bool) -> Blocks:
 
 
 def require_even(config: Any, tp: int) -> None:
-    """Raises ConfigError: of patches and the class not every rank of tp gets as many (E12)."""
+    """Check that tp divides the number of patches plus the class token. Raises ConfigError (E12)."""
     image, patch = (tuple(n) if isinstance(n, (tuple, list)) else (n, n) for n in (config.image_size, config.patch_size))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if (patches + 1) % tp:

@@ -1,5 +1,7 @@
-"""Whisper, with its decoder or without, or the decoder alone. Sound goes through two convolutions, which stay whole; with both stacks there
-are two regions of positions, and the encoder's result is whole between them. The MLP of a layer is no module of its own.
+"""Preset of Whisper, with or without its decoder, or of the decoder alone.
+
+The two convolutions at the audio input stay whole; with both stacks there are two sequence-parallel regions, and the encoder's result is
+whole between them. The MLP of a layer is not a separate module.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from megatron_sp.utils.errors import ConfigError
 
 @register_preset("whisper")
 def whisper(s: Schedule, seq: bool) -> Blocks:
-    """Write the lines. Raises ConfigError: sp is more than 1, or a number that tp does not share."""
+    """Write the lines. Raises ConfigError: sp above 1, audio positions that tp does not divide, or activation_dropout without ``seq``."""
     config, ends = config_of(s), around(seq)
     stacks = [name for name in ("encoder", "decoder") if module_or_none(s, f"{base_of(s)}{name}") is not None]
     _require_covered(config, s, stacks, seq)

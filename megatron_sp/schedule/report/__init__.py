@@ -1,1 +1,1 @@
-"""Schedules shown: as a tree, a picture, bytes and time, differences."""
+"""Reports on schedules: as a tree, as a picture, in bytes, and as differences."""

@@ -1,4 +1,4 @@
-"""Two schedules: which lines differ, and what that changes in the model."""
+"""Comparison of two schedules: which lines differ, and what that changes in the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Difference:
-    """Between two schedules; false where there is none.
+    """Difference between two schedules; false if there is none.
 
     Attributes:
         removed, added: lines.
-        effects: (what, before, after) of parameters, places where ranks talk, the mesh.
+        effects: (what, before, after) for parameters, collectives, other notes on modules, and the mesh.
     """
 
     removed: list[Directive] = field(default_factory=list)
@@ -50,7 +50,7 @@ def diff(before: Schedule, after: Schedule) -> Difference:
 
 
 def _facts(schedule: Schedule) -> dict[str, str]:
-    """What can be told apart, by name."""
+    """Return the facts of a schedule that can be compared, by name."""
     found = survey(schedule)
     facts = {"mesh": found.mesh}
     for node in found.root.walk():

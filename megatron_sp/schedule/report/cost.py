@@ -1,8 +1,8 @@
-"""What a schedule costs a rank: bytes of parameters that it holds, bytes that it sends in one step, collective by collective.
+"""Cost of a schedule for one rank: bytes of its parameters, and bytes that it sends in one step, by collective.
 
-Sizes come from one forward pass of the whole model without its numbers (meta device); what Ulysses sends, and what recomputation sends
-again, from one of the split model (``traffic.py``). Sent bytes are those of the usual rings over n ranks:
-an all_reduce of w bytes sends 2 (n-1)/n w, an all_gather to w, and a reduce_scatter from w, (n-1)/n w each.
+Sizes come from one forward pass of the whole model without weight values (meta device); the traffic of Ulysses and of recomputation comes
+from one of the split model (``traffic.py``). Sent bytes are those of ring algorithms over n ranks: an all_reduce of w bytes sends
+2 (n-1)/n w; an all_gather to w bytes, or a reduce_scatter from w bytes, sends (n-1)/n w.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 @dataclass
 class CollectiveCost:
-    """Collectives at modules with the same path but for numbers.
+    """Cost of the collectives at modules whose paths differ only in numbers.
 
     Attributes:
-        path: with a star for each number.
-        words: of the edge.
-        calls: places.
-        forward, backward: bytes that a rank sends in one step, all places together.
+        path: path of the modules, with a star for each number.
+        words: description of the collective.
+        calls: number of modules.
+        forward, backward: bytes that a rank sends in one step, at all of these modules together.
     """
 
     path: str
@@ -52,15 +52,15 @@ class CollectiveCost:
 
 @dataclass
 class Cost:
-    """Of one rank.
+    """Cost of one rank.
 
     Attributes:
-        places: where bytes are sent, the most first.
+        places: the collectives, the most expensive first.
         parameters: bytes of its parameters; gradients take as much.
-        whole_parameters: bytes of the whole model's.
-        gradients: bytes that it sends to sum gradients over tp, sp and dp, once in a step.
-        activations: bytes that the whole model's forward pass keeps for its backward pass; a rank keeps less.
-        notes: what is not in here.
+        whole_parameters: bytes of the whole model's parameters.
+        gradients: bytes that it sends to sum gradients over tp, sp and dp, once per step.
+        activations: bytes that the whole model saves for backward; a rank saves less.
+        notes: remarks on what is not included.
     """
 
     places: list[CollectiveCost] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Cost:
 
     @property
     def sent(self) -> float:
-        """Bytes in a step of one micro-batch."""
+        """Bytes sent in a step of one micro-batch."""
         return self.gradients + sum(p.forward + p.backward for p in self.places)
 
     def record(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the cost as a JSON-serialisable dict."""
         return {**asdict(self), "sent": self.sent}
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Cost:
 
 
 def show_bytes(count: float) -> str:
-    """1.5 MiB."""
+    """Format a number of bytes, such as ``1.5 MiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -102,12 +102,12 @@ def show_bytes(count: float) -> str:
 
 
 def cost(schedule: Schedule, batch: int | Mapping[str, Any], seq: int | None = None) -> Cost:
-    """Add up.
+    """Compute the cost of a schedule.
 
     Args:
         batch: rows of a micro-batch, of ``seq`` token ids each; or keyword arguments of the model.
     Raises:
-        ConfigError: the schedule is applied, so the whole model's sizes are gone; or the model does not run on the meta device.
+        ConfigError: the schedule has been applied, so the whole model's sizes are gone; or the model does not run without weight values.
     """
     if schedule.applied is not None:
         raise ConfigError("cost() looks at the whole model, which is gone after apply(): call it before (E15)")
@@ -144,7 +144,7 @@ def _inputs(batch: int | Mapping[str, Any], seq: int | None, device: str = "meta
 def _sizes(
     model: nn.Module, edges: list[tuple[str, Edge]], batch: dict[str, Any], inside: AbstractContextManager[None]
 ) -> tuple[dict[tuple[str, str, str], int], int]:
-    """(bytes of the tensor on each edge, bytes that are kept for backward). Raises ConfigError: the model does not run so."""
+    """Return (bytes of the tensor at each edge, bytes saved for backward). Raises ConfigError: the model does not run this way."""
     found: dict[tuple[str, str, str], int] = {}
     for path, edge in edges:
         module = model.get_submodule(path)
@@ -207,7 +207,7 @@ def _add(made: Cost, path: str, edge: Edge, size: int | None, schedule: Schedule
 
 
 def _place(made: Cost, path: str, words: str) -> CollectiveCost:
-    """That of modules with this path but for numbers, called once more."""
+    """Return the entry of modules whose paths differ only in numbers, and count one more of them."""
     star = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
     place = next((p for p in made.places if (p.path, p.words) == (star, words)), None)
     if place is None:
@@ -220,7 +220,7 @@ _WORDS = {"all_to_all": "positions and heads traded", "gather_from": "positions 
 
 
 def _add_run(made: Cost, schedule: Schedule, axes: set[str], batch: dict[str, Any]) -> None:
-    """What only a run of the split model shows: exchanges of Ulysses, and what modules that are computed again send again."""
+    """Add costs that only a run of the split model shows: exchanges of Ulysses, and exchanges that recomputation repeats."""
     found = sent(schedule.model, schedule.directives, schedule.mesh, schedule.seq_dim, batch)
     for each in found:
         if each.axis in axes and each.forward + each.backward:

@@ -1,7 +1,7 @@
-"""A schedule as a page of HTML: the model's tree, a bar for each parameter with its shares in colours, collectives on the edges.
+"""Picture of a schedule as an HTML page: the model's tree, a bar with coloured shares for each parameter, collectives at the edges.
 
-One file that opens anywhere: no script, nothing fetched (a policy in its head forbids both), light or dark as the reader prefers. Every
-text in it is escaped.
+A self-contained file without scripts or external resources (a content security policy in its head forbids both), light or dark by the
+reader's preference. All text in it is escaped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_picture(found: Survey, path: str | Path) -> None:
 
 
 def page(found: Survey) -> str:
-    """The page."""
+    """Return the page as HTML."""
     title = f"{found.root.kind} over {found.mesh}"
     share = f"{found.local:,} of {found.whole:,} parameters on rank {found.rank} of tp {found.size}"
     legend = "".join(f'<span><i style="background:var(--{key})"></i>{_text(words)}</span>' for key, words in _LEGEND)
@@ -108,7 +108,7 @@ def _part(part: Part, found: Survey) -> str:
 
 
 def _shares(part: Part, found: Survey) -> Iterator[str]:
-    """A segment for each rank's rows, in the order of the whole; of a parameter with blocks, block by block."""
+    """Yield a segment for each rank's share, in the order of the whole parameter; of a parameter with blocks, block by block."""
     if part.dim is None:
         yield f'<b class="{"summed" if part.summed else "whole"}"></b>'
         return

@@ -1,4 +1,4 @@
-"""A schedule as text: the model's tree with what is split and where ranks talk, and all about one module."""
+"""Schedule as text: the model's tree with its splits and collectives, and all details of one module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_sp.schedule.report.survey import Edge, Node, Part, Survey
 
 
 def show(found: Survey, *, every: bool = False) -> str:
-    """The tree.
+    """Return the tree as text.
 
     Args:
-        every: also modules of which there is nothing to say.
+        every: include modules that no line affects.
     """
     lines = list(_heading(found))
     rows = [row for node, depth in _shown(found.folded(), every) for row in _rows(node, depth)]
@@ -33,12 +33,12 @@ def _heading(found: Survey) -> Iterator[str]:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 line``, ``2 lines``."""
+    """Format a number with its noun: ``1 line``, ``2 lines``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def is_quiet(node: Node) -> bool:
-    """Whether there is nothing to say of a module or anything inside."""
+    """Return whether no line affects a module or anything inside it."""
     return all(not (n.parts or n.edges or n.notes) for n in node.walk())
 
 
@@ -57,7 +57,7 @@ def _shown(root: Node, every: bool) -> Iterator[tuple[Node, int]]:
 
 
 def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
-    """(name, class, role, one thing) of a module; the first row has its name."""
+    """Yield rows (name, class, role, one fact) of a module; only the first row has its name."""
     name = f"{'  ' * depth}{node.name or '(the model)'}{f'  x {node.copies}' if node.copies > 1 else ''}"
     things = [*(edge_words(e, node) for e in node.edges if e.side == "in"), *(part_words(p) for p in node.parts)]
     things += [*(edge_words(e, node) for e in node.edges if e.side == "out"), *node.notes]
@@ -67,21 +67,21 @@ def _rows(node: Node, depth: int) -> Iterator[tuple[str, str, str, str]]:
 
 
 def part_words(part: Part) -> str:
-    """``weight [24 -> 12, 24]``."""
+    """Format a parameter: ``weight [24 -> 12, 24]``."""
     sizes = [f"{whole} -> {local}" if whole != local else str(whole) for whole, local in zip(part.shape, part.local, strict=True)]
     more = ", gradient summed over tp" if part.summed else ""
     return f"{part.name} [{', '.join(sizes)}]{more}{f', tied to {part.tied}' if part.tied else ''}"
 
 
 def edge_words(edge: Edge, node: Node) -> str:
-    """``in hidden_states: all_gather dim 1, backward reduce_scatter``."""
+    """Format an edge: ``in hidden_states: all_gather dim 1, backward reduce_scatter``."""
     over = "" if edge.axis == "tp" else f" over {edge.axis}"
     placements = [placement for side, name, placement in node.placements if side == edge.side and (not edge.tensor or name == edge.tensor)]
     return f"{edge.side} {edge.tensor}".strip() + f": {edge.words}{over}" + (f"  [{placements[0]}]" if placements else "")
 
 
 def explain(found: Survey, path: str) -> str:
-    """All that is known of one module, and why ranks talk there."""
+    """Return all that is known of one module as text, with the reason of each collective."""
     node = found.at(path)
     lines = [f"{path or 'the model'}, {_article(node.kind)}{f': {node.role}' if node.role else ''}"]
     lines += _parts(node, found)
@@ -109,7 +109,7 @@ def _parts(node: Node, found: Survey) -> Iterator[str]:
 
 
 def _around(found: Survey, path: str) -> Iterator[str]:
-    """What was said of modules around this one that reaches inside."""
+    """Yield the collectives at modules around this one."""
     for node in found.root.walk():
         is_around = node.path != path and (not node.path or path.startswith(f"{node.path}."))
         for edge in node.edges if is_around else ():
@@ -117,7 +117,7 @@ def _around(found: Survey, path: str) -> Iterator[str]:
 
 
 def line_words(directive: Directive) -> str:
-    """A line, and where it stands."""
+    """Format a line with its file and line number."""
     return f"{directive}{f' at {directive.where}' if directive.where else ''}"
 
 
@@ -126,7 +126,7 @@ def _article(kind: str) -> str:
 
 
 def as_record(found: Survey, path: str | None = None) -> dict[str, Any]:
-    """JSON: of everything, or of one module."""
+    """Return everything, or one module, as a JSON-serialisable dict."""
 
     def record(node: Node) -> dict[str, Any]:
         edges = [

@@ -1,7 +1,7 @@
-"""What a schedule makes of a model, as data: for ``show()``, ``explain()``, the picture and the command line.
+"""Survey of what a schedule does to a model, as data for ``show()``, ``explain()``, the picture and the command line.
 
-Nothing runs: the lines are applied to a copy of the model without its numbers (meta device), and read. Layouts on the edges are those that
-``check()`` has derived, where it could.
+The lines are applied to a copy of the model without weight values (meta device), which is then inspected. Placements at the edges are
+those that ``check()`` infers, if it can.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ FORWARD = {"copy": "", "scatter": "slice"}
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter or buffer of a module.
+    """Parameter or buffer of a module.
 
     Attributes:
-        name: in the module.
-        shape, local: of the whole, and of this rank's.
-        dim: that is split; None: every rank has all of it.
-        runs: (start in the whole, length) of this rank's rows along ``dim``.
-        summed: every rank has all of it and uses it on a share of something, so that gradients are summed over tp.
-        tied: another name of the same parameter, which comes first.
+        name: name in the module.
+        shape, local: shape of the whole tensor, and of this rank's share.
+        dim: dim that is split; None if every rank has all of it.
+        runs: (start in the whole, length) of this rank's ranges along ``dim``.
+        summed: True if the gradient is summed over tp, because ranks use the same elements on shares of heads or positions.
+        tied: path under which the same parameter came first, or "".
     """
 
     name: str
@@ -54,16 +54,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Edge:
-    """Where ranks talk about a tensor that enters or leaves a module.
+    """Collective on a tensor that enters or leaves a module.
 
     Attributes:
         side: in or out.
-        tensor: name of the input, or place of the output; "" is the only one.
-        forward, backward: what happens to it and to its gradient: all_reduce, all_gather, reduce_scatter, slice; "" is nothing.
-        axis: of the mesh.
-        dim: of the tensor; None: all of it.
-        why: a sentence.
-        directive: the line.
+        tensor: name of the input, or index or key of the output; "" if there is only one.
+        forward, backward: operation on it and on its gradient: all_reduce, all_gather, reduce_scatter, slice; "" for none.
+        axis: axis of the mesh.
+        dim: dim of the tensor; None: all of it.
+        why: reason for the collective, as a sentence.
+        directive: the line that asks for it.
     """
 
     side: str
@@ -77,7 +77,7 @@ class Edge:
 
     @property
     def words(self) -> str:
-        """``all_gather along dim 1, backward reduce_scatter``."""
+        """Description such as ``all_gather dim 1, backward reduce_scatter``."""
         dim = "" if self.dim is None else f" dim {self.dim}"
         if self.forward and self.backward:
             return f"{self.forward}{dim}, backward {self.backward}"
@@ -86,16 +86,16 @@ class Edge:
 
 @dataclass
 class Node:
-    """A module.
+    """Module in the surveyed tree.
 
     Attributes:
-        path, name, kind: of it; ``kind`` is its class.
+        path, name, kind: its path, its name and the name of its class.
         role: column, row, words (vocabulary), split, or "".
         parts: its own parameters and split buffers.
-        edges: where ranks talk.
-        notes: what else was said of it.
-        placements: (side, tensor, placement) as ``check()`` derived them.
-        copies: how many neighbours are alike; the paths of all are ``paths``.
+        edges: its collectives.
+        notes: other lines that apply to it.
+        placements: (side, tensor, placement) as inferred by ``check()``.
+        copies: number of identical neighbours that it stands for; ``paths`` has the paths of all.
     """
 
     path: str
@@ -120,7 +120,7 @@ class Node:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for modules that look alike."""
+        """Key that is equal for modules that look alike."""
         edges = tuple((e.side, e.tensor, e.forward, e.backward, e.axis, e.dim) for e in self.edges)
         parts = tuple((p.name, p.shape, p.local, p.dim, p.summed, bool(p.tied)) for p in self.parts)
         inside = tuple((child.name, child.signature) for child in self.children)
@@ -129,17 +129,17 @@ class Node:
 
 @dataclass
 class Survey:
-    """A schedule as people see it.
+    """Survey of a schedule.
 
     Attributes:
-        root: the model; ``folded`` has neighbours that are alike once.
-        mesh: "tp 2, sp 1, dp 1".
-        rank, size: of tp.
+        root: the model; ``folded()`` merges identical neighbours.
+        mesh: description such as "tp 2, sp 1, dp 1".
+        rank, size: rank and size of tp.
         directives: all lines.
-        whole, local: numbers of parameters, of the model and of this rank.
-        warnings: of ``check()``.
-        problem: what ``check()`` refuses, or "".
-        why_not: what stood in the way of a dry run, or "".
+        whole, local: number of parameters of the whole model, and of this rank.
+        warnings: warnings of ``check()``.
+        problem: error of ``check()``, or "".
+        why_not: reason why there was no dry run, or "".
     """
 
     root: Node
@@ -157,12 +157,12 @@ class Survey:
         return next(node for node in self.root.walk() if node.path == path)
 
     def folded(self) -> Node:
-        """The tree with neighbours that are alike as one."""
+        """Return the tree with identical neighbours merged."""
         return _folded(self.root)
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, tied weights tied."""
+    """Copy a model to the meta device; tied weights stay tied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -172,7 +172,7 @@ def without_numbers(model: nn.Module) -> nn.Module:
 
 
 def unapplied(directives: list[Directive]) -> list[Directive]:
-    """Lines for a copy without numbers: modules that are put somewhere are copied too; what starts a job's machinery is left out."""
+    """Return the lines for a copy without weight values: new modules are copied as well, and ulysses and zero are omitted."""
     made = []
     for d in directives:
         if d.do in ("ulysses", "zero"):
@@ -183,7 +183,7 @@ def unapplied(directives: list[Directive]) -> list[Directive]:
 
 
 def survey(schedule: Schedule) -> Survey:
-    """Look at a schedule, applied or not. Raises ConfigError: it cannot be applied."""
+    """Survey a schedule, applied or not. Raises ConfigError: it cannot be applied."""
     applied, report, problem = schedule.applied, None, ""
     if applied is None:
         shapes = {name: tuple(t.shape) for name, t in _tensors(schedule.model)}
@@ -205,7 +205,7 @@ def survey(schedule: Schedule) -> Survey:
 
 
 def _report(schedule: Schedule) -> tuple[Any, str]:
-    """(what ``check()`` found, what it refuses); looking at a schedule adds no lines to it."""
+    """Return (report of ``check()``, its error message or ""); no inferred lines are added to the schedule."""
     check = getattr(copy.copy(schedule), "check", None)
     try:
         return (None if check is None else check()), ""
@@ -226,7 +226,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 class _Look:
-    """Builds the tree."""
+    """Builder of the tree."""
 
     def __init__(self, schedule: Schedule, applied: Applied, shapes: Mapping[str, tuple[int, ...]], report: Any) -> None:
         self.schedule, self.applied, self.shapes, self.report = schedule, applied, shapes, report
@@ -264,7 +264,7 @@ class _Look:
         return _part(key, shape, tuple(tensor.shape), split, spec, "" if before == full else before)
 
     def annotate(self, node: Node, module: nn.Module) -> None:
-        """Its role, edges and notes."""
+        """Set the role, edges and notes of a node."""
         split = next((p for p in node.parts if p.dim is not None), None)
         node.role = "split" if split else ""
         syncs = [d for d in self.by_path.get(node.path, []) if d.do == "sync"]

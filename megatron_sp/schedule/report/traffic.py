@@ -1,8 +1,8 @@
-"""What one rank of a split model sends over which axis, exchange by exchange, in one step without ranks and without numbers.
+"""Traffic of one rank of a split model in one step, by exchange and axis, computed without other ranks or weight values.
 
-The split model runs once on the meta device, as ``dry_run.py`` has it, and every exchange says its bytes; there is no backward pass, for
-what each exchange sends there follows from what it is. A module that is computed again sends again what it sent inside, up to the last
-tensor that it keeps: there torch's recomputation stops.
+The split model runs forward once on the meta device, as in ``dry_run.py``, and the bytes of every exchange are recorded; there is no
+backward pass, since what an exchange sends there follows from its kind. A recomputed module repeats the exchanges inside it, up to the
+last tensor that it saves for backward, where torch's recomputation stops.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_sp.schedule.core.placement_steps import tensors_in
 
 @dataclass
 class Sent:
-    """By one exchange.
+    """Bytes that a rank sends in one exchange.
 
     Attributes:
-        path: of the module around it.
-        name: of the exchange, in ``exchange_rules.py``.
-        axis: of the mesh.
-        forward, backward: bytes that a rank sends.
-        again: modules that are computed again, and with them this.
+        path: path of the enclosing module.
+        name: name of the exchange in ``exchange_rules.py``.
+        axis: axis of the mesh.
+        forward, backward: bytes that a rank sends in each pass.
+        again: recomputed modules that repeat this exchange.
     """
 
     path: str
@@ -61,12 +61,12 @@ _SENT: dict[str, Callable[[int, str], tuple[float, float]]] = {
 
 
 def sent(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any]) -> list[Sent]:
-    """All exchanges of one forward pass over tp and sp, in order.
+    """Return all exchanges over tp and sp of one forward pass, in order.
 
     Args:
         batch: the model's keyword arguments.
     Raises:
-        ConfigError: the split model cannot be run so; or what ``apply`` says of the lines.
+        ConfigError: the split model cannot be run this way, or ``apply`` rejects the lines.
     """
     made, said = meta_copy(model), [without_overlap(d) for d in directives if d.do not in LATER]
     apply(made, [without_weights_in(d) for d in said], Mesh(tp=mesh.tp, sp=mesh.sp), seq_dim, rules=False)
@@ -82,7 +82,7 @@ def sent(model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int
 
 
 class _Wire(Follower):
-    """Counts; placements do not matter."""
+    """Follower that counts bytes sent and ignores placements."""
 
     def __init__(self, model: nn.Module, groups: Mapping[str, Group]) -> None:
         super().__init__(model)
@@ -91,7 +91,7 @@ class _Wire(Follower):
         self._parameters = {id(p) for p in model.parameters()}
 
     def mark(self, path: str, module: nn.Module, policy: str) -> None:
-        """This module's inside will be computed again."""
+        """Mark a module as recomputed in backward."""
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class _Wire(Follower):
         module.forward = forward  # type: ignore[method-assign]
 
     def keep(self, t: Tensor) -> Tensor:
-        """A tensor is kept for the backward pass: what was sent before it is sent again."""
+        """Record that a tensor is saved for backward: recomputation repeats the exchanges before it."""
         for path, _, waiting in self._open:
             for each in waiting:
                 each.again.append(path)
@@ -137,7 +137,7 @@ class _Wire(Follower):
 
 
 def again(found: list[Sent]) -> Iterator[tuple[str, float]]:
-    """(module, bytes that it sends again when it is computed again)."""
+    """Yield (module, bytes that it sends again when it is recomputed)."""
     totals: dict[str, float] = {}
     for each in found:
         for path in each.again:

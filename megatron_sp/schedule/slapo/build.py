@@ -1,4 +1,4 @@
-"""From a schedule in Slapo's spelling to the model: weights, then what ``Schedule.apply`` does, then what Slapo's users expect of it."""
+"""Application of a schedule in Slapo's API: weights, then ``Schedule.apply``, then what Slapo's users expect in addition."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
     """Apply a schedule.
 
     Args:
-        sch: of the whole model.
-        target: engines of others are refused.
-        init_weights: None: weights stay, rank 0's count, and what has no contents yet (``init_empty_weights``) is drawn; True: the whole
-            model's weights are drawn anew before they are split, by the modules' own methods; a function of (module) or (module, path): by
-            that; False: nothing is drawn nor sent. Slapo's default is True, which loses weights that have been loaded.
-        kwargs: ``init_required`` and ``param_init_fn``, as early versions say it.
+        sch: schedule of the whole model.
+        target: must be None; other engines are not supported.
+        init_weights: None: existing weights are broadcast from rank 0, and empty ones (``init_empty_weights``) are initialised; True: all
+            weights of the whole model are initialised before they are split, by the modules' own methods; a function of (module) or
+            (module, path): by that function; False: nothing is initialised or broadcast. Slapo's default True loses loaded weights.
+        kwargs: ``init_required`` and ``param_init_fn``, the names of ``init_weights`` in early versions.
     Returns:
-        (the model, None): the optimizer is yours to make, of the parameters that are there now.
+        (the model, None): create the optimizer yourself, from the parameters that the model has now.
     Raises:
-        ConfigError: a line that cannot be; a target; weights that nobody draws.
+        ConfigError: a line is invalid, there is a target, or some weights cannot be initialised.
     """
     for name in [name for name in _OLDER if name in kwargs]:
         init_weights = kwargs.pop(name)
@@ -84,7 +84,7 @@ def _built(sch: SlapoSchedule, init_weights: Init) -> nn.Module:
 
 
 def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
-    """All parameters and buffers have contents, the same on every rank of the group."""
+    """Initialise weights and broadcast parameters and buffers, so that they are equal on every rank of the group; see ``build``."""
     if init is False:
         return
     fill(model, group, init)
@@ -97,7 +97,7 @@ def settle_weights(model: nn.Module, init: Init, group: Group) -> None:
 
 
 def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
-    """The lines but for sums of a gradient where each channel is its own: ranks have different ones, and Slapo's own test adds them up."""
+    """Return the lines without gradient sums at layers split by channels, which would add up different channels; Slapo's test has one."""
     lines = sch.schedule.directives
     shards = {path for d in lines if d.do == "shard" for path in expand(sch.mod, d.on)}
     by_channel = {path for path in shards if is_by_channels(sch.mod.get_submodule(path))}
@@ -116,7 +116,7 @@ def without_empty_sums(sch: SlapoSchedule) -> list[Directive]:
 
 
 def _follow(split: list[tuple[SlapoSchedule, str, int]], step: str, ranks: int) -> None:
-    """Call preproc or postproc of the methods that are registered for these modules."""
+    """Call preproc or postproc of the shard methods of these modules."""
     for sub, name, axis in split:
         tensor = tensor_of(sub.mod, name)
         if tensor is not None and -tensor.ndim <= axis < tensor.ndim:
@@ -124,14 +124,14 @@ def _follow(split: list[tuple[SlapoSchedule, str, int]], step: str, ranks: int) 
 
 
 def _note_shapes(applied: Applied) -> None:
-    """``orig_shape`` of split parameters, for which Slapo's users look."""
+    """Set ``orig_shape`` of split parameters, which Slapo's users rely on."""
     for name, parameter in applied.model.named_parameters():
         if name in applied.splits:
             parameter.orig_shape = torch.Size(applied.specs[name].shape)  # type: ignore[attr-defined]
 
 
 def _complete(applied: Applied) -> Applied:
-    """Sum gradients that are parts as they arise, since a loop for Slapo's models does nothing behind backward."""
+    """Sum partial gradients as soon as they are computed, since training loops for Slapo's models do nothing after backward."""
 
     def hook(grad: Tensor, name: str) -> Tensor:
         summed = grad.clone()

@@ -1,7 +1,7 @@
-"""A share that nobody takes up: ``build()`` believes its lines, so a forgotten one would show as sizes that do not fit, in the first pass.
+"""Diagnosis of missing lines: ``build()`` trusts its lines, so a missing one would show only as a size mismatch in the first pass.
 
-Where the model takes one input that can be guessed from its first layer, ``build()`` itself looks how shares go through it. Else the first
-pass that fails is explained by such a look, with its own inputs.
+If the model takes one input that can be guessed from its first layer, ``build()`` itself follows the shares through the model. Otherwise a
+first pass that fails is explained by following the shares with its own inputs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NO_FIT = "sizes do not fit"  # as the dry run says it
 
 
 class FirstPass:
-    """Of one model; made while it is whole.
+    """Diagnosis of the first pass of one model; created before the model is split.
 
     Args:
-        model: of which a copy without numbers is kept until the first pass has succeeded.
-        lines, mesh, seq_dim: of its schedule.
+        model: the whole model, of which a copy without weight values is kept until the first pass has succeeded.
+        lines, mesh, seq_dim: those of its schedule.
     """
 
     def __init__(self, model: nn.Module, lines: list[Directive], mesh: Mesh, seq_dim: int) -> None:
@@ -44,14 +44,14 @@ class FirstPass:
         self.lines, self.mesh, self.seq_dim = as_said(lines), mesh, seq_dim
 
     def look(self) -> None:
-        """Raises PlacementError: with an input like those it takes, a share would meet a layer that is whole."""
+        """Check the lines with a guessed input, if there is one. Raises PlacementError: a share would reach a layer that is whole."""
         if self.whole is None or any(m._forward_hooks or m._forward_pre_hooks for m in self.whole.modules()):
             return  # nobody's hook is called for a guess
         for batch in _guesses(self.whole, self.mesh.tp.size()):
             self._require_fit(batch)
 
     def watch(self, model: nn.Module) -> None:
-        """Explain the first pass of the split model, should it fail; afterwards the model is as if nobody had."""
+        """Explain the first pass of the split model if it fails; a pass that succeeds removes the wrapper."""
         if self.whole is None:
             return
         inner, own = model.forward, model.__dict__.get("forward")
@@ -90,7 +90,7 @@ class FirstPass:
 
 
 def _guesses(model: nn.Module, tp: int) -> Iterator[dict[str, Tensor]]:
-    """Something for the only input of a model, by its first layer."""
+    """Yield a guess of a model's only input, from its first layer."""
     kinds = inspect.signature(model.forward).parameters.values()
     wanted = [p.name for p in kinds if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)

@@ -1,4 +1,4 @@
-"""What Slapo lets a user add: how a class of modules is split (``register_shard_method``), and primitives (``register_primitive``).
+"""Slapo's extension points: how a class of modules is split (``register_shard_method``), and primitives (``register_primitive``).
 
     @register_shard_method(MyNorm)
     class Method(ShardMethod):
@@ -6,8 +6,8 @@
         def postproc(sch, param_name, sharded_size, axis):
             sch.mod.num_features = sharded_size
 
-Splitting itself is the same for all classes; a method follows up: attributes that hold sizes, and what has become of the result. A class
-that has a bias behind a sum, or is split by ``.column()`` and ``.row()``, is taught with ``schedule.register_shardable`` instead.
+Splitting itself is the same for all classes; a method handles the consequences: attributes that hold sizes, and the kind of the result. A
+class with a bias after a sum, or to be split by ``.column()`` and ``.row()``, is registered with ``schedule.register_shardable`` instead.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _P = TypeVar("_P", bound="type[Primitive]")
 
 
 class ShardMethod:
-    """Of a class that is not registered: nothing more is done. ``build()`` calls preproc and postproc once for each split tensor."""
+    """Default shard method, which does nothing more; ``build()`` calls preproc and postproc once for each split tensor."""
 
     @staticmethod
     def preproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
-        """In front of the splitting, when the module still is whole."""
+        """Run before the split, while the module is still whole."""
 
     @staticmethod
     def postproc(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> None:
-        """Behind it: ``sch.mod`` has this rank's part."""
+        """Run after the split, when ``sch.mod`` has this rank's share."""
 
     @staticmethod
     def infer_output_type(sch: SlapoSchedule, param_name: str, sharded_size: int, axis: int) -> tuple[str | None, int | None]:
-        """("partition", axis of the result that is split), ("partial", None): a part of a sum, or (None, None): it is not known."""
+        """Return ("partition", split axis of the result), ("partial", None) for a partial sum, or (None, None) if unknown."""
         return None, None
 
     @staticmethod
     def sync(sch: SlapoSchedule, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
-        """What ``sch.sync()`` does."""
+        """Add the collective of ``sch.sync()``."""
         sch.put_sync(mode, sync_op_or_fn, **kwargs)
 
 
 class Primitive:
-    """A primitive of one's own: ``sch.<name>(...)`` calls ``apply(sch, ...)``."""
+    """Base class of user-defined primitives: ``sch.<name>(...)`` calls ``apply(sch, ...)``."""
 
     @staticmethod
     def name() -> str:
@@ -64,20 +64,20 @@ class Primitive:
 
     @staticmethod
     def is_verifiable() -> bool:
-        """Slapo asks; here everything is verified."""
+        """Return False; a part of Slapo's API that is not used here, where everything is verified."""
         return False
 
     @staticmethod
     def init_metadata() -> Any:
-        """What ``sch.metadata.primitives[name]`` is at the beginning."""
+        """Return the initial value of ``sch.metadata.primitives[name]``."""
         return None
 
 
 def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], _M]:
-    """Decorate a ShardMethod with the class that it is for; None, of a class that could not be imported, does nothing.
+    """Decorate a ShardMethod with the class that it is for; None, for a class that could not be imported, does nothing.
 
     Raises:
-        ConfigError: it is no ShardMethod, or the class has one already, or is known to the table of ``register_shardable``.
+        ConfigError: it is not a ShardMethod, or the class already has one or is known to ``register_shardable``.
     """
 
     def decorate(method: _M) -> _M:
@@ -96,7 +96,7 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[_M], 
 
 
 def register_primitive() -> Callable[[_P], _P]:
-    """Decorate a Primitive. Raises ConfigError: it is none, or there is one of that name."""
+    """Decorate a Primitive, to register it. Raises ConfigError: it is not a Primitive, or its name is taken."""
 
     def decorate(primitive: _P) -> _P:
         if not issubclass(primitive, Primitive):
@@ -111,7 +111,7 @@ def register_primitive() -> Callable[[_P], _P]:
 
 
 def method_of(module: nn.Module) -> type[ShardMethod]:
-    """Of the first registered class that the module is one of."""
+    """Return the method of the first registered class that the module is an instance of, else the default."""
     return next((method for cls, method in _METHODS.items() if isinstance(module, cls)), ShardMethod)
 
 

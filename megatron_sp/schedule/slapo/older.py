@@ -1,4 +1,4 @@
-"""What Slapo's ``sync`` also takes: forward, backward or both of early versions, and "RS->SR" for what changes how a tensor is split."""
+"""Other arguments of Slapo's ``sync``: forward, backward or both of early versions, and "RS->SR" to change how a tensor is split."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RESHARDS: dict[str, tuple[str, int] | tuple[str, int, int] | None] = {
 
 
 def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(mode, operation, keywords) that forward, backward or both of early versions stand for.
+    """Yield (mode, operation, keywords) that the modes forward, backward or both of early versions stand for.
 
     Raises:
-        ConfigError: another mode; nothing is split yet; or what is asked of the split does not exist.
+        ConfigError: another mode or other keywords; nothing is split yet; or the split does not need this collective.
     """
     where = f"sync on {sch.path or 'the model'}"
     if mode not in ("forward", "backward", "both") or kwargs:
@@ -64,7 +64,7 @@ def exchanges(sch: SlapoSchedule, mode: str, kwargs: dict[str, Any]) -> Iterator
 
 
 def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
-    """("partition", axis), ("partial", None), or (None, None), by the lines so far."""
+    """Return ("partition", axis), ("partial", None), or (None, None), from the lines so far."""
     known, module = find_kind(sch.mod), sch.mod
     found: tuple[str | None, int | None] = (None, None)
     for line in sch.schedule.directives:
@@ -86,7 +86,7 @@ def _result(sch: SlapoSchedule) -> tuple[str | None, int | None]:
 
 
 def is_by_channels(module: nn.Module) -> bool:
-    """Whether each output comes from one input, as in BatchNorm: split, it takes a share and leaves one; there is nothing to sum."""
+    """Return whether each output depends on one input only, as in BatchNorm: if split, there is nothing to sum."""
     kind = find_kind(module)
     return kind is not None and kind.by_channel
 
@@ -96,7 +96,7 @@ def is_reshard(op: str) -> bool:
 
 
 def put_reshard(line: Selection, path: str, mode: str, op: str, kwargs: dict[str, Any]) -> None:
-    """R: whole, S: split, of the last dim but one and the last. Raises ConfigError: at a gradient, or with an axis of its own."""
+    """Add a change of split of the last two dims, R whole and S split. Raises ConfigError: bwd_post, or keywords."""
     if kwargs:
         raise ConfigError(f"sync on {path}: {op!r} takes no {', '.join(kwargs)}: its letters say which dims are meant")
     if mode == "bwd_post":

@@ -1,7 +1,7 @@
-"""Random numbers in a forward pass of one's own, as Slapo has them: alike on all ranks, and inside ``fork()`` different on each.
+"""Slapo's random numbers for custom forward passes: the same on all ranks, and different on each inside ``fork()``.
 
-A fork keeps no state: it draws one seed from torch's generator and mixes the rank into it (``schedule/apply/randomness.py``), on CPU and
-GPU. So whatever restores torch's generators, such as a recomputation, restores it, too.
+A fork has no state: it draws one seed from torch's generator and mixes the rank into it (``schedule/apply/randomness.py``), on CPU and
+GPU. So whatever restores torch's generators, such as recomputation, restores its numbers, too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megatron_sp.schedule.apply.randomness import Streams
 
 @dataclass(frozen=True)
 class RngTracker:
-    """Over one group."""
+    """Random number tracker of one group."""
 
     group: Group
 
     def fork(self) -> AbstractContextManager[None]:
-        """Inside, each rank draws numbers of its own; torch's generators must be alike on all ranks, as ``set_random_seed`` leaves them."""
+        """Draw different numbers on each rank inside; torch's generators must be equal on all ranks, as after ``set_random_seed``."""
         return Streams().differ(self.group)
 
 
 def get_cuda_rng_tracker(group: Group | None = None) -> RngTracker:
-    """Of a group (default: everybody); the name is Slapo's, the CPU's generator is forked as well."""
+    """Return the tracker of a group (default: all ranks); despite Slapo's name, it also forks the CPU's generator."""
     return RngTracker(group or world_group())
 
 
 def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
-    """Seed Python, torch, and numpy if it is in use: alike over tp, differently over dp and pp.
+    """Seed Python, torch, and numpy if it is imported: equally over tp, differently over dp and pp.
 
     Args:
-        tp_rank: Slapo wants it; ``fork()`` asks its group instead.
+        tp_rank: a part of Slapo's API that is ignored; ``fork()`` uses its group instead.
     Returns:
         The seed of this rank.
     """
@@ -53,5 +53,5 @@ def set_random_seed(seed: int = 2013, dp_rank: int | None = None, pp_rank: int |
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, computed again in backward with the same random numbers, those of ``fork()`` included."""
+    """Call a function, and recompute it in backward with the same random numbers, including those of ``fork()``."""
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

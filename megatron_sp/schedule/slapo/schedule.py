@@ -1,4 +1,4 @@
-"""One module of a schedule in Slapo's spelling, and what can be said of it."""
+"""Slapo's API for one module of a schedule, and its primitives."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _HOOKS = (
 
 @dataclass
 class Metadata:
-    """What Slapo's schedules remember.
+    """Metadata of Slapo's schedules.
 
     Attributes:
-        primitives: by name: what a primitive of one's own keeps.
+        primitives: data of user-defined primitives, by name.
         param_tags: keys of ``annotate``.
         tie_weights: parameters with several names.
         base_params: shapes of the whole parameters, by name.
@@ -57,14 +57,14 @@ class Metadata:
 
 
 class SlapoSchedule:
-    """One module of a schedule; ``create_schedule`` makes that of the whole model.
+    """Schedule of one module; ``create_schedule`` makes that of the whole model.
 
     Attributes:
-        schedule: of the whole model, which has all lines.
-        path: from the whole model; "" for itself.
-        name: the last word of the path.
-        parent: the module around it, or None.
-        metadata: of the whole model.
+        schedule: schedule of the whole model, with all lines.
+        path: path in the whole model; "" for the model itself.
+        name: last component of the path.
+        parent: schedule of the enclosing module, or None.
+        metadata: metadata of the whole model.
     """
 
     def __init__(self, owner: Schedule, path: str = "", name: str = "", parent: SlapoSchedule | None = None) -> None:
@@ -91,11 +91,11 @@ class SlapoSchedule:
 
     @property
     def child(self) -> dict[str, SlapoSchedule]:
-        """Of the modules right inside."""
+        """Schedules of the direct submodules, by name."""
         return {name: self[name] for name, _ in self.mod.named_children()}
 
     def __getitem__(self, path: str) -> SlapoSchedule:
-        """A module inside. Raises PathError: there is none; says which names are near."""
+        """Return the schedule of a submodule. Raises PathError: there is none; suggests similar names."""
         full = f"{self.path}.{path}" if self.path and path else path or self.path
         (found,) = expand(self.schedule.model, full) if not set("*?{") & set(path) else self._one(full)
         parent = self if "." not in path else self[path.rpartition(".")[0]]
@@ -105,14 +105,14 @@ class SlapoSchedule:
         raise ConfigError(f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all")
 
     def get_module(self, path: str) -> nn.Module:
-        """A module inside."""
+        """Return a submodule."""
         return self[path].mod
 
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, SlapoSchedule]]:
-        """(path from here, schedule) of this module and of all inside."""
+        """Yield (path from here, schedule) of this module and of all its submodules."""
         for path, _ in self.mod.named_modules():
             yield f"{prefix}.{path}".strip("."), self[path] if path else self
 
@@ -122,21 +122,21 @@ class SlapoSchedule:
         """Split parameters or buffers over the group along an axis.
 
         Args:
-            blocks, heads: of a packed projection, as ``Selection.shard`` has them; Slapo cuts it in one piece, which is ``blocks=1``.
+            blocks, heads: for a packed projection, as in ``Selection.shard``; Slapo splits it as one piece, which is ``blocks=1``.
         """
         for name in [tensor_name] if isinstance(tensor_name, str) else tensor_name:
             self._line.shard(name, axis, blocks=blocks, heads=heads)
 
     def sync(self, mode: str = "backward", sync_op_or_fn: str | Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Have the ranks talk where a tensor enters or leaves the module.
+        """Add a collective where a tensor enters or leaves the module.
 
         Args:
-            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or both, behind the
-                ``shard`` that tells what is exchanged.
-            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, R whole and S split along the last two
+            mode: fwd_pre, fwd_post or bwd_post. Without a second argument, as in early versions: forward, backward or both, after the
+                ``shard`` that determines what is exchanged.
+            sync_op_or_fn: all_gather, reduce_scatter, scatter, all_reduce; "RS->SR" and the like, with R whole and S split for the last two
                 dims; or a hook: (module, inputs), (module, inputs, output), or (module, grad_inputs, grad_outputs).
-            kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, of all_gather: whether the ranks use the result
-                differently (default: worked out); ``arg``, ``out``: which input or output, if not the first.
+            kwargs: ``axis`` (default: 0, as in Slapo); ``tensor_parallel_output_grad``, for all_gather: whether the ranks use the result
+                differently (default: inferred); ``arg``, ``out``: the input or output, if not the first.
         """
         if sync_op_or_fn is None:
             for step in older.exchanges(self, mode, kwargs):
@@ -145,7 +145,7 @@ class SlapoSchedule:
         method_of(self.mod).sync(self, older.MODES.get(mode, mode), sync_op_or_fn, **kwargs)
 
     def put_sync(self, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any) -> None:
-        """What ``sync`` does of a class that has no ShardMethod of its own."""
+        """Add the collective of ``sync`` for a class without its own ShardMethod."""
         if mode not in MODES:
             raise ConfigError(
                 f"sync on {self.path}: mode {mode!r} is not known, only {', '.join(MODES)} (forward: fwd_post, backward: bwd_post)"
@@ -176,22 +176,22 @@ class SlapoSchedule:
             raise ConfigError(f"sync on {self.path}: tensor_parallel_output_grad is about the gradient of all_gather, not of {op}")
 
     def fork_rng(self) -> None:
-        """Random numbers inside differ between the ranks."""
+        """Make random numbers inside differ between the ranks."""
         self._line.rng("tp")
 
     def annotate(self, param_name: str, key: str, value: Any) -> None:
-        """Put a note on a parameter; ``replicated_param``: its gradient is summed over the ranks."""
+        """Attach a note to a parameter; with ``replicated_param``, its gradient is summed over the ranks."""
         self._line.annotate(param_name, key, value)
         self.metadata.param_tags[key] = None
         if key == "replicated_param" and value:
             self._line.sum_gradients(param_name)
 
     def replace(self, new_mod_or_func: Any, target_ops: Any = None, name: str | None = None, **kwargs: Any) -> None:
-        """Put another module there, at once: lines that follow may speak of what is inside it. It takes over the old one's hooks.
+        """Replace the module at once, so that later lines can refer to its submodules; the new one takes over the old one's hooks.
 
         Args:
-            new_mod_or_func: the module.
-            name: has no meaning: the module keeps its place, and so its name.
+            new_mod_or_func: the new module.
+            name: ignored; the module keeps its place, and so its name.
         """
         here = self.path or "the model"
         if target_ops is not None or not isinstance(new_mod_or_func, nn.Module):
@@ -214,7 +214,7 @@ class SlapoSchedule:
         self.schedule.model.get_submodule(around)._modules[last] = new
 
     def replace_all(self, target_mod_type: type[nn.Module], make_mod_fn: Callable[..., nn.Module], **kwargs: Any) -> None:
-        """Put ``make_mod_fn(path, module, **kwargs)`` in the place of every module of a type inside; not of those inside of such."""
+        """Replace every submodule of a type by ``make_mod_fn(path, module, **kwargs)``, except inside one that was replaced."""
         done: list[str] = []
         for path, sub in list(self.named_schedules()):
             inside = any(path.startswith(f"{other}.") for other in done)
@@ -223,7 +223,7 @@ class SlapoSchedule:
                 done.append(path)
 
     def checkpoint(self, subgraph: Any = None, order_args_fn: Any = None) -> None:
-        """Compute the inside again in backward; keyword arguments need no order."""
+        """Recompute the module in backward; keyword arguments need no order."""
         if subgraph is not None:
             raise ConfigError(f"checkpoint on {self.path or 'the model'} takes a whole module: there is no graph to take a part of")
         self._line.checkpoint()
@@ -246,12 +246,12 @@ class SlapoSchedule:
 def create_schedule(
     root: nn.Module, name: str = "", path: str = "", parent: SlapoSchedule | None = None, group: Group | None = None
 ) -> SlapoSchedule:
-    """Begin a schedule in Slapo's spelling.
+    """Create a schedule with Slapo's API.
 
     Args:
         root: the model; with a ``parent``, a module of it.
-        name, path: of ``root``, with a ``parent``.
-        group: over which is split (default: everybody in the job).
+        name, path: name and path of ``root``, with a ``parent``.
+        group: group to split over (default: all ranks).
     Raises:
         ConfigError: ``root`` is not the parent's module at ``path``.
     """
@@ -271,7 +271,7 @@ def _remember(model: nn.Module) -> Metadata:
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, Callable[..., Any]]:
-    """What can be said of a module."""
+    """List the primitives, or return them by name."""
     if name_only:
         return [*BUILT_IN, *PRIMITIVES]
     return {**{name: getattr(SlapoSchedule, name) for name in BUILT_IN}, **{name: cls.apply for name, cls in PRIMITIVES.items()}}

@@ -1,4 +1,4 @@
-"""``with Verify(sch, inputs):`` the lines inside are proven when the block ends: results and gradients against the model before."""
+"""Slapo's ``with Verify(sch, inputs):``: at the end of the block, results and gradients are compared with the model before it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ _SEED = 2023
 
 
 class Verify:
-    """Compares on copies, in fp64: the schedule stays to be built. Collective over all ranks. A module that was put there computes with the
-    weights of the one that was there, as far as names and shapes are the same.
+    """Verify a schedule on copies, in fp64, as a context manager; the schedule can still be built. Collective over all ranks.
 
-    Slapo's looks at results alone; this one at every parameter's gradient as well, and at those of inputs that require one.
+    A replaced module computes with the weights of the old one, where names and shapes are the same. Slapo's version compares only results;
+    this one also compares the gradients of all parameters, and of inputs that require one.
 
     Args:
-        sch: of the whole model.
-        example_inputs: of the model's forward: a tensor, a list in the order of its signature, or a dict by name. Rank 0's count.
+        sch: schedule of the whole model.
+        example_inputs: inputs of the model's forward: a tensor, a list in the order of its signature, or a dict by name. Those of rank 0
+            are used.
         example_outputs: second argument of ``loss_fn``.
         loss_fn: (result, example_outputs) -> loss (default: the model's own, or a weighted sum of its results).
         device: where to compute (default: where the model is).
-        eval_mode: dropout is off, batch norms take what they have kept.
-        enable: False: nothing is compared, looked at or refused, and ``build`` may be called inside.
-        init_weights: as ``build`` has it, of the copy.
-        dtype: fp64, or fp32 with the tolerance of that.
+        eval_mode: turn dropout off, and use the running statistics of batch norms.
+        enable: False: nothing is compared or checked, and ``build`` may be called inside.
+        init_weights: as for ``build``, on the copy.
+        dtype: fp64, or fp32 with its tolerance.
     Attributes:
-        verdict: what was found, behind the block.
+        verdict: the result, after the block.
     Raises:
-        NumericsError: at the end of the block: something differs; names it.
+        NumericsError: something differs, at the end of the block; names it.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Verify:
             decide(owner.model, lines, owner.mesh, owner.seq_dim)
 
     def _way_out(self, verdict: Verdict) -> str:
-        """If nothing but gradients of parameters that all ranks have differ: most likely they are sums that nobody makes."""
+        """Return advice if only gradients of unsplit parameters differ, which most likely lack a sum over the ranks; else nothing."""
         wrong = [row for row in verdict.rows if not row.error <= verdict.tolerance]
         split = {f"{d.on}.{d.args['tensor']}".lstrip(".") for d in self.sch.schedule.directives if d.do == "shard"}
         if any(row.kind != "gradient" or row.name in split for row in wrong):
@@ -93,7 +94,7 @@ class Verify:
         )
 
     def _settled(self, model: nn.Module) -> nn.Module:
-        """A copy with contents, ready to compute."""
+        """Copy a model and initialise it, ready to compute."""
         copied = copy.deepcopy(model)
         settle_weights(copied, self.init_weights, self.sch.group)
         if self.device is not None:
@@ -123,7 +124,7 @@ def _seed(*_: Any) -> None:
 
 
 def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Positional inputs by the names that the forward has for them. Raises ConfigError: it has none."""
+    """Return positional inputs by their names in the forward's signature. Raises ConfigError: it has too few names."""
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     kinds = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -136,7 +137,7 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def _take_over(now: nn.Module, whole: nn.Module) -> None:
-    """Weights that both have, which one of them may have drawn by itself."""
+    """Copy the weights that both models have, which one of them may have initialised separately."""
     known = dict((*whole.named_parameters(), *whole.named_buffers()))
     with torch.no_grad():
         for name, tensor in (*now.named_parameters(), *now.named_buffers()):

@@ -1,4 +1,4 @@
-"""Models without contents, which cost no memory while a schedule is written, and drawing what they lack."""
+"""Models with empty weights, which take no memory while a schedule is written, and their initialisation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ META = torch.device("meta")
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Parameters of modules that are made inside have shapes and no contents; ``build()`` draws them.
+    """Give modules that are created inside parameters without contents (meta device); ``build()`` initialises them.
 
     Args:
-        enable: False: nothing is special inside.
-        include_buffers: those have none either.
+        enable: False: no effect.
+        include_buffers: also make buffers empty.
     """
 
     def empty(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -46,13 +46,13 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 
 
 def fill(model: nn.Module, group: Group, init: bool | Callable[..., Any] | None) -> None:
-    """Draw what has no contents, on every rank all of it; with ``init``, draw everything.
+    """Initialise empty weights, in full on every rank; with ``init``, initialise all weights.
 
     Args:
         init: a function of (module) or (module, path); True or None: the modules' own ``_init_weights`` or ``reset_parameters``.
 
     Raises:
-        ConfigError: nobody has drawn some of it; names it.
+        ConfigError: some weights have no initialiser; names them.
     """
     empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device == META]
     if not empty and not init:
@@ -76,7 +76,7 @@ def _device(model: nn.Module, group: Group) -> torch.device:
 
 
 def _mark(t: Tensor) -> Tensor:
-    """Numbers that nobody draws."""
+    """Fill a tensor with a value that no initialiser draws."""
     return t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0 if t.dtype == torch.bool else torch.iinfo(t.dtype).min)
 
 
@@ -119,7 +119,7 @@ def _draw(model: nn.Module, init: bool | Callable[..., Any], only: set[str] | No
 
 
 def _arguments(function: Callable[..., Any]) -> int:
-    """1, or 2 if it takes the path as well."""
+    """Return the number of arguments to pass: 1, or 2 if the function takes the path as well."""
     try:
         kinds = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""A step of the split model compared with the whole one, every gradient, in fp64."""
+"""Comparison of a step of the split model with the whole one: every gradient, in fp64."""

@@ -1,7 +1,7 @@
-"""Copies of a model that can be compared: what is drawn by chance, and what the comparison's numbers do not know, is out of them.
+"""Copies of a model for comparison, without random operations and without those that float64 does not support.
 
-Dropout in the whole model and in shares of it are other numbers, so both have none. transformers' grouped multiplication of experts does
-not exist in float64; their loop over experts, one by one, does.
+Dropout draws different numbers in the whole model and in shares of it, so it is off in both. transformers' grouped matrix multiplication
+of experts does not exist in float64; its loop over experts does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def deterministic_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of these numbers, without dropout."""
+    """Copy a model in ``dtype``, without dropout."""
     made = copy.deepcopy(model).to(dtype)
     without_dropout(made)
     if dtype is torch.float64:
@@ -23,12 +23,12 @@ def deterministic_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether there is any dropout in it that is on."""
+    """Return whether a model has any dropout that is on."""
     return any(m.training for m in model.modules()) and any(_rates(holder) for holder in _holders(model))
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn all of it off, in modules and in what they read of their configuration; nothing else of training mode changes."""
+    """Turn all dropout off, in modules and in the configurations that they read; training mode is otherwise unchanged."""
     for holder in _holders(model):
         for name in _rates(holder):
             setattr(holder, name, 0.0)
@@ -47,7 +47,7 @@ def _rates(holder: Any) -> list[str]:
 
 
 def one_expert_at_a_time(model: nn.Module) -> None:
-    """Have experts of transformers' models computed in a loop."""
+    """Make transformers' models compute experts in a loop."""
     for module in model.modules():
         config: Any = module.__dict__.get("config")
         if getattr(config, "_experts_implementation", None) not in (None, "eager"):

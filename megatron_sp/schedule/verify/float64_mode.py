@@ -1,6 +1,6 @@
-"""Models that take a detour through float32 (norms, rotary angles, softmax) compute it in float64 as well, where float64 is to be compared.
+"""Float64 for models that cast to float32 inside (norms, rotary angles, softmax), for comparisons in float64.
 
-Without this the detour rounds a rank's part of a gradient otherwise than the whole gradient, and right schedules differ by 1e-7.
+Without it, the cast rounds a rank's part of a gradient differently from the whole gradient, and correct schedules differ by 1e-7.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BITS = (Tensor.view,)  # these take a dtype to read the same bits otherwise
 
 
 class Float64Mode(TorchFunctionMode):
-    """Inside, whoever asks for float32 gets float64."""
+    """Function mode in which float64 replaces float32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

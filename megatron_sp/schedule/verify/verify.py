@@ -1,7 +1,8 @@
-"""Does the split model compute what the whole one did? Outputs, loss and every parameter's gradient, in fp64, on the user's own batch.
+"""Comparison of the split model with the whole one: outputs, loss and every parameter's gradient, in fp64, on the user's own batch.
 
-Both are copies: the schedule's own model stays as it is. The measure is the project's: max|a - b| / (max|b| + 1e-3 * rms of all gradients).
-Forward results alone prove little (Slapo's verifier looks at nothing else): a schedule without the sum of an input's gradient passes that.
+Both are copies; the schedule's own model does not change. The error is max|a - b| / (max|b| + 1e-3 * rms of all gradients), as elsewhere
+in this project. Forward results alone, which are all that Slapo's verifier compares, prove little: a schedule that lacks the sum of an
+input's gradient passes such a test.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LossOf = Callable[[Any], Tensor]
 
 
 class DoesNotRun(ConfigError):
-    """The split model fails where the whole one does not; ``failure`` tells where and how, without advice."""
+    """Error of a split model where the whole one runs; ``failure`` describes where and how it fails, without advice."""
 
     def __init__(self, failure: str, advice: str) -> None:
         super().__init__(f"{failure}. {advice}")
@@ -39,7 +40,7 @@ class DoesNotRun(ConfigError):
 
 @dataclass
 class Comparison:
-    """One comparison."""
+    """Comparison of one tensor."""
 
     name: str
     kind: str  # output, loss, input gradient, gradient
@@ -52,14 +53,14 @@ class Comparison:
 
 @dataclass
 class Verdict:
-    """What a verification has found; the same on every rank.
+    """Result of a verification; the same on every rank.
 
     Attributes:
         rows: all comparisons, the worst first.
-        tolerance: of each.
+        tolerance: maximum error of each.
         first: the first module whose result differs, or None.
-        without_dropout: whether the model has some, which was off in both passes: shares of it draw other numbers.
-        why: what ``check()`` says of lines with which something differs, if anything.
+        without_dropout: True if the model has dropout, which was off in both passes, as shares draw different numbers.
+        why: reason for a difference, if ``check()`` finds one.
     """
 
     rows: list[Comparison] = field(default_factory=list)
@@ -86,16 +87,16 @@ def verify(
     model: nn.Module, directives: list[Directive], mesh: Mesh, seq_dim: int, batch: Mapping[str, Any], *,
     dtype: torch.dtype = torch.float64, loss: LossOf | None = None, whole: nn.Module | None = None,
 ) -> Verdict:  # fmt: skip
-    """Compare one forward and backward pass, whatever the lines say. Collective over all ranks, with the same batch on each.
+    """Compare one forward and backward pass, without checking the lines. Collective over all ranks, with the same batch on each.
 
     Args:
         model: not yet split.
-        batch: keyword arguments of the model; tensors of floating point numbers are converted. Gradients of those that require one are
+        batch: keyword arguments of the model; floating-point tensors are converted to ``dtype``. Gradients of those that require one are
             compared.
-        loss: of the model's result (default: its ``loss``, or else a fixed sum over all its tensors).
-        whole: what to compare with, where it is not the model itself: of its parameters those that both have count.
+        loss: function of the model's result (default: its ``loss``, or else a fixed weighted sum of all its tensors).
+        whole: model to compare with, if not ``model`` itself; only parameters that both have are compared.
     Raises:
-        ConfigError: what ``apply`` says of the lines.
+        ConfigError: ``apply`` rejects the lines.
         DoesNotRun: the split model fails.
     """
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
@@ -130,13 +131,13 @@ def verify(
 
 
 def require(verdict: Verdict) -> None:
-    """Raises NumericsError: it is not equal; with the worst tensors."""
+    """Require a verdict without differences. Raises NumericsError, which names the worst tensors."""
     if not verdict.ok:
         raise NumericsError(str(verdict))
 
 
 def default_loss(result: Any) -> Tensor:
-    """Of a model's result: its own loss, or a sum of all its tensors in which no two elements weigh the same."""
+    """Return the loss of a model's result: its own, or a sum of its tensors with another weight for each element of a tensor."""
     own = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -151,7 +152,7 @@ def _weights(t: Tensor) -> Tensor:
 
 
 def tensors_of(result: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a nested result, by their place."""
+    """Return the tensors of a nested result, by path."""
     if isinstance(result, Tensor):
         return {prefix or "result": result}
     items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()
@@ -198,7 +199,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: LossOf, complete: Cal
 
 
 def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: Mesh) -> list[Comparison]:
-    """A rank that has some positions only has their gradients, and each dp rank has its part: these are summed."""
+    """Compare input gradients, summed over dp and sp: each rank has the gradients of its positions or its part."""
     return [
         Comparison(name, "input gradient", _worst(all_reduce(split[name], mesh.dp_sp), grad, 0.0, mesh)) for name, grad in whole.items()
     ]
@@ -206,7 +207,7 @@ def _input_gradients(whole: dict[str, Tensor], split: dict[str, Tensor], mesh: M
 
 @contextmanager
 def _told(split: nn.Module) -> Iterator[None]:
-    """Around a pass of the split model. Raises DoesNotRun: it fails, and the whole one did not; names the module."""
+    """Guard a pass of the split model. Raises DoesNotRun, which names the module, if it fails though the whole model's did not."""
     try:
         yield
     except (ReportedError, KeyboardInterrupt):
@@ -247,7 +248,7 @@ def _shapes(found: Tensor | None, expected: Tensor) -> str:
 
 
 def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> float:
-    """The largest error of any rank."""
+    """Return the largest error over all ranks."""
     if found is None or found.shape != expected.shape:
         error = float("inf")
     else:
@@ -262,7 +263,7 @@ def _worst(found: Tensor | None, expected: Tensor, scale: float, mesh: Mesh) -> 
 
 
 def _first_different(whole: dict[str, Tensor], split: dict[str, Tensor], tolerance: float, mesh: Mesh) -> str | None:
-    """Of the modules whose results have the same shape in both, the first that differs; hooks run in the order of completion."""
+    """Return the first module to finish whose result has the same shape in both models but differs; None if there is none."""
     for path, expected in whole.items():
         comparable = path in split and split[path].shape == expected.shape
         if _worst(split[path] if comparable else expected, expected, 0.0, mesh) > 1e3 * tolerance:

@@ -1,4 +1,4 @@
-"""Exchanges as functions, and how a class of modules is split."""
+"""Collectives as functions, and registration of how a class of modules is split."""
 
 from megatron_sp.schedule.slapo.methods import ShardMethod, register_shard_method
 from megatron_sp.schedule.slapo.sharding.sync_ops import (
