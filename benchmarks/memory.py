@@ -194,7 +194,7 @@ def measure(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
         training.step(1)
         counter.phases.clear()
         training.step(2)
-        training.train_step.weights.finish()
+        training.train_step.weights.settle()
     return {"resident": counter.resident, "peak": max(counter.phases.values()), **counter.phases}
 
 

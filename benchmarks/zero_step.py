@@ -397,7 +397,7 @@ class Ours(Contender):
         return self.train_step.run([batch], self.num_steps, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY).losses[0]
 
     def finish(self) -> None:
-        self.weights.finish()
+        self.weights.settle()
 
 
 class Peer(Contender):

@@ -403,7 +403,7 @@ def check(case: Case, device: torch.device = CPU) -> None:
         sharded.weights.forget()
     if case.steps:
         weights = {n: sharded.part(n, t) for n, t in known.weights.items()}
-        sharded.weights.finish()
+        sharded.weights.settle()
         assert_law(sharded.params(), weights, tolerance)
         if case.zero < 3:
             assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)

@@ -239,6 +239,12 @@ def data_set(path: Path) -> int:
     return 0
 
 
+def merged(path: Path) -> int:
+    with IndexedDatasetWriter("part", vocab_size=100) as writer:
+        writer.add_document([1, 2])
+    return command("data", "merge", "part", "--output", str(path).removesuffix(".bin"))(path)
+
+
 MODEL = ("--factory", "mine_of_outputs:make", "--tp", 2)
 WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
     ("megatron_sp/commands/report.py", "--output"): tool("report", "run", "-o", PATH),
@@ -254,9 +260,11 @@ WRITERS: dict[tuple[str, str], Callable[[Path], int]] = {
         "plan", "--gpus", 4, "--gpu", "h200", "--top", 1, *SHAPE, "--picture", PATH
     ),
     ("megatron_sp/commands/preprocess.py", "--output-prefix"): data_set,
+    ("megatron_sp/commands/data.py", "--output"): merged,
     ("benchmarks/common.py", "--json"): benchmark,
 }  # fmt: skip
-SUFFIX = {"--picture": ".png", "--output-prefix": ".bin"}
+SUFFIX = {"--picture": ".png"}
+PAIRS = ("megatron_sp/commands/preprocess.py", "megatron_sp/commands/data.py")
 FOLDERS = {  # what makes a folder, and refuses one that is there
     ("megatron_sp/convert/arguments.py", "--output"), ("megatron_sp/commands/ckpt/options.py", "--output"),
     ("megatron_sp/commands/section_task.py", "--output"),
@@ -285,8 +293,8 @@ def test_nothing_is_replaced(which: tuple[str, str], inputs: Path, tmp_path: Pat
     monkeypatch.syspath_prepend(str(inputs))
     monkeypatch.setattr(corpus, "LEAST_BYTES", 1)
     monkeypatch.setattr(corpus, "gather", lambda _: [corpus.Document(text=TEXT, source="lib/a.py")])
-    write, suffix = WRITERS[which], ".png" if "plot" in which[0] else SUFFIX.get(which[1], ".out")
-    whole = which[1] != "--output-prefix" and "tokenizer" not in which[0]  # a pair of files, and one that is read again, are files
+    write, suffix = WRITERS[which], ".png" if "plot" in which[0] else ".bin" if which[0] in PAIRS else SUFFIX.get(which[1], ".out")
+    whole = which[0] not in PAIRS and "tokenizer" not in which[0]  # a pair of files, and one that is read again, are files
     fifo, link, folder, file = (tmp_path / f"{name}{suffix}" for name in ("fifo", "link", "folder", "file"))
     assert write(file) == 0 and file.stat().st_size > 0
     os.mkfifo(fifo)

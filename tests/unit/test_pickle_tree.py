@@ -310,7 +310,7 @@ def test_the_process_can_open_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     for attempt in (f"open({str(tmp_path / 'canary')!r}, 'w')", "__import__('socket')", "os.fork()", f"os.mkdir({str(tmp_path / 'd')!r})"):
         script = f"import sys, os; sys.path.append({str(root)!r}); sys.argv = ['', '100000000', '60']\n"
-        script += "from megatron_sp.convert import pickle_worker\npickle_worker._give_up_everything(1 << 26, 60)\n"
+        script += "from megatron_sp.convert.archive import pickle_worker\npickle_worker._give_up_everything(1 << 26, 60)\n"
         done = subprocess.run([sys.executable, "-I", "-S", "-c", script + attempt + "\nos.write(1, b'still here')"], capture_output=True)
         assert (done.returncode, done.stdout) == (9, b""), attempt
     assert list(tmp_path.iterdir()) == []

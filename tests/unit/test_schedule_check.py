@@ -503,7 +503,7 @@ def test_functions_of_ones_own_say_what_they_do() -> None:
 
     data = {"input": torch.zeros(3, 8)}
     refused(with_own(None), "1 (Linear): own_exchange: sync with a function", HERE, "say it, as layouts='S(1)->R'", data=data)
-    refused(with_own("P->I"), "a tensor of layout P is expected", "cut along dim 1", HERE, data=data)
+    refused(with_own("P->I"), "a tensor of placement P is expected", "cut along dim 1", HERE, data=data)
     refused(with_own("S(-1)->R"), "1.weight is whole on every rank", "E7", data=data)
     with_own("S(-1)->I").check(data)
 

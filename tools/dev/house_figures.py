@@ -1,6 +1,6 @@
 """Figures about the shape of the code: files, lines, functions, signatures, import circles and docstrings of each folder.
 
-    python tools/dev/house_figures.py [--json FILE] [--docstrings]
+    python tools/dev/house_figures.py [--docstrings]
 
 ``--docstrings`` lists those whose first line does not stand alone: it continues a name
 ("Of the MLP.") in place of a sentence or noun phrase.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -125,7 +124,6 @@ def figures() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write them as JSON")
     parser.add_argument("--docstrings", action="store_true", help="list docstrings that do not stand alone")
     options = parser.parse_args()
     if options.docstrings:
@@ -135,8 +133,6 @@ def main() -> int:
                     print(f"{path.relative_to(ROOT)}:{line}: {first}")
         return 0
     found = figures()
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     for name, count in found.pop("folders").items():
         print(f"{name:<12} {count['files']:>4} files {count['lines']:>6} lines")
     for name, value in found.items():
