@@ -19,8 +19,9 @@ FLAGS = [*TINY, *MOCK, "--distributed-timeout-minutes", str(NEVER_MINUTES)]
 
 
 def start(tmp_path: Path, *flags: object, ranks: int = 2, script: str = "pretrain_gpt.py", **env: object) -> subprocess.Popen[str]:
-    """scripts/launch.sh in a session of its own, its output in a file."""
-    words = ["bash", str(ROOT / "scripts" / "launch.sh"), str(ranks), str(ROOT / script), *FLAGS, *map(str, flags)]
+    """scripts/launch.sh in a session of its own, its output in a file; ``script`` may be ``-m MODULE`` and words."""
+    program = script.split() if script.startswith("-m ") else [str(ROOT / script)]
+    words = ["bash", str(ROOT / "scripts" / "launch.sh"), str(ranks), *program, *FLAGS, *map(str, flags)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_"))}
     with open(tmp_path / "output.txt", "a") as output:
         return subprocess.Popen(
@@ -47,6 +48,15 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_module_is_launched_like_a_script(tmp_path: Path) -> None:
+    """A mistake is answered once, before torchrun starts; --save is found among the flags for the run's status."""
+    module = "-m megatron_sp pretrain gpt"
+    code, text = launch(tmp_path, "--num-layer", 2, script=module)
+    assert code == 2 and text.count("megatron-sp pretrain gpt: --num-layer is unknown") == 1 and "torch" not in text
+    code, text = launch(tmp_path, "--save", tmp_path / "run", "--train-iters", 2, script=module)
+    assert code == 0 and status(tmp_path / "run")["status"] == "done", text
 
 
 def test_killed_and_restarted_without_help(tmp_path: Path) -> None:
