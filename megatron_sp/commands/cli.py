@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "look at this machine: torch, devices, backends, optional packages, disk and memory, with a remedy for what lacks"
+    text = "look at this machine: torch, devices, backends, optional packages, disk and memory, and suggest a fix for anything missing"
     doctor = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
     doctor.set_defaults(run=_doctor)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from megatron_sp.data.build import Datasets, build_bert_datasets
-from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.models.bert import BertModel
 from megatron_sp.models.language_model import OnUnit
 from megatron_sp.parallel.forward_context import ForwardContext, MicroBatch, UnitEvents
+from megatron_sp.tasks.gpt import tokenizer_provider
 from megatron_sp.training.loop import Task
 from megatron_sp.training.setup import dtype_of
 from megatron_sp.training.step import Loss
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
     from megatron_sp.config.schema import Config
     from megatron_sp.parallel.parallel_context import ParallelContext
-
-
-def tokenizer_provider(config: Config) -> Tokenizer:
-    return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
