@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [*TINY, *MOCK, "--distributed-timeout-minutes", str(NEVER_MINUTES)]
 
 
-def start(tmp_path: Path, *flags: object, ranks: int = 2, script: str = "pretrain_gpt.py", **env: object) -> subprocess.Popen[str]:
+def start(tmp_path: Path, *flags: object, ranks: int = 2, script: str | Path = "pretrain_gpt.py", **env: object) -> subprocess.Popen[str]:
     """scripts/launch.sh in a session of its own, its output in a file; ``script`` may be ``-m MODULE`` and words."""
-    program = script.split() if script.startswith("-m ") else [str(ROOT / script)]
+    program = script.split() if isinstance(script, str) and script.startswith("-m ") else [str(ROOT / script)]
     words = ["bash", str(ROOT / "scripts" / "launch.sh"), str(ranks), *program, *FLAGS, *map(str, flags)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_"))}
     with open(tmp_path / "output.txt", "a") as output:

@@ -24,6 +24,8 @@ from megatron_sp.ops import availability
 from megatron_sp.utils.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
+# sampling may draw the end of the document at any step; the likeliest token of the model below never is it
+ENDLESS: dict[str, Any] = {"prompt": "ab", "max_tokens": 4000, "temperature": 0}
 LIMITS = Limits(max_positions=24, max_tokens=20, max_sequences=6)
 
 
@@ -152,6 +154,12 @@ def engine(model: GPTModel) -> Iterator[Engine]:
     made.stop()
 
 
+def test_greedy_decoding_does_not_end(model: GPTModel) -> None:
+    """What the tests with ENDLESS rest on."""
+    ids = complete(model, [list(b"ab")], max_new_tokens=600, sampling=Sampling(0.0), eod=256, vocab_size=257)[0][0]
+    assert len(ids) == 600
+
+
 def alone(model: GPTModel, prompt: str, count: int, sampling: Sampling, n: int = 1) -> list[str]:
     ids = complete(model, [list(prompt.encode())], max_new_tokens=count, sampling=sampling, eod=256, vocab_size=257, num_samples=n)[0]
     return [bytes(i for i in one if i < 256).decode("utf-8", "replace") for one in ids]
@@ -189,7 +197,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(
 
 
 def test_a_cancelled_request_leaves_no_prompt_behind(engine: Engine) -> None:
-    client = Client(engine, prompt="ab", n=5, max_tokens=4000)  # three run, two wait for them
+    client = Client(engine, **ENDLESS, n=5)  # three run, two wait for them
     client.next()
     wait_until(lambda: engine.counts == {"running": 3, "waiting": 2})
     assert engine._slots._prompt is not None
@@ -255,7 +263,7 @@ def test_the_end_of_a_document_that_a_prompt_spells_out_has_its_room() -> None:
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine) -> None:
-    long = [Client(engine, prompt="ab", max_tokens=4000, seed=i) for i in range(7)]  # 3 run, 4 wait
+    long = [Client(engine, **ENDLESS) for _ in range(7)]  # 3 run, 4 wait
     with pytest.raises(ApiError, match="7 of 7 places taken") as caught:
         Client(engine, prompt="ab")
     assert caught.value.status == 429
@@ -269,7 +277,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine)
 def test_late_requests_end(model: GPTModel) -> None:
     engine = Engine(Slots(model, 1, 257), TOKENIZER, max_queue=1, timeout_s=1e-6)
     engine.start()
-    for client in [Client(engine, prompt="ab", max_tokens=4000) for _ in range(2)]:  # one runs, one waits
+    for client in [Client(engine, **ENDLESS) for _ in range(2)]:  # one runs, one waits
         with pytest.raises(ApiError, match=r"longer than 1e-06 s") as caught:
             client.finish()
         assert caught.value.status == 504
@@ -279,7 +287,7 @@ def test_late_requests_end(model: GPTModel) -> None:
 def test_going_down_finishes_what_it_can(model: GPTModel) -> None:
     engine = Engine(Slots(model, 2, 257), TOKENIZER, max_queue=1, timeout_s=PATIENCE_S)
     engine.start()
-    short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, prompt="ab", max_tokens=4000)
+    short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, **ENDLESS)
     long.next()
     engine.drain(PATIENCE_S)
     with pytest.raises(ApiError, match="shutting down"):
