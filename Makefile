@@ -16,7 +16,7 @@ checks: env
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m codespell_lib
-	$(PYTHON) -m pytest -q tests/unit/test_import_layers.py tests/unit/test_security.py
+	$(PYTHON) -m pytest -q tests/unit/project/test_import_layers.py tests/unit/project/test_security.py
 
 test:
 	bash scripts/test.sh
@@ -25,7 +25,7 @@ test-all:
 	bash scripts/test.sh -m "not full"
 
 test-full: env
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_layout_grid.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m full --timeout 3600 tests/dist/test_step_parity_grid.py
 
 # another interpreter: make test-gpu PYTHON=python3
 test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
@@ -37,6 +37,6 @@ docs: env
 	$(PYTHON) tools/dev/make_zoo_docs.py
 
 mutants: env
-	$(PYTHON) tests/mutants.py --write
-	$(PYTHON) tests/mutants.py --suite zero --write
-	$(PYTHON) tests/mutants.py --suite bert --write
+	$(PYTHON) tests/support/mutants.py --write
+	$(PYTHON) tests/support/mutants.py --suite zero --write
+	$(PYTHON) tests/support/mutants.py --suite bert --write

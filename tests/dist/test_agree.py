@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from megatron_sp.comm.agree import RemoteError, all_ranks_agree
 from megatron_sp.comm.collectives import all_reduce

@@ -11,14 +11,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Case
-from ranks import run_ranks
-from training import KILLED, status, train
-from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
+from support import layouts
+from support.layouts import Case
+from support.ranks import run_ranks
+from support.training import KILLED, status, train
+from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.comm.check import CheckedGroup, DivergenceError
 from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_reduce_async, all_to_all_async, barrier, broadcast

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import run_ranks
+from support.ranks import run_ranks
+from support.waiting import PATIENCE_S
 from torch import Tensor
-from waiting import PATIENCE_S
 
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor, Piece, Rect

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training import NO_DROPOUT, assert_same_tensors, tensors, train
+from support.training import NO_DROPOUT, assert_same_tensors, tensors, train
 
 from megatron_sp.commands import cli
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import Case, by_axes, run_cases
+from support.layouts import Case, by_axes, run_cases
 
 DROP = {"hidden_dropout": 0.2}
 POST_DROP = {"norm_placement": "post", **DROP}

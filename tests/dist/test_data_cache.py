@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data import gpt_index, index_cache
@@ -17,7 +18,6 @@ from megatron_sp.data.build import build_datasets
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import ByteTokenizer
 from megatron_sp.data.writer import IndexedDatasetWriter
-from tests.ranks import run_ranks
 
 S = 16
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckpts import with_state
-from training import Outcome, bert, gpt, records, state, train, write_data
+from support.ckpts import with_state
+from support.training import Outcome, bert, gpt, records, state, train, write_data
 
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.writer import IndexedDatasetWriter

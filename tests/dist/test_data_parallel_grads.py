@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from errors import FP64, assert_law
-from ranks import run_ranks
+from support import tiny
+from support.errors import FP64, assert_law
+from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import OptimizerConfig

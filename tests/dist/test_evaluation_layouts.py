@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import stored_models
 import torch
-from training import train
+from support import stored_models
+from support.training import train
 
 from megatron_sp.commands import evaluate
 from megatron_sp.config.schema import Config, ModelConfig

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from errors import FP64, assert_law, law_error
-from late_network import late_network
-from layouts import Case, check
-from ranks import run_ranks
-from tagged_heads import check_tags
+from support.errors import FP64, assert_law, law_error
+from support.late_network import late_network
+from support.layouts import Case, check
+from support.ranks import run_ranks
+from support.tagged_heads import check_tags
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce_async, all_to_all_async, reduce_scatter_async

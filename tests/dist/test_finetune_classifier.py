@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import assert_same_run, bert, records, tensors, trace, train
+from support.paths import ROOT
+from support.training import assert_same_run, bert, records, tensors, trace, train
 
 from megatron_sp.commands import finetune
 from megatron_sp.config.flags.arguments import config_from_args
-
-ROOT = Path(__file__).resolve().parents[2]
 
 WORDS = [f"w{i}" for i in range(40)]
 STD = ("--init-method-std", 0.3)  # weights that make a difference, so that few steps do not end in one answer to everything

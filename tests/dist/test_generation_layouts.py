@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored_models
-import tiny
 import torch
-from ranks import run_ranks
-from training import train
+from support import stored_models, tiny
+from support.ranks import run_ranks
+from support.training import train
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.commands import generate

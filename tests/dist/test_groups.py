@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from waiting import PATIENCE_S
+from support.ranks import run_ranks
+from support.waiting import PATIENCE_S
 
 from megatron_sp.comm.groups import Launch, ParallelGroups, destroy_process_group, init_process_group
 

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
-import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from errors import FP64, assert_law, law_error
-from late_network import late_network
-from layouts import Case, Sharded, batch_of, check, context, want_of
-from ranks import run_ranks
-from tagged_heads import check_tags
+from support import reference, tiny
+from support.errors import FP64, assert_law, law_error
+from support.late_network import late_network
+from support.layouts import Case, Sharded, batch_of, check, context, want_of
+from support.ranks import run_ranks
+from support.tagged_heads import check_tags
 from torch import Tensor
 
 from megatron_sp.comm.groups import ParallelGroups

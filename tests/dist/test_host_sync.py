@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Case, Sharded, context
-from ranks import run_ranks
-from tiny import make_model, shape
+from support.layouts import Case, Sharded, context
+from support.ranks import run_ranks
+from support.tiny import make_model, shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}

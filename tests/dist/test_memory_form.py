@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.paths import ROOT
+from support.ranks import run_ranks
 
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.estimate import memory_zero
@@ -20,7 +21,7 @@ from megatron_sp.ops import packed_attention
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import memory
 import storages

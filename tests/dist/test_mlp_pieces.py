@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from late_network import late_network
-from layouts import Case, check, run_cases
-from ranks import run_ranks
+from support.late_network import late_network
+from support.layouts import Case, check, run_cases
+from support.ranks import run_ranks
 
 LLAMA = {
     "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from layouts import Case, Sharded
-from ranks import run_ranks
+from support import tiny
+from support.layouts import Case, Sharded
+from support.ranks import run_ranks
+from support.training import assert_same_run, assert_same_tensors, records, state, tensors, train
 from torch import nn
-from training import assert_same_run, assert_same_tensors, records, state, tensors, train
 
 from megatron_sp.config.schema import OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero

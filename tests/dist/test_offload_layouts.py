@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from late_network import late_network
-from layouts import Case, Sharded
-from ranks import run_ranks
+from support import tiny
+from support.late_network import late_network
+from support.layouts import Case, Sharded
+from support.ranks import run_ranks
 
 LLAMA = {
     "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from layouts import Case, Sharded
-from ranks import run_ranks
-from training import records, train
+from support import tiny
+from support.layouts import Case, Sharded
+from support.ranks import run_ranks
+from support.training import records, train
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import WAIT, Collective, WallClock

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from megatron_sp.commands import cli
 from megatron_sp.config.schema import Config, ModelConfig
@@ -15,7 +16,7 @@ from megatron_sp.planner.parallel_plans import ParallelPlan
 from megatron_sp.planner.search import search
 from megatron_sp.utils.errors import ConfigError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import memory
 import plan_check

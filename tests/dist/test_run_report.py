@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training import train
+from support.training import train
 
 from megatron_sp.report.page import page
 from megatron_sp.report.reading import read_run

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpts import with_state
-from training import bert, copy_run, state, train
+from support.ckpts import with_state
+from support.training import bert, copy_run, state, train
 
 from megatron_sp.commands import cli
 from megatron_sp.inference.stored_model import find_stored

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.paths import ROOT
+from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, Schedule, schedule
@@ -148,7 +149,7 @@ def first_block(text: str) -> None:
 
 
 def test_the_page_for_newcomers_runs_as_it_is_written(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/schedule.md").read_text()
+    page = (ROOT / "docs/schedule.md").read_text()
     block = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     assert 'dist.init_process_group("gloo")\n' in block
     run_ranks(first_block, 2, tmp_path, block.replace('dist.init_process_group("gloo")\n', ""))  # these ranks have done so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from schedule_agreement import Case, everything, left_out, one_of_each, run_cases
+from support.schedule_agreement import Case, everything, left_out, one_of_each, run_cases
 
 SAMPLE = [
     Case("hand", "StableLm", (4, 2), sets=True),  # heads that a line divides are counted before it does

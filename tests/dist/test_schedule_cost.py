@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from sent_bytes import Wire
+from support.ranks import run_ranks
+from support.sent_bytes import Wire
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh, presets
 
 pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
-from preset_models import batch_of, make
+from support.preset_models import batch_of, make
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ("llama", {"sp_size": 2}, {}, {}),

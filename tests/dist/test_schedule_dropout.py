@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from schedule_masks import of_all_ranks, recorded, replayed
+from support.ranks import run_ranks
+from support.schedule_masks import of_all_ranks, recorded, replayed
 from test_schedule import SIZES, V, batch, schedule_bert, schedule_gpt2, schedule_llama
 from torch import Tensor, nn
 

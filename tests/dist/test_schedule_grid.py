@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from preset_models import MODELS, batch_of, covers, make
-from ranks import run_ranks
+from support.preset_models import MODELS, batch_of, covers, make
+from support.ranks import run_ranks
 
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.schedule import Mesh

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from slapo_parity import compare, data
+from support.ranks import run_ranks
+from support.slapo_parity import compare, data
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 

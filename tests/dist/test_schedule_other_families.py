@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from preset_models import LLAMA, SIZES, B, S, V, batch_of, make, transformers
-from ranks import run_ranks
+from support.preset_models import LLAMA, SIZES, B, S, V, batch_of, make, transformers
+from support.ranks import run_ranks
 from test_schedule_families import mesh
 from torch import Tensor
 

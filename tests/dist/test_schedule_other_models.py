@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
-from schedule_masks import recorded
+from support.ranks import run_ranks
+from support.schedule_masks import recorded
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 from test_schedule import MODELS, B, S, batch
 from torch import Tensor
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
-from slapo_parity import compare, data
+from support.ranks import run_ranks
+from support.slapo_parity import compare, data
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce

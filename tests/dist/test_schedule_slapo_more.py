@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from slapo_parity import compare, data, weighted
+from support.ranks import run_ranks
+from support.slapo_parity import compare, data, weighted
 from torch import Tensor, nn
 
 from megatron_sp.comm.collectives import all_reduce

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from core_toys import Toy
-from ranks import run_ranks
+from support.core_toys import Toy
+from support.ranks import run_ranks
 from test_schedule import MODELS, SIZES, B, V
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from test_schedule import MODELS, SIZES, V
 from test_schedule_ulysses import hf_batch, transformers, with_attention
 from torch import Tensor

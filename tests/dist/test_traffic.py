@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.paths import ROOT
+from support.ranks import run_ranks
 
 from megatron_sp.comm import collectives
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan, wire_bytes
 from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import memory
 import storages

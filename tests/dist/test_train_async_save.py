@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import assert_same_run, records, saved_steps, state, status, train
-from waiting import wait_until
+from support.training import assert_same_run, records, saved_steps, state, status, train
+from support.waiting import wait_until
 
 from megatron_sp.checkpoint import saving
 from megatron_sp.checkpoint.background import BackgroundSaves

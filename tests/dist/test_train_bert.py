@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import assert_same_run, bert, copy_run, records, run_once, trace, train
+from support.training import assert_same_run, bert, copy_run, records, run_once, trace, train
 
 from megatron_sp.parallel import gather
 from megatron_sp.report.page import page
 from megatron_sp.report.reading import read_run
 
-ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = ("--fp64", "--seq-length", 31, "--vocab-size", 61, "--eval-interval", 3, "--eval-iters", 2, "--norm-placement", "post")
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
     "alone": (1, ()),

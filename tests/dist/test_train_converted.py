@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_models import Tensors, contents, random_model, write_run
-from errors import FP32, assert_law
-from training import NO_DROPOUT, records, state, tensors, train
+from support.convert_models import Tensors, contents, random_model, write_run
+from support.errors import FP32, assert_law
+from support.training import NO_DROPOUT, records, state, tensors, train
 
 from megatron_sp.commands.cli import main
 from megatron_sp.convert.model import Model

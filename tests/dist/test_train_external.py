@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from training import NO_DROPOUT, assert_same_run, records, tensors, train
+from support.paths import ROOT
+from support.training import NO_DROPOUT, assert_same_run, records, tensors, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 import train_hf_bert  # noqa: E402
 import train_hf_llama  # noqa: E402

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training import KILLED, assert_same_run, records, saved_steps, status, time_is_over, train, write_data
-from waiting import NEVER_MINUTES, wait_until
+from support.training import KILLED, assert_same_run, records, saved_steps, status, time_is_over, train, write_data
+from support.waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.checkpoint import saving
 from megatron_sp.comm import rendezvous

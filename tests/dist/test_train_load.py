@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import (
+from support.training import (
     assert_same_run,
     assert_same_tensors,
     copy_run,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import KILLED, records, run_once, saved_steps, train
+from support.training import KILLED, records, run_once, saved_steps, train
 
 FLAGS = ("--save-interval", 2, "--eval-interval", 2, "--eval-iters", 2, "--no-async-save")  # what a kill finds saved is certain
 _VARIES = ("time", "seconds", "step_s", "tokens_per_s", "tflops_causal", "tflops_full", "mfu", "memory_bytes")

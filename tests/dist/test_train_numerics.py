@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import assert_same_tensors, records, saved_steps, state, status, tensors, train
+from support.training import assert_same_tensors, records, saved_steps, state, status, tensors, train
 
 EACH = ("--save-interval", 1, "--keep-every", 1)
 

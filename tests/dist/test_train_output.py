@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import records, saved_steps, status, train
+from support.training import records, saved_steps, status, train
 
 FAULTS = {"full": "No space left on device", "pipe": "Broken pipe", "terminal": "Input/output error"}
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training import records, saved_steps, status, train
+from support.training import records, saved_steps, status, train
 
 
 @pytest.fixture(scope="module")

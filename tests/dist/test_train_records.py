@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from training import records, saved_steps, state, status, tensors, train, write_data
+from support.training import records, saved_steps, state, status, tensors, train, write_data
 
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.ops import availability

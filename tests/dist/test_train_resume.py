@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import KILLED, assert_same_run, assert_same_tensors, records, saved_steps, state, status, tensors, trace, train, write_data
+from support.training import (
+    KILLED,
+    assert_same_run,
+    assert_same_tensors,
+    records,
+    saved_steps,
+    state,
+    status,
+    tensors,
+    trace,
+    train,
+    write_data,
+)
 
 from megatron_sp.checkpoint import lock
 from megatron_sp.utils import processes

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.training import NO_DROPOUT, Outcome, assert_same_run, records, train
 from torch import Tensor
-from training import NO_DROPOUT, Outcome, assert_same_run, records, train
 
 transformers = pytest.importorskip("transformers", reason="transformers (Python >= 3.11) is not installed")
 

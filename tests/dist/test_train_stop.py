@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import Outcome, assert_same_run, records, saved_steps, status, train
-from waiting import NEVER_MINUTES, wait_until
+from support.training import Outcome, assert_same_run, records, saved_steps, status, train
+from support.waiting import NEVER_MINUTES, wait_until
 
 from megatron_sp.training import loop, signals
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import assert_same_run, records, run_once, state, tensors, trace, train
+from support.training import assert_same_run, records, run_once, state, tensors, trace, train
 
 KEY_BIASES = 2 * 2 * 8  # layers, groups, channels
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)

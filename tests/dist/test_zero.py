@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from errors import FP32, FP64, assert_law
-from late_network import late_network
-from layouts import Case, Sharded, alone, check_all, run_cases
-from ranks import run_ranks
-from sent_bytes import Wire
+from support import tiny
+from support.errors import FP32, FP64, assert_law
+from support.late_network import late_network
+from support.layouts import Case, Sharded, alone, check_all, run_cases
+from support.ranks import run_ranks
+from support.sent_bytes import Wire
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import ParallelGroups

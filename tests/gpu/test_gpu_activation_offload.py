@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 from megatron_sp.models.gpt import GPTModel
 from megatron_sp.ops.attention import AttentionMask

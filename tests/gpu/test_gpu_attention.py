@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from errors import FP32, assert_law
-from op_checks import randn
+from support.errors import FP32, assert_law
+from support.op_checks import randn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -1,13 +1,13 @@
-"""The tiny model on one GPU: a whole step against tests/reference.py, half precision, recomputation, no waiting host, CUDA graphs."""
+"""The tiny model on one GPU: a whole step against the plain reference, half precision, recomputation, no waiting host, CUDA graphs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from errors import FP32, assert_law, law_error
+from support import tiny
+from support.errors import FP32, assert_law, law_error
 from torch import Tensor
 
 from megatron_sp.config.schema import OptimizerConfig

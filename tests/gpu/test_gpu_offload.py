@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from errors import FP32, assert_law
+from support.errors import FP32, assert_law
 from torch import Tensor, nn
 
 from megatron_sp.comm.groups import SINGLE_RANK

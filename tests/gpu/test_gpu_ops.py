@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from errors import FP32, FP64, assert_law, law_error
-from op_checks import PoisonedSink, randn
+from support.errors import FP32, FP64, assert_law, law_error
+from support.op_checks import PoisonedSink, randn
 from torch import Tensor
 
 from megatron_sp.ops.activation import Activation

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_ranks import run_gpu_ranks
-from layouts import Case, Sharded, check, context
-from tiny import make_model, shape
+from support.layouts import Case, Sharded, check, context
+from support.tiny import make_model, shape
 from torch import Tensor
 
 from megatron_sp.comm.collectives import all_gather_async, all_reduce, all_to_all_async, reduce_scatter_async

@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 import torch
-from convert_models import MODELS, Tensors, assert_equal, contents, stored, write_run
+from support.convert_models import MODELS, Tensors, assert_equal, contents, stored, write_run
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import ModelConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
+from support.convert_models import MODELS, assert_equal, contents, random_model, stored, write_run
 
 from megatron_sp.commands.cli import main
 

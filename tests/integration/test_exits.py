@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--lr", "1e-2", "--eval-iters", "0",
     "--num-threads", "1", "--device", "cpu", "--micro-batch-size", "2", "--global-batch-size", "4", "--mock-data", "--vocab-size", "60",

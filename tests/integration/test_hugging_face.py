@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from errors import FP64, assert_law
+from support.errors import FP64, assert_law
 from torch import Tensor, nn
 
 from megatron_sp.config.schema import KernelConfig, ModelConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored_models
 import torch
-from convert_models import BERT, GPT2, LLAMA
+from support import stored_models
+from support.convert_models import BERT, GPT2, LLAMA
 from test_hugging_face_tokenizers import gpt2_data, save_run, sentencepiece_data, train_llama
 
 from megatron_sp.commands.cli import main

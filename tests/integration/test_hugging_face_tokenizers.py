@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored_models
 import torch
+from support import stored_models
 
 from megatron_sp.commands.cli import main
 from megatron_sp.config.schema import Config, DataConfig, ModelConfig

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from support.training import records, status
 from test_torchrun import ROOT, gone, launch
-from training import records, status
 
 pytestmark = pytest.mark.torchrun
 

@@ -10,12 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from training import gpt, train
-from waiting import PATIENCE_S
+from support.paths import ROOT
+from support.training import gpt, train
+from support.waiting import PATIENCE_S
 
 from megatron_sp.utils.run_log import read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 # the scripts use .venv of the repository; the tests may run with another interpreter
 needs_venv = pytest.mark.skipif(
     not (ROOT / ".venv/bin/python").exists(), reason="bash scripts/setup_env.sh makes the .venv that scripts use"

@@ -11,17 +11,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from run_logs import LogWriter, evil_run
+from support.run_logs import LogWriter, evil_run
+from support.waiting import PATIENCE_S
 
 from megatron_sp.report.page import write_page
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored_models
-from training import Outcome, train
-from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
+from support import stored_models
+from support.training import Outcome, train
+from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.commands import serve
 from megatron_sp.inference.generation import Sampling, complete

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from training import MOCK, TINY, assert_same_run, records, saved_steps, status, train
-from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
+from support.paths import ROOT
+from support.training import MOCK, TINY, assert_same_run, records, saved_steps, status, train
+from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 from megatron_sp.utils.processes import is_running
 
 pytestmark = pytest.mark.torchrun
-ROOT = Path(__file__).resolve().parents[2]
 SP2 = ("--sequence-parallel-size", "2", "--sp-overlap-mode", "chunked")
 FOREIGN = ("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_", "NODE_RANK", "NNODES", "NPROC", "GLOO_", "SLURM_")
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import MOCK, TINY, assert_same_run, records, saved_steps, status, tensors, train
-from waiting import NEVER_MINUTES, PATIENCE_S, wait_until
+from support.paths import ROOT
+from support.training import MOCK, TINY, assert_same_run, records, saved_steps, status, tensors, train
+from support.waiting import NEVER_MINUTES, PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.torchrun
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [*TINY, *MOCK, "--distributed-timeout-minutes", str(NEVER_MINUTES)]
 
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import PATIENCE_S, wait_until
+from support.paths import ROOT
+from support.waiting import PATIENCE_S, wait_until
 
 import megatron_sp
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "--num-layers",
     "2",

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import records, saved_steps, state, status
-from waiting import PATIENCE_S
+from support.paths import ROOT
+from support.training import records, saved_steps, state, status
+from support.waiting import PATIENCE_S
 
 from megatron_sp.commands.recipe import SMOKE_STEPS
 
 pytestmark = pytest.mark.torchrun
-ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = (
     "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "TP", "SP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH",
     "TOKENIZER_MODEL", "VOCAB_FILE", "SAVE", "SMOKE", "DRY_RUN", "WORLD_SIZE",

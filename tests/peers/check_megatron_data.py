@@ -4,12 +4,12 @@ Not part of the test run, for it needs megatron-core (``benchmarks/setup_peers.s
 
     PYTHONPATH=.:tests .venv-peers/bin/python -W ignore tests/peers/check_megatron_data.py [FIRST [COUNT]]
 
-Cases FIRST to FIRST + COUNT (0 and 1000 if absent) of ``tests/megatron_order.py``, each in all its splits: Megatron's builder and ours make
-the samples, which must be equal in tokens, labels, masks and positions, as many as the run asks for, and so must be the plain loops that
-the default tests compare with. Then a batch of each training split at some consumed count, dealt to some ranks. Splits that Megatron
-cannot build (it loops for ever on an empty one, and stops where a data set of a blend without weights is shorter than a sample) must be
-refused by us. Before that, COUNT blends of up to eight data sets and 5000 samples, where a last bit of a weight settles near-ties. Prints
-what differs and a summary; ends with 1 if something does.
+Cases FIRST to FIRST + COUNT (0 and 1000 if absent) of ``tests/support/megatron_order.py``, each in all its splits: Megatron's builder and
+ours make the samples, which must be equal in tokens, labels, masks and positions, as many as the run asks for, and so must be the plain
+loops that the default tests compare with. Then a batch of each training split at some consumed count, dealt to some ranks. Splits that
+Megatron cannot build (it loops for ever on an empty one, and stops where a data set of a blend without weights is shorter than a sample)
+must be refused by us. Before that, COUNT blends of up to eight data sets and 5000 samples, where a last bit of a weight settles
+near-ties. Prints what differs and a summary; ends with 1 if something does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split, get_blend_from_list, normalize
-from megatron_order import SPLITS, VOCAB, Case, Refused, order_of, random_case
+from support.megatron_order import SPLITS, VOCAB, Case, Refused, order_of, random_case
 
 from megatron_sp.data.blend import blending_weights, build_blending_indices, normalized
 from megatron_sp.data.build import Datasets, build_datasets

@@ -1,0 +1,436 @@
+"""One step of a tiny GPT under any layout, and what it must equal: the plain reference on one process.
+
+A case names sizes of the axes and overrides of the model; ``check`` runs on every rank. The whole model is built on every rank, the
+sharded one takes its parts of those weights, and each rank compares its part of every gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_sp.comm.collectives import all_reduce
+from megatron_sp.comm.groups import ParallelGroups
+from megatron_sp.comm.recorder import Direction, Recorder
+from megatron_sp.config.schema import KernelConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_sp.models.bert import BertModel
+from megatron_sp.models.classifier import BertClassifier
+from megatron_sp.models.language_model import LanguageModel
+from megatron_sp.ops.attention import AttentionMask, KernelName, document_ends
+from megatron_sp.ops.dropout import DropoutKeys
+from megatron_sp.optim.flat import FlatUnit, Zero
+from megatron_sp.optim.gradients import FlatGradients
+from megatron_sp.optim.optimizer import FlatOptimizer
+from megatron_sp.optim.weights import UnitWork, WholeWeights
+from megatron_sp.parallel.forward_context import ForwardContext
+from megatron_sp.parallel.layers import attach_main_grad, shard_specs
+from megatron_sp.parallel.parallel_context import ParallelContext
+from megatron_sp.training.sharding import pools_of_model
+from support import reference, tiny
+from support.errors import FP32, FP64, assert_law
+from support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, a model and a batch."""
+
+    tp: int = 1
+    sp: int = 1
+    dp: int = 1
+    tp_seq: bool = False
+    mode: Any = "none"
+    chunks: int = 2
+    overlap: bool = True
+    seq: int = tiny.S
+    batch: int = 2  # of a data-parallel rank and micro-batch
+    micro_batches: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    mask: float = 0.7
+    bert: bool = False  # masked tokens and sentence order, each sequence with padding behind it unless packed
+    classes: int = 0  # with ``bert``: a classifier instead
+    packed: bool = False  # several documents in a sequence, which do not see each other
+    padding: bool = False  # bidirectional, with padding at the end of each sequence but the last
+    ragged: bool = False  # the last third of each sequence, so the last sp rank, has no loss token
+    zero: int = 0
+    buffers: int = 2  # of the blocks, with zero 3
+    fetch: Any = "all_gather"
+    steps: int = 0  # optimizer steps after which weights are compared
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.sp * self.dp
+
+    def __str__(self) -> str:
+        parts = [
+            f"tp{self.tp}{'s' if self.tp_seq else ''}-sp{self.sp}-dp{self.dp}-{self.mode}{self.chunks if self.mode == 'chunked' else ''}"
+        ]
+        parts += ["classifier" if self.classes else "bert"] if self.bert else []
+        parts += [f"s{self.seq}"] if self.seq != tiny.S else []
+        parts += [f"{k}={v}" for k, v in {**self.model, **self.kernels}.items()]
+        parts += [word for word in ("packed", "padding") if getattr(self, word)]
+        parts += [f"b{self.batch}x{self.micro_batches}"] + (["ragged"] if self.ragged else []) + ([] if self.overlap else ["waits"])
+        return " ".join(parts)
+
+
+AXES: dict[str, list[Any]] = {
+    "ranks": [
+        (tp, tp_seq, sp, dp)
+        for tp in (1, 2, 4) for tp_seq in (False, True) for sp in (1, 2, 3, 4) for dp in (1, 2)
+        if tp * sp * dp <= 8 and (tp > 1 or not tp_seq)
+    ],
+    "mode": ["none", "split-qkv", "chunked", "split-qkv waiting"],
+    "groups": [8, 2, 1],
+    "batch": [1, 2, 3],
+    "recompute": [None, "full", "selective"],
+    "micro_batches": [1, 2],
+    "hidden_dropout": [0.0, 0.2],
+    "ragged": [False, True],
+    "seq": [8, 7],
+    "dtype": [torch.float64, torch.float32],
+    "positions": ["learned_absolute", "rope"],
+    "family": ["gpt", "bert", "bert, post-norm"],
+}  # fmt: skip
+"""What the grid of layouts is made of."""
+
+
+def grid_case(choice: dict[str, Any]) -> Case | None:
+    """The case of one value from each axis; None where it is another's with a mode that means nothing."""
+    (tp, tp_seq, sp, dp), mode, groups = choice["ranks"], choice["mode"], choice["groups"]
+    if sp == 1 and mode != "none":
+        return None
+    model = {
+        "num_attention_heads": 8, "kv_channels": 4, "ffn_hidden_size": 12, "hidden_dropout": choice["hidden_dropout"],
+        "norm_placement": "post" if "post" in choice["family"] else "pre", "position_embedding_type": choice["positions"],
+        "group_query_attention": True, "num_query_groups": groups, "num_layers": 2,
+    }  # fmt: skip
+    kernels = {} if choice["recompute"] is None else {"recompute_granularity": choice["recompute"]}
+    return Case(
+        tp=tp, tp_seq=tp_seq, sp=sp, dp=dp, mode=mode.split()[0], overlap="waiting" not in mode, seq=choice["seq"], batch=choice["batch"],
+        micro_batches=choice["micro_batches"], model=model, kernels=kernels, dtype=choice["dtype"], ragged=choice["ragged"], steps=2,
+        bert="bert" in choice["family"],
+    )  # fmt: skip
+
+
+def _cost(case: Case) -> float:
+    """About how long a case takes on two cores, in any unit: collectives of eight ranks are dear."""
+    return case.world**1.6 * case.micro_batches**0.8 * (1.25 if case.kernels else 1.0)
+
+
+def pairwise_grid(seed: int = 0, tries: int = 300) -> list[Case]:
+    """Cases in which any two values of two axes that can meet do meet: of some random cases the best one for its cost, again and again."""
+    random = Random(seed)
+    names = list(AXES)
+    both = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
+    missing: dict[tuple[int, int], set[tuple[int, int]]] = {}  # pairs of values, by their numbers, of each two axes
+    for i, j in both:
+        a, b = names[i], names[j]
+        missing[i, j] = {
+            (x, y) for x, rank in enumerate(AXES[a]) for y, mode in enumerate(AXES[b])
+            if (a, b) != ("ranks", "mode") or rank[2] > 1 or mode == "none"
+        }  # fmt: skip
+    cases: list[Case] = []
+    while any(missing.values()):
+        open_ones = [(i, j, pairs) for (i, j), pairs in missing.items() if pairs]
+        best, found, most = None, [], -1.0
+        for _ in range(tries):
+            numbers = [random.randrange(len(AXES[name])) for name in names]
+            case = grid_case({name: AXES[name][number] for name, number in zip(names, numbers, strict=True)})
+            if case is not None:
+                new = [(i, j) for i, j, pairs in open_ones if (numbers[i], numbers[j]) in pairs]
+                if (worth := len(new) / _cost(case) ** 0.5) > most:
+                    best, found, most = case, [(i, j, numbers[i], numbers[j]) for i, j in new], worth
+        for i, j, x, y in found:
+            missing[i, j].discard((x, y))
+        if best is not None and found:
+            cases.append(best)
+    return cases
+
+
+def batch_of(case: Case, config: ModelConfig, number: int) -> tiny.Batch:
+    """Micro-batch ``number`` of the global batch."""
+    g = torch.Generator().manual_seed(100 + number)
+    assert config.vocab_size
+    shape = (case.batch, case.seq)
+    tokens, labels = (torch.randint(0, config.vocab_size, shape, generator=g) for _ in range(2))
+    mask = torch.rand(shape, generator=g, dtype=torch.float64) * (torch.rand(shape, generator=g) < case.mask)
+    if case.ragged:
+        mask[:, -(-2 * case.seq // 3) :] = 0.0
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": mask, "sample_ids": torch.arange(case.batch) + 1000 * number}
+    if case.packed:
+        starts = torch.rand(shape, generator=g) < 0.3
+        starts[:, 0] = False
+        batch["documents"] = starts.long().cumsum(1)
+        at = torch.arange(case.seq).expand(shape)
+        batch["positions"] = at - torch.where(starts, at, 0).cummax(1).values
+    if case.padding or (case.bert and not case.packed):
+        batch["lengths"] = torch.tensor([max(1, case.seq - 3 * (case.batch - 1 - i)) for i in range(case.batch)])
+        batch["loss_mask"] *= torch.arange(case.seq) < batch["lengths"][:, None]
+    if case.bert:
+        batch["types"] = torch.randint(0, 2, shape, generator=g)
+        batch["order"] = torch.randint(0, 2, shape[:1], generator=g)
+    if case.classes:
+        batch["label"] = torch.randint(0, case.classes, shape[:1], generator=g)
+        batch["weight"] = torch.rand(shape[:1], generator=g, dtype=torch.float64)
+    return batch
+
+
+def loss_of(model: LanguageModel, batch: tiny.Batch, ctx: ForwardContext, events: Any = None) -> Tensor:
+    """The sum over this rank's share; BERT's second task counts more, so that a wrong factor shows."""
+    if isinstance(model, BertClassifier):
+        return model(batch["tokens"], batch["types"], batch["label"], batch["weight"], ctx, events).sum
+    if not isinstance(model, BertModel):
+        return cast("Tensor", model(batch["tokens"], batch["labels"], batch["loss_mask"], ctx, events)[0])
+    made = model(batch["tokens"], batch["types"], batch["labels"], batch["loss_mask"], batch["order"], ctx, events)
+    return made.masked if made.order is None else made.masked + 1.7 * made.order
+
+
+def documents_of(batch: tiny.Batch) -> list[tiny.Batch]:
+    """Every document of a packed batch as a batch of its own."""
+    if "documents" not in batch:
+        return [batch]
+    alone = []
+    for row, numbers in enumerate(batch["documents"]):
+        for number in numbers.unique():
+            alone.append({k: batch[k][row][numbers == number][None] for k in ("tokens", "labels", "loss_mask")})
+    return alone
+
+
+def context(config: ModelConfig, batch: tiny.Batch) -> ForwardContext:
+    keys = None
+    if config.hidden_dropout or config.attention_dropout:
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        keys = DropoutKeys.create(7, 3, batch["sample_ids"], positions)
+    kernel: KernelName = "reference" if config.attention_dropout else "sdpa"
+    if "lengths" in batch:
+        return ForwardContext(AttentionMask(causal=False, key_lengths=batch["lengths"]), kernel=kernel, dropout=keys)
+    documents = document_ends(batch["documents"]) if "documents" in batch else None
+    return ForwardContext(
+        AttentionMask(causal=not config.is_bert, documents=documents), kernel=kernel, dropout=keys, positions=batch.get("positions")
+    )
+
+
+def want_of(case: Case, whole: LanguageModel) -> dict[str, Tensor]:
+    """Loss and gradients of the whole step by the plain reference, padding rows of the vocabulary left out."""
+    config = whole.config
+    specs = shard_specs(whole)
+    if case.padding or case.bert:  # the plain reference is a causal GPT
+        batches = [batch_of(case, config, number) for number in range(case.dp * case.micro_batches)]
+        got = _unsharded_step(whole, batches)
+        return {n: t if n == "loss" else t[: specs[n].shape[0]] for n, t in got.items()}
+    weights = {n: specs[n].take(p.detach()[: specs[n].shape[0]].double()).clone().requires_grad_() for n, p in whole.named_parameters()}
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(case.dp * case.micro_batches):
+        batch = batch_of(case, config, number)
+        dropout = context(config, batch).dropout
+        for part in documents_of(batch):
+            loss, _ = reference.gpt_loss(config, weights, part["tokens"], part["labels"], part["loss_mask"], dropout)
+            loss.backward()
+            total += loss.detach()
+    return {"loss": total, **{n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}}
+
+
+def _unsharded_step(whole: LanguageModel, batches: list[tiny.Batch]) -> dict[str, Tensor]:
+    """Loss and gradients of our own model in one piece, whose attention the unit tests compare with a loop for every kind of mask."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        loss = loss_of(whole, batch, context(whole.config, batch))
+        loss.backward()
+        total += loss.detach()
+    grads = {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in whole.named_parameters()}
+    whole.zero_grad()
+    return {"loss": total, **grads}
+
+
+@cache
+def _groups(device: torch.device, tp: int, sp: int) -> ParallelGroups:
+    """Built once in a rank's process: with eight ranks on two cores they take longer than a case."""
+    return ParallelGroups.create(device, tp_size=tp, sp_size=sp)
+
+
+class Sharded:
+    """The model of this rank with flat buffers, its weights taken from the whole model, which is on the CPU."""
+
+    def __init__(self, case: Case, whole: LanguageModel, recorder: Recorder | None = None, device: torch.device = CPU) -> None:
+        self.case, self.recorder, config = case, recorder, whole.config
+        self.groups = _groups(device, case.tp, case.sp)
+        self.layout = ParallelContext.of(
+            self.groups, tp_seq=case.tp_seq, mode=case.mode, num_chunks=case.chunks, overlap=case.overlap, recorder=recorder
+        )
+        self.model = tiny.build(config, KernelConfig(**case.kernels), case.classes, seed=5, dtype=case.dtype, layout=self.layout)
+        self.specs = shard_specs(self.model)
+        weights = dict(whole.named_parameters())
+        for name, p in self.model.named_parameters():
+            spec = self.specs[name]
+            for offsets, view in spec.pieces(p.data):
+                part = weights[name].data[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
+                view.copy_(part)
+        self.model.to(device)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        zero = Zero(case.zero, self.groups.dp_sp)
+        self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
+        self.units = [FlatUnit(u.name, [(names[id(p)], p) for p in u.module.parameters()], self.specs, zero) for u in self.model.units()]
+        self.gradients = FlatGradients(self.units, self.groups.dp_sp, tp=self.groups.tp)
+        order = self.model.unit_order(backward=True)
+        self.pools = pools_of_model(self.model, ParallelConfig(zero3_keep_units=case.buffers - 2))
+        self.weights = WholeWeights(self.units, pools=self.pools, order=order, fetch=case.fetch)
+        self.events = UnitWork(self.weights, self.gradients)
+        attach_main_grad(self.model, self.gradients)
+
+    def step(self) -> Tensor:
+        """All micro-batches; the loss summed over the ranks."""
+        case, total = self.case, torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        self.gradients.start_step()
+        self.weights.start_step(case.micro_batches)
+        for i in range(case.micro_batches):
+            batch = self.batch(i)
+            ctx = context(self.model.config, batch)
+            self._enter("forward")
+            loss = loss_of(self.model, batch, ctx, self.events)
+            if i == case.micro_batches - 1:
+                self.gradients.last_micro_batch()
+            self._enter("backward")
+            loss.backward()
+            self.gradients.finish_micro_batch()
+            total += loss.detach()
+        self._enter("update")
+        self.gradients.finish_step()
+        return all_reduce(total, self.groups.dp_sp).cpu()
+
+    def _enter(self, direction: Direction) -> None:
+        if self.recorder is not None:
+            self.recorder.enter(direction)
+
+    def batch(self, i: int) -> tiny.Batch:
+        """Micro-batch ``i`` of this rank, on its device."""
+        number = self.groups.dp_rank * self.case.micro_batches + i
+        return {name: t.to(self.groups.device) for name, t in batch_of(self.case, self.model.config, number).items()}
+
+    def grads(self) -> dict[str, Tensor]:
+        """Of the step that has been run, whole. Collective."""
+        found: dict[str, Tensor] = {}
+        for unit in self.units:
+            whole = unit.gathered(unit.grad_shard).cpu()
+            found |= {slot.name: slot.view(whole) for slot in unit.slots}
+        return found
+
+    def params(self) -> dict[str, Tensor]:
+        """The weights, whole. Collective."""
+        found: dict[str, Tensor] = {}
+        for unit in self.units:
+            whole = unit.gathered(unit.local_params).cpu()
+            found |= {slot.name: slot.view(whole) for slot in unit.slots}
+        return found
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, with zeros for padding."""
+        local = torch.zeros(self.shapes[name], dtype=whole.dtype)
+        for (offsets, view), _ in zip(self.specs[name].pieces(local), self.specs[name].runs, strict=True):
+            view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))])
+        return local
+
+
+class OneProcess:
+    """What one process makes of a case: loss and gradients of the first step, and with ``steps`` the weights after that many updates."""
+
+    def __init__(self, case: Case) -> None:
+        self.config = tiny.shape(**{"seq_length": case.seq, "model_family": "bert" if case.bert else "gpt", **case.model})
+        self.whole = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
+        self.want = want_of(case, self.whole)
+        self.weights = self._after_steps(case) if case.steps else {}
+
+    def _after_steps(self, case: Case) -> dict[str, Tensor]:
+        model = tiny.make_model(self.config, dtype=case.dtype, classes=case.classes)
+        gradients = tiny.flatten(model)
+        optimizer = FlatOptimizer(gradients.units, UPDATE)
+        batches = [batch_of(case, self.config, number) for number in range(case.dp * case.micro_batches)]
+        for _ in range(case.steps):
+            gradients.start_step()
+            for batch in batches:
+                if batch is batches[-1]:
+                    gradients.last_micro_batch()
+                loss_of(model, batch, context(self.config, batch)).backward()
+            gradients.finish_step()
+            optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()))
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+UPDATE = OptimizerConfig(lr=0.05, optimizer="sgd", clip_grad=0.5)
+_KNOWN: dict[str, OneProcess] = {}
+
+
+def alone(case: Case) -> OneProcess:
+    """Of this case. Asked for before the ranks are forked, it is there in all of them; otherwise each works it out for itself.
+
+    Layouts of the same model and batch share one.
+    """
+    of_the_layout = ("tp", "sp", "tp_seq", "mode", "chunks", "overlap", "kernels", "zero", "buffers", "fetch", "micro_batches")
+    key = str({**vars(case), "dp": case.dp * case.micro_batches, **dict.fromkeys(of_the_layout)})
+    if key not in _KNOWN:
+        _KNOWN[key] = OneProcess(case)
+    return _KNOWN[key]
+
+
+def check(case: Case, device: torch.device = CPU) -> None:
+    """Loss, every gradient, the gradient norm, and with ``steps`` the weights after that many updates."""
+    known = alone(case)
+    sharded = Sharded(case, known.whole, device=device)
+    tolerance = FP64 if case.dtype == torch.float64 else FP32
+    loss = sharded.step()
+    got = {"loss": loss, **sharded.grads()}
+    parts = {n: t if n == "loss" else sharded.part(n, t) for n, t in known.want.items()}
+    assert all(p.grad is None for p in sharded.model.parameters()), "a gradient went past the main_grad"
+    assert_law(got, parts, tolerance)
+    optimizer = FlatOptimizer(sharded.units, UPDATE, tp=sharded.groups.tp, everybody=sharded.groups.world)
+    norm = torch.stack([g.square().sum() for n, g in known.want.items() if n != "loss"]).sum().sqrt()
+    assert_law({"grad norm": optimizer.grad_norm().cpu()}, {"grad norm": norm}, tolerance)
+    for number in range(case.steps):
+        if number > 0:
+            sharded.step()
+        optimizer.step(UPDATE.lr, 0.1, float(optimizer.grad_norm()), updated=sharded.weights.refresh)
+        sharded.weights.forget()
+    if case.steps:
+        weights = {n: sharded.part(n, t) for n, t in known.weights.items()}
+        sharded.weights.settle()
+        assert_law(sharded.params(), weights, tolerance)
+        if case.zero < 3:
+            assert_law({n: p.detach().cpu() for n, p in sharded.model.named_parameters()}, weights, tolerance)
+
+
+def check_all(cases: list[Case]) -> None:
+    """Several cases in one set of processes."""
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+def by_axes(cases: list[Case], *, long: str = "") -> list[Any]:
+    """The cases as parameters of a test, those of the same axes together: one set of processes, with its groups, is enough for them.
+
+    Args:
+        long: the axes that are left out of the default run.
+    """
+    together: dict[str, list[Case]] = {}
+    for case in cases:
+        together.setdefault(f"tp{case.tp}-sp{case.sp}-dp{case.dp}", []).append(case)
+    return [pytest.param(same, id=name, marks=pytest.mark.long if name == long else ()) for name, same in together.items()]
+
+
+def run_cases(cases: list[Case], tmp_path: Path) -> None:
+    """``check_all`` on the ranks of these cases, which have one number of them."""
+    for case in cases:
+        alone(case)
+    run_ranks(check_all, cases[0].world, tmp_path, cases)

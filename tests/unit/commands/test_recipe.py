@@ -1,0 +1,223 @@
+"""What scripts/pretrain_*.sh share: variables, the layout of a smoke test, what is told, and what a host without the GPUs hears."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_sp.commands import recipe_run
+from megatron_sp.commands.recipe import ROOT, Recipe, build
+from megatron_sp.commands.recipe_run import check_gpus, describe, main, run
+from megatron_sp.commands.recipe_variables import Variables
+from megatron_sp.data.tokenizers.train import train_sentencepiece
+from megatron_sp.planner.dry_run import plan_run
+from megatron_sp.utils.errors import ConfigError
+
+GIB = 2**30
+OWN = ("--preset", "gpt-6.7b", "--seq-length", "16384", "--bf16", "--micro-batch-size", "1", "--global-batch-size", "16", "--lr", "1e-4")
+EIGHT = {"NPROC_PER_NODE": "8", "SP": "host", "ZERO": "1", "OVERLAP": "auto", "TRAIN_ITERS": "100"}
+
+
+def recipe(*users: str, own: tuple[str, ...] = OWN, **variables: str) -> Recipe:
+    return build("scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", own, users, {**EIGHT, **variables}, "/tmp/scratch")
+
+
+class Starts:
+    """Notes what would be started."""
+
+    def __init__(self) -> None:
+        self.command: list[str] = []
+        self.environ: dict[str, str] = {}
+
+    def __call__(self, command: list[str], environ: dict[str, str]) -> int:
+        self.command, self.environ = command, environ
+        return 0
+
+
+def on_host(gpus: list[int], *users: str, **variables: str) -> Starts:
+    starts = Starts()
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--", *users]
+    assert run(argv, {**EIGHT, **variables}, start=starts, gpus=lambda: gpus) == 0
+    return starts
+
+
+@pytest.mark.parametrize("variables, message", [
+    ({"TP": "x"}, "TP=x must be a whole number, 1 or more"), ({"TP": "0"}, "TP=0 must be a whole number, 1 or more"),
+    ({"SP": "all"}, "SP=all must be a whole number, 1 or more (or 'host': all processes of a host that TP leaves)"),
+    ({"ZERO": "-1"}, "ZERO=-1 must be a whole number, 0 or more"), ({"NNODES": "2.5"}, "NNODES=2.5 must be a whole number"),
+    ({"TRAIN_ITERS": "1e4"}, "TRAIN_ITERS=1e4 must be a whole number"), ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=² must be"),
+    ({"SMOKE": "yes"}, "SMOKE=yes must be 1 or 0"), ({"SMOKE": "1", "DRY_RUN": "1"}, "SMOKE=1 trains a tiny model and DRY_RUN=1 plans"),
+])  # fmt: skip
+def test_a_variable_that_cannot_be(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Variables.read({**EIGHT, **variables})
+    assert message in str(caught.value)
+
+
+def test_empty_variables_are_as_if_not_set() -> None:
+    names = ("NPROC_PER_NODE", "NNODES", "TP", "ZERO", "OVERLAP", "RECOMPUTE", "TRAIN_ITERS", "DATA_PATH", "SAVE", "SMOKE", "DRY_RUN")
+    assert Variables.read(dict.fromkeys(names, "")) == Variables.read({})
+
+
+@pytest.mark.parametrize("variables, full, smoke", [
+    ({}, (1, 8, 8), (1, 2, 2)), ({"TP": "2"}, (2, 4, 8), (2, 2, 4)), ({"TP": "8"}, (8, 1, 8), (2, 1, 2)),
+    ({"TP": "8", "SP": "2", "NNODES": "4"}, (8, 2, 32), (2, 2, 4)), ({"SP": "1"}, (1, 1, 8), (1, 1, 2)),
+    ({"SP": "1", "ZERO": "0", "NPROC_PER_NODE": "1"}, (1, 1, 1), (1, 1, 1)), ({"TP": "16", "NNODES": "2"}, (16, 1, 16), (2, 1, 2)),
+])  # fmt: skip
+def test_step_parity(variables: dict[str, str], full: tuple[int, int, int], smoke: tuple[int, int, int]) -> None:
+    found = Variables.read({**EIGHT, **variables})
+    assert (found.full_layout, found.smoke_layout) == (full, smoke)
+
+
+def test_flags_of_a_layout() -> None:
+    flags = " ".join(recipe(TP="2", RECOMPUTE="full").flags)
+    assert "--tensor-model-parallel-size 2 --sequence-parallel --sequence-parallel-size 4 --sp-overlap-mode auto --zero-stage 1" in flags
+    assert "--recompute-granularity full" in flags and "--train-iters 100" in flags and "--save runs/gpt_7b_16k --auto-resume" in flags
+    flags = " ".join(recipe(SP="1").flags)
+    assert "--sp-overlap-mode" not in flags and "--recompute" not in flags and "--sequence-parallel " not in flags
+
+
+def test_a_smoke_test_has_the_layout_and_not_the_size() -> None:
+    full, small = recipe(TP="2", ZERO="2", RECOMPUTE="selective").config, recipe(TP="2", ZERO="2", RECOMPUTE="selective", SMOKE="1").config
+    assert (small.parallel.tensor_model_parallel_size, small.parallel.sequence_parallel_size) == (2, 2)
+    for group, name in (
+        ("parallel", "zero_stage"), ("parallel", "overlap_mode"), ("parallel", "sequence_parallel"), ("kernels", "recompute_granularity"),
+        ("precision", "params_dtype"), ("model", "normalization"), ("model", "position_embedding_type"),
+    ):  # fmt: skip
+        assert getattr(getattr(small, group), name) == getattr(getattr(full, group), name)
+    assert small.checkpoint.save == "/tmp/scratch" and small.kernels.device == "cpu" and small.data.mock_data
+    assert small.batch.global_batch_size == 2  # accumulates, as the full size does: dp is 1
+    assert recipe(SMOKE="1", SP="1").config.batch.global_batch_size == 2 * 2  # dp 2
+    assert recipe(SMOKE="1", SP="1", own=(*OWN, "--global-batch-size", "8")).config.batch.global_batch_size == 2
+    llama = (*OWN, "--preset", "llama3-8b")
+    assert recipe(SMOKE="1", own=llama).config.model.num_groups == 4 and recipe(SMOKE="1").config.model.num_groups == 8
+    assert recipe("--seed", "7", "--num-layers", "3", SMOKE="1").config.model.num_layers == 3  # the user's flags come last
+
+
+def test_a_smoke_test_of_a_layout_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"multiple of tensor_model_parallel_size \* sequence_parallel_size \(2 \* 8 = 16\)") as caught:
+        recipe(SMOKE="1", TP="2", SP="8")
+    assert "the variables are NPROC_PER_NODE=8 NNODES=1 TP=2 SP=8 ZERO=1 OVERLAP=auto RECOMPUTE=none" in str(caught.value)
+
+
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"pretrain_t5\.py is not in"):
+        build("scripts/pretrain_t5.sh", "pretrain_t5.py", OWN, (), EIGHT)
+
+
+def test_a_preset_of_the_other_program() -> None:
+    with pytest.raises(ConfigError, match="bert-large is a BERT model, and this program trains GPT"):
+        recipe("--preset", "bert-large")
+
+
+def test_own_data(tmp_path: Path) -> None:
+    prefix, pieces, words = tmp_path / "text", tmp_path / "pieces.model", tmp_path / "vocab.txt"
+    with pytest.raises(ConfigError, match=r"there is no .*text\.idx; megatron-sp preprocess makes it"):
+        recipe(DATA_PATH=str(prefix))
+    (tmp_path / "text.idx").touch()
+    for variables in ({}, {"TOKENIZER_MODEL": str(pieces)}, {"TOKENIZER_MODEL": str(tmp_path), "VOCAB_FILE": str(words)}):
+        with pytest.raises(ConfigError, match=r"give the one file that .*text was made with"):
+            recipe(DATA_PATH=str(prefix), **variables)
+    train_sentencepiece(["one two three four five six seven eight nine ten"] * 9, pieces, 300)
+    words.touch()
+    with pytest.raises(ConfigError, match="give the one file"):
+        recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces), VOCAB_FILE=str(words))
+    mine = recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(pieces))
+    assert mine.config.data.data_path == (str(prefix),) and mine.config.data.tokenizer_model == str(pieces)
+    (tmp_path / "tokenizer.json").touch()
+    theirs = recipe(DATA_PATH=str(prefix), TOKENIZER_MODEL=str(tmp_path / "tokenizer.json"))
+    assert theirs.config.data.tokenizer_type == "HuggingFaceTokenizer"
+    assert mine.config.model.vocab_size is None  # not the preset's
+    plan = plan_run(mine.config, mine.world_size)
+    assert mine.config.model.vocab_size == 300 and f"  data        {prefix}\n" in describe(mine, plan)
+    assert recipe(DATA_PATH=str(prefix), SMOKE="1").config.data.mock_data
+    bert = build("b.sh", "pretrain_bert.py", (*OWN, "--preset", "bert-base", "--seq-length", "512"), (),
+                 {"DATA_PATH": str(prefix), "VOCAB_FILE": str(words), "TRAIN_ITERS": "9"}).config  # fmt: skip
+    assert bert.data.tokenizer_type == "BertWordPieceLowerCase" and bert.data.vocab_file == str(words) and bert.model.vocab_size is None
+
+
+def test_flags_for_data_instead_of_variables() -> None:
+    """A blend, for example."""
+    mine = recipe("--data-path", "0.3", "a", "0.7", "b", "--vocab-size", "500")
+    assert mine.config.data.data_path == ("0.3", "a", "0.7", "b") and "--mock-data" not in mine.flags
+    assert recipe("--mock_data").flags.count("--mock-data") == 0 and recipe("--mock_data").config.data.mock_data
+
+
+def test_a_smoke_test_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run folder is there while it runs; what tells of several hosts is not passed on."""
+    seen: list[Path] = []
+
+    def fake(command: list[str], environ: dict[str, str]) -> int:
+        seen.append(Path(command[command.index("--save") + 1]))
+        assert seen[0].is_dir() and not {"NNODES", "NODE_RANK", "NPROC_PER_NODE"} & environ.keys() and environ["HOME"] == "/h"
+        return 9
+
+    monkeypatch.setattr(recipe_run, "_run", fake)
+    argv = ["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]
+    assert run(argv, {**EIGHT, "SMOKE": "1", "NNODES": "2", "NODE_RANK": "1", "HOME": "/h"}) == 9
+    told = capsys.readouterr().out
+    assert not seen[0].exists() and "removed at the end" in told and "as of gpt-6.7b" in told
+    assert "2 CPU processes: tp 1, sp 2 (exchanges: auto), dp 1" in told and "2 sequences, 256 tokens, 2 micro-batches; 2 steps" in told
+
+
+def test_the_end_of_a_smoke_test() -> None:
+    """Its exit code is passed on, and a SIGTERM of ours to it; then signals are as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert recipe_run._run(["bash", "-c", "exit 7"], dict(os.environ)) == 7
+    program = 'sleep 20 & trap "kill $!; exit 75" TERM; kill -TERM $PPID; wait'
+    assert recipe_run._run(["bash", "-c", program], dict(os.environ)) == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_is_told_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    starts = on_host([80 * GIB] * 8, "--lr", "2e-4", NNODES="2", NODE_RANK="0")
+    told = capsys.readouterr().out
+    for part in (
+        "pretrain_gpt_7b_16k\n", "gpt-6.7b: 6.7 B parameters, 32 layers, hidden 4096, 32 heads, sequences of 16,384 tokens, bfloat16",
+        "16 GPUs of 2 hosts: tp 1, sp 8 (exchanges: auto), dp 2, ZeRO stage 1, recomputation: none",
+        "16 sequences, 262,144 tokens, 8 micro-batches; 100 steps, 26.2 M tokens",
+        "GiB predicted for a process, of 80.0 GiB; tensors alone",
+        "made up; DATA_PATH=PREFIX, and TOKENIZER_MODEL=FILE or VOCAB_FILE=FILE", "runs/gpt_7b_16k; the same command goes on",
+        f"bash {ROOT}/scripts/launch.sh 8 {ROOT}/pretrain_gpt.py",
+    ):  # fmt: skip
+        assert part in told, told
+    assert starts.command[:4] == ["bash", f"{ROOT}/scripts/launch.sh", "8", f"{ROOT}/pretrain_gpt.py"]
+    assert starts.command[-2:] == ["--lr", "2e-4"] and starts.environ["NNODES"] == "2"
+    on_host([80 * GIB] * 8, NNODES="2", NODE_RANK="1")
+    assert capsys.readouterr().out == ""  # the first host has said it
+
+
+@pytest.mark.parametrize("gpus, message", [
+    ([], "8 GPUs are needed on this host, and there are 0. SMOKE=1 bash scripts/pretrain_gpt_7b_16k.sh tries the layout"),
+    ([80] * 4, "and there are 4; NPROC_PER_NODE=4 bash scripts/pretrain_gpt_7b_16k.sh takes those. SMOKE=1"),
+    ([40] * 8, "and there are 40.0 GiB on a GPU of this host"), ([80] * 7 + [40], "--zero-stage 2: predicted"),
+    ([40] * 8, "the variables are NPROC_PER_NODE=8"),
+])  # fmt: skip
+def test_a_host_that_is_too_small(gpus: list[int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_host([gib * GIB for gib in gpus])
+    assert message in str(caught.value)
+
+
+def test_gpus_that_take_no_part_do_not_count() -> None:
+    check_gpus(recipe(), [80 * GIB] * 8 + [4 * GIB])
+
+
+def test_questions_are_answered_without_gpus() -> None:
+    for question in ("--help", "--print-config", "--dry-run"):
+        starts = on_host([], question, NNODES="2")
+        assert starts.command[1] == f"{ROOT}/pretrain_gpt.py" and starts.command[-1] == question
+        assert starts.environ["WORLD_SIZE"] == "16"
+
+
+def test_a_run_on_cpus_asks_for_no_gpu() -> None:
+    assert on_host([], "--device", "cpu").command[1].endswith("launch.sh")
+
+
+def test_a_message_names_the_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP", "none")
+    assert main(["scripts/pretrain_gpt_7b_16k.sh", "pretrain_gpt.py", *OWN, "--"]) == 2
+    assert capsys.readouterr().err == "pretrain_gpt_7b_16k: TP=none must be a whole number, 1 or more\n"

@@ -1,0 +1,447 @@
+"""The command line: names, values, both dialects, files, and what a mistake looks like from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+from megatron_sp.config.field_kinds import field_kinds
+from megatron_sp.config.flags import ignored_flags as dialect
+from megatron_sp.config.flags.arguments import all_spellings, config_as_yaml, config_from_args, nearest, targets
+from megatron_sp.config.flags.config_file import MAX_FILE_BYTES, canonical
+from megatron_sp.config.schema import GROUPS, Config
+from megatron_sp.utils.errors import ConfigError
+
+SOUND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"
+
+
+def parse(more: str | list[str] = "", sound: str = SOUND) -> Config:
+    return config_from_args([*sound.split(), *(more.split() if isinstance(more, str) else more)])
+
+
+def error(more: str | list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(more)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- names and values
+
+
+def test_every_field_has_its_flag_in_both_spellings() -> None:
+    for group, cls in GROUPS.items():
+        for name in field_kinds(cls):
+            target = targets()[name.replace("_", "-")]
+            assert (target.group, target.name, target.negated) == (group, name, False)
+    assert canonical("--num_layers") == canonical("--num-layers") == "num-layers"
+
+
+@pytest.mark.parametrize("text", ["--num-layers 3", "--num_layers 3", "--num-layers=3", "--num_layers=3", "--num-layers 9 --num-layers 3"])
+def test_spellings_of_a_value(text: str) -> None:
+    assert parse(text).model.num_layers == 3
+
+
+def test_switches() -> None:
+    assert parse("--bf16").precision.bf16 and not parse().precision.bf16
+    assert not parse("--bf16 --no-bf16").precision.bf16
+    assert not parse("--bf16=false").precision.bf16
+    assert parse().parallel.overlap_grad_reduce and not parse("--no-overlap-grad-reduce").parallel.overlap_grad_reduce
+    assert parse("--no-overlap_grad_reduce --overlap-grad-reduce").parallel.overlap_grad_reduce
+    assert parse("--no-exit-signal-handler").batch.no_exit_signal_handler
+    assert not parse("--no-exit-signal-handler --exit-signal-handler").batch.no_exit_signal_handler
+    assert parse("--load x --no-load-optim").checkpoint.no_load_optim
+
+
+def test_lists() -> None:
+    more = "--global-batch-size 8 --rampup-batch-size 2 2 100"
+    assert parse(more).batch.rampup_batch_size == (2, 2, 100)
+    assert parse(["--global-batch-size", "8", "--rampup-batch-size", "2 2 100"]).batch.rampup_batch_size == (2, 2, 100)
+    paths = parse("--no-mock-data --data-path 0.3 /a 0.7 /b --split 1")
+    assert paths.data.data_path == ("0.3", "/a", "0.7", "/b") and paths.data.split == "1"
+    assert parse(["--no-mock-data", "--data-path=/with blank/x"]).data.data_path == ("/with blank/x",)
+
+
+def test_negative_numbers_are_values() -> None:
+    assert "--lr (-1) must be at least 0" in error("--lr -1")
+    assert "--lr (-0.5) must be at least 0" in error("--lr -.5")
+    assert "--num-layers (-4) must be at least 1" in error("--num-layers=-4")
+
+
+def test_choices_ignore_case() -> None:
+    assert parse("--normalization rmsnorm").model.normalization == "RMSNorm"
+    assert parse("--lr-decay-style wsd --lr-wsd-decay-iters 2").optimizer.lr_decay_style == "WSD"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--num-layers abc", "--num-layers: expected an integer, got 'abc'"),
+        ("--num-layers 2.5", "--num-layers: expected an integer, got '2.5'"),
+        ("--train-iters 1e3", "--train-iters: expected an integer, got '1e3': write 1000"),
+        ("--train-iters 1e400", "--train-iters: expected an integer, got '1e400'"),
+        ("--num-layers", "--num-layers: expected an integer, got nothing"),
+        ("--num-layers --bf16", "--num-layers: expected an integer, got nothing"),
+        ("--lr fast", "--lr: expected a number, got 'fast'"),
+        ("--lr nan", "--lr: expected a finite number, got 'nan'"),
+        ("--lr inf", "--lr: expected a finite number, got 'inf'"),
+        ("--normalization batch", "--normalization: expected one of LayerNorm, RMSNorm, got 'batch'"),
+        ("--rampup-batch-size 2 b", "--rampup-batch-size: expected an integer, got 'b'"),
+        ("--data-path", "--data-path: expected one or more texts, got nothing"),
+        ("--bf16 True", "unexpected 'True': --bf16 takes no value"),
+        ("--bf16 pt", "unexpected 'pt': --bf16 takes no value"),
+        ("--use-mcore-models yes", "unexpected 'yes': --use-mcore-models takes no value"),
+        ("--bf16=maybe", "--bf16: expected true or false, got 'maybe'"),
+        ("--lr 1 2", "unexpected '2': --lr takes one value"),
+        ("-lr 1", "unexpected '-lr': a flag begins with --"),
+        ("--", "unexpected '--'"),
+        (["--load", ""], "--load: expected a text, got an empty text (an unset shell variable?)"),
+        (["--load", "a\nb" * 99, "--lr", "x\x1b[31m" * 99], "--lr: expected a number, got 'x?[31m"),
+        ("--window-size 4,4", "--window-size: expected N tokens, or Megatron's N-1,0, got '4,4': no token sees those behind it"),
+        ("--window-size (-1,0)", "--window-size: expected N tokens, or Megatron's N-1,0, got '(-1,0)'"),
+        ("--window-size wide", "--window-size: expected an integer, got 'wide'"),
+        ("--window-size", "--window-size: expected an integer, got nothing"),
+        ("--profile-steps 3", "--profile-steps: expected two integers joined by a comma, got '3'"),
+        ("--train-tokens x", "--train-tokens: expected an integer, got 'x'"),
+        ("--train-tokens -5", "--train-tokens (-5) must be at least 0"),
+        ("--config", "--config: expected the path of a YAML file, got nothing"),
+    ],
+)
+def test_wrong_values(more: str | list[str], expected: str) -> None:
+    text = error(more)
+    assert expected in text and len(text) < 300
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--num-layesr 3", "--num-layesr is unknown: did you mean --num-layers?"),
+        ("--num_layer 3", "--num_layer is unknown: did you mean --num-layers?"),
+        ("--lr-warmup 3", "--lr-warmup is unknown: did you mean --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples?"),
+        ("--wandb-projct x", "did you mean --wandb-project?"),
+        ("--trasformer-impl local", "did you mean --transformer-impl?"),
+        ("--qqq", "--qqq is unknown; --help lists all flags"),
+        ("--cofnig x", "did you mean --config?"),
+        ("--no-such-thing 1 2 3", "--no-such-thing is unknown"),
+    ],
+)
+def test_mistyped_names(more: str, expected: str) -> None:
+    text = error(more)
+    assert expected in text and "\n" not in text
+
+
+def test_a_beginning_is_not_completed() -> None:
+    assert "--num-lay is unknown: did you mean --num-layers?" in error("--num-lay 3")
+
+
+def test_at_most_three_names_are_offered() -> None:
+    for name in ("lr", "num", "log", "no", "tensor", "moe", "x"):
+        assert len(nearest(name + "-", all_spellings())) <= 3
+
+
+def test_several_mistakes_in_one_message() -> None:
+    text = error("--num-layesr 3 --lr x --num-experts 2")
+    assert text.startswith("3 things are wrong:\n  1. --num-layesr") and "\n  2. --lr: " in text and "\n  3. --num-experts 2 is not" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------- dialects
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ("--num-key-value-heads 2", "model.num_query_groups", 2),
+        ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
+        ("--no-position-embedding", "model.position_embedding_type", "none"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model.position_embedding_type", "rope"),
+        ("--rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
+        ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
+        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "model.rope_scaling_factor", 32.0),
+        ("--rope-scaling-original-max-position-embeddings 4096", "model.rope_scaling_original_length", 4096),
+        ("--window-size 4096", "model.window_size", 4096),
+        ("--window-size 4095,0", "model.window_size", 4096),
+        ("--window-size (127,0)", "model.window_size", 128),
+        ("--window-size 0,0", "model.window_size", 1),
+        ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
+        ("--no-bias-gelu-fusion", "model.gelu_approximate", "none"),
+        ("--no-bias-gelu-fusion --openai-gelu", "model.gelu_approximate", "tanh"),
+        ("--openai-gelu --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
+        ("--gelu-approximate tanh --no-bias-gelu-fusion", "model.gelu_approximate", "tanh"),
+        ("--bf16 --use-flash-attn-v2", "kernels.attention_backend", "flash"),
+        ("--bf16 --use-flash-attn", "kernels.attention_backend", "flash"),
+        ("--checkpoint-activations", "kernels.recompute_method", "uniform"),
+        ("--checkpoint-activations --checkpoint-num-layers 2", "kernels.recompute_num_layers", 2),
+        ("--activations-checkpoint-method block --checkpoint-num-layers 1", "kernels.recompute_method", "block"),
+        ("--override-opt_param-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--override-opt-param-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--use-checkpoint-opt_param-scheduler", "optimizer.use_checkpoint_opt_param_scheduler", True),
+        ("--override-lr-scheduler", "optimizer.override_opt_param_scheduler", True),
+        ("--profile pt", "logging.profile", True),
+        ("--profile", "logging.profile", True),
+        ("--profile pt --profile_steps 2,3", "logging.profile_step_end", 3),
+        ("--encoder-seq-length 16 --encoder-num-layers 7", "model.seq_length", 16),
+        ("--save x --save-retain-interval 100", "checkpoint.keep_every", 100),
+        ("--ds-sequence-parallel-size 1", "parallel.sequence_parallel_size", 1),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
+    ],
+)
+def test_other_spellings(more: str, field: str, value: object) -> None:
+    group, _, name = field.partition(".")
+    config = parse(more)
+    assert getattr(getattr(config, group), name) == value
+    assert config.ignored_flags == ()
+
+
+def test_split_with_blanks() -> None:
+    assert parse(["--split", "969, 30, 1"]).data.split_weights == (969.0, 30.0, 1.0)
+
+
+def test_lengths_in_tokens() -> None:
+    base = SOUND.replace("--train-iters 10", "")
+    config = parse("--train-tokens 1000 --lr-decay-tokens 640 --lr-warmup-tokens 65", base)
+    assert (config.batch.train_samples, config.optimizer.lr_decay_samples, config.optimizer.lr_warmup_samples) == (32, 20, 3)
+    assert parse("--train-tokens 320 --train-samples 900", base).batch.train_samples == 10
+    assert parse("--train-tokens 32000 --train-samples 900", base).batch.train_samples == 900
+    steps = parse("--global-batch-size 4 --lr-warmup-tokens 129 --train-tokens 500")
+    assert (steps.batch.train_iters, steps.optimizer.lr_warmup_iters) == (4, 2)  # 32 * 4 = 128 tokens a step
+    assert "--lr-warmup-tokens with --train-iters needs a constant --global-batch-size" in error("--lr-warmup-tokens 9")
+    with pytest.raises(ConfigError, match="--train-tokens needs --seq-length"):
+        parse("--train-tokens 9", "--lr 1")
+
+
+def test_ignored_flags_are_collected_with_their_reason() -> None:
+    config = parse("--use-mcore-models --transformer-impl local --local_rank=3 --deepspeed --log-throughput --num-experts 1")
+    flags = [note.split(" ")[0] for note in config.ignored_flags]
+    assert flags == ["--use-mcore-models", "--transformer-impl", "--local_rank", "--deepspeed", "--log-throughput", "--num-experts"]
+    assert all(note.endswith(")") and " (" in note for note in config.ignored_flags)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--tensor-model-parallel-size 2", "--sequence-parallel-size 2", "--ds-sequence-parallel-size 4", "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2", "--fp8-format hybrid", "--fp8-new-thing 3",
+        "--num-experts 8", "--num-experts 8 --moe-router-topk 2", "--use-torch-fsdp2", "--optimizer muon",
+        "--position-embedding-type yarn", "--tokenizer-type TikTokenizer", "--bert-load x",
+        "--num-layers-per-virtual-pipeline-stage 1", "--universal-checkpoint", "--curriculum-learning",
+        "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--data-path x --no-mock-data --split 0,1,1",
+        "--step-batch-size-schedule 0:32", "--init-method-xavier-uniform", "--yaml-cfg x.yaml",
+    ],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused(more: str) -> None:
+    text = error(more)
+    assert "is unknown" not in text
+    assert "not supported" in text or "must be" in text
+
+
+def test_no_name_is_in_two_tables() -> None:
+    tables = [set(targets()), set(dialect.REWRITTEN), set(dialect.IGNORED_SWITCHES), set(dialect.IGNORED_VALUES), set(dialect.REFUSED)]
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
+    assert all(name == canonical(name) for name in names)
+    assert set(dialect.IGNORED_LISTS) <= set(dialect.IGNORED_VALUES)
+    assert set(dialect.HARMLESS_VALUES) <= set(dialect.REFUSED)
+    assert {flag for rewrite in dialect.REWRITTEN.values() for flag, _ in rewrite.to} <= set(targets())
+
+
+def test_every_name_of_the_tables_gets_its_own_answer() -> None:
+    for name in dialect.IGNORED_SWITCHES:
+        assert parse(f"--{name}").ignored_flags[0].startswith(f"--{name} (")
+    for name in dialect.IGNORED_VALUES:
+        assert parse(f"--{name} 1 --bf16").ignored_flags[0].startswith(f"--{name} (")
+    for name in dialect.REFUSED:
+        if any(family.has(name) for family in dialect.FAMILIES):
+            assert parse(f"--{name} surely").ignored_flags[0].startswith(f"--{name} (without --")
+            continue
+        assert f"--{name} is not supported: " in error(f"--{name}") or name in dialect.HARMLESS_VALUES
+        assert f"--{name} surely is not supported: " in error(f"--{name} surely")
+
+
+# ------------------------------------------------------------------------------------------------------------------- files
+
+
+def from_file(tmp_path: Path, text: str | bytes, more: str = "", sound: str = SOUND) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return parse(f"--config {path} {more}", sound)
+
+
+def test_a_file_flat_and_grouped_with_both_spellings(tmp_path: Path) -> None:
+    text = """
+        num-layers: 3
+        hidden_size: 64
+        model: {num-attention-heads: 4, seq_length: 32, num-key-value-heads: 2}
+        optimizer:
+            optimizer: sgd
+            lr: 1e-4
+        bf16: true
+        mock_data: yes
+        no-overlap-grad-reduce: true
+        vocab-size: 100
+        train_iters: 1_0
+        global-batch-size: 4
+        rampup-batch-size: [1, 1, 50]
+        transformer-impl: local
+        use-mcore-models: false
+        use-distributed-optimizer: false
+        use-rotary-position-embeddings: true
+        wandb-project: null
+        data-path: []
+    """
+    config = from_file(tmp_path, text, sound="")
+    assert (config.model.num_layers, config.model.num_query_groups, config.model.position_embedding_type) == (3, 2, "rope")
+    assert (config.optimizer.optimizer, config.optimizer.lr, config.precision.bf16) == ("sgd", 1e-4, True)
+    assert not config.parallel.overlap_grad_reduce and config.batch.train_iters == 10 and config.batch.rampup_batch_size == (1, 1, 50)
+    assert config.data.data_path == () and config.logging.wandb_project is None
+    assert config.ignored_flags == ("run.yaml line 15: transformer-impl (which kernels run is decided by what the machine has)",)
+
+
+def test_the_command_line_comes_after_the_file_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("lr: 0.5\nbf16: true\nseed: 7\n")
+    config = config_from_args([*SOUND.split(), "--no-bf16", f"--config={path}"])
+    assert (config.optimizer.lr, config.precision.bf16, config.batch.seed) == (1e-3, False, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_layesr: 3", "run.yaml line 1: num_layesr is unknown: did you mean num-layers?"),
+        ("lr: 1\n\nlr-warmup: 3", "run.yaml line 3: lr-warmup is unknown"),
+        ("modelz:\n  num_layers: 3", "run.yaml line 1: modelz is no group of flags; the groups are model, parallel"),
+        ("model:\n  num_layers: three", "run.yaml line 2: num_layers: expected an integer, got 'three'"),
+        ("lr: [1, 2]", "run.yaml line 1: lr: expected a number, got 1 2"),
+        ("bf16: 3", "run.yaml line 1: bf16: expected true or false, got '3'"),
+        ("lr: {a: 1}", "lr is no group of flags"),
+        ("data-path: [[a]]", "the value of data-path must be a word"),
+        ("model: {data-path: {a: b}}", "the value of data-path must be a word"),
+        ("lr: 1\nlr: 2", "run.yaml line 2: lr stands there twice"),
+        ("num_layers: 1\nnum-layers: 2", "run.yaml line 2: num-layers stands there twice"),
+        ("- lr\n- 1", "run.yaml line 1: expected lines of 'flag: value'"),
+        ("just words", "run.yaml line 1: expected lines of 'flag: value'"),
+        ("[a]: 1", "expected the name of a flag"),
+        ("lr: 'x", "line 1: not YAML"),
+        ("a: b: c", "line 1: not YAML"),
+        ("lr: 1\n---\nlr: 2", "not YAML"),
+        ("lr: !!python/object/apply:os.getcwd []", "the value of lr must be a word"),
+        ("!!python/object:os.x {lr: 1}", "expected lines of 'flag: value'"),
+        ("model: !!python/object:os.x {num_layers: 1}", "line 1: expected lines of 'flag: value' under model"),
+        ("lr: !!python/name:os.system x", "the value of lr must be a word"),
+        ("? !!python/object:os.x lr\n: 1", "expected the name of a flag"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]", "the value of b must be a word"),
+        ("[" * 60000, "nested too deeply"),
+        ("- " * 60000, "nested too deeply"),
+        ("? " * 60000, "nested too deeply"),
+        (b"lr: \xff\xfe", "not UTF-8"),
+        ("#" * (MAX_FILE_BYTES + 1), "this is not a file of flags"),
+        ("config: other.yaml", "run.yaml line 1: config belongs on the command line"),
+        ("print-config: true", "belongs on the command line"),
+        ("num-experts: 2", "run.yaml line 1: num-experts 2 is not supported"),
+        ("load: ''", "load: expected a text, got an empty text"),
+        ("lr: -1", "--lr (-1) must be at least 0"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, text, sound="--num-layers 2" if expected.startswith("--lr") else SOUND.replace("--lr 1e-3", ""))
+    assert expected in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "none.yaml: cannot be read: No such file" in error(f"--config {tmp_path}/none.yaml")
+    assert "cannot be read: Is a directory" in error(f"--config {tmp_path}")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "null"])
+def test_an_empty_file_is_no_flags(tmp_path: Path, text: str) -> None:
+    assert from_file(tmp_path, text) == parse()
+
+
+def test_the_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> None:
+    config = parse(
+        ["--data-path", "0.5", "/a b", "0.5", "-3", "--no-mock-data", "--split", "1, 2, 3", "--rampup-batch-size", "1", "1", "9"]
+        + ["--global-batch-size", "4", "--wandb-project", "null", "--wandb-exp-name", "007", "--adam-eps", "1e-30", "--fp16", "--swiglu"]
+        + ["--save", "yes", "--load", "ünicode: #x", "--initial-loss-scale", "65536", "--use-mcore-models"]
+    )
+    text = config_as_yaml(config)
+    assert text.startswith("# ignored: --use-mcore-models (")
+    assert from_file(tmp_path, text, sound="") == config
+
+
+# ----------------------------------------------------------------------------------------------------------- from outside
+
+_PROGRAM = """
+import sys
+from megatron_sp.commands.pretrain import parse_config
+try:
+    config = parse_config(prog="train.py", description="Trains.")
+    print(config.model.num_layers)
+finally:
+    unwanted = ("torch", "numpy", "einops", *(() if "--help" in sys.argv else ("rich",)))
+    heavy = [name for name in unwanted if name in sys.modules]
+    print("LOADED", heavy, file=sys.stderr) if heavy else None
+"""
+
+
+def outside(*words: str, **env: str) -> tuple[int, str, str]:
+    """(exit code, output, errors)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_mistake_exits_2_quickly_and_loads_neither_torch_nor_numpy() -> None:
+    code, out, err = outside(*SOUND.split(), "--num-layesr", "3")
+    assert (code, out, err) == (2, "", "train.py: --num-layesr is unknown: did you mean --num-layers?\n")
+    code, out, err = outside(*SOUND.split())
+    assert (code, out, err) == (0, "2\n", "")
+
+
+def test_only_rank_0_speaks() -> None:
+    for words in (["--nonsense"], ["--help"], [*SOUND.split(), "--print-config"]):
+        loud = outside(*words, RANK="0", WORLD_SIZE="2")
+        quiet = outside(*words, RANK="1", WORLD_SIZE="2")
+        assert loud[0] == quiet[0] == (2 if words == ["--nonsense"] else 0)
+        assert quiet[1:3] == ("", "") and (loud[1] or loud[2])
+
+
+def test_help_names_every_flag_with_unit_and_default() -> None:
+    code, out, err = outside("--help", COLUMNS="100")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: train.py") and "Trains." in out
+    text = " ".join(out.replace("│", " ").split())
+    words = set(text.replace(",", " ").split())
+    for cls in GROUPS.values():
+        assert cls.__doc__ is not None and cls.__doc__ in text
+        for name, kind in field_kinds(cls).items():
+            flag = "--" + name.replace("_", "-")
+            shown = f"--no-{name.replace('_', '-')}" if kind.base == "bool" and cls.__dataclass_fields__[name].default is True else flag
+            assert shown in words, shown
+    assert "--num-layers INT transformer blocks (required)" in text and "so many steps [steps; default: 100]" in text
+    assert "--swiglu gated SiLU MLP --geglu" in text and "{None}" not in out and "None" not in words and "False" not in words
+
+
+def test_help_into_a_closed_pipe_is_silent() -> None:
+    command = f"{sys.executable} -c '{_PROGRAM}' --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.startswith("usage: train.py") and "Traceback" not in done.stderr
+
+
+def test_world_size_comes_from_the_launcher() -> None:
+    code, _, err = outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="2")
+    assert code == 2 and "(1 * 2 = 2): 3 = 1 * 2 + 1" in err
+    assert outside(*SOUND.split(), "--global-batch-size", "3", WORLD_SIZE="3")[0] == 0
+    assert outside(*SOUND.split(), WORLD_SIZE="many")[0] == 0
+
+
+def test_print_config_goes_back_in(tmp_path: Path) -> None:
+    code, out, err = outside(*SOUND.split(), "--bf16", "--print-config")
+    assert code == 0 and err == ""
+    (tmp_path / "again.yaml").write_text(out)
+    assert outside("--config", str(tmp_path / "again.yaml"), "--print-config")[1] == out

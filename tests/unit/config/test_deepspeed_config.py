@@ -1,0 +1,406 @@
+"""DeepSpeed's JSON: what each key means here, what it must agree with, and what a wrong file is answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from megatron_sp.config.flags.arguments import config_as_yaml, config_from_args
+from megatron_sp.config.flags.config_file import MAX_FILE_BYTES
+from megatron_sp.config.schema import Config
+from megatron_sp.utils.errors import ConfigError
+
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ds.json"
+
+
+def parse(path: Path, data: Any, more: str = "", *, world_size: int = 1, lr: str = "--lr 1e-3") -> Config:
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return config_from_args([*SHAPE.split(), *lr.split(), "--deepspeed_config", str(path), *more.split()], world_size=world_size)
+
+
+def error(path: Path, data: Any, more: str = "", **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(path, data, more, **kwargs)
+    return str(caught.value)
+
+
+def field(config: Config, name: str) -> Any:
+    group, _, attribute = name.partition(".")
+    return getattr(getattr(config, group), attribute)
+
+
+def zero(**block: Any) -> dict[str, Any]:
+    return {"zero_optimization": block}
+
+
+MEANS: list[tuple[dict[str, Any], str, Any]] = [
+    (zero(stage=2), "parallel.zero_stage", 2),
+    (zero(stage=3.0), "parallel.zero_stage", 3),
+    (zero(stage=1, overlap_comm=False), "parallel.overlap_grad_reduce", False),
+    (zero(stage=1, overlap_comm=False), "parallel.overlap_param_gather", False),
+    (zero(stage=1, overlap_comm="auto"), "parallel.overlap_grad_reduce", True),
+    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=True), "parallel.zero3_fetch", "all_reduce"),
+    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=False), "parallel.zero3_fetch", "all_gather"),
+    (zero(stage=2, stage3_use_all_reduce_for_fetch_params=True), "parallel.zero3_fetch", "all_gather"),
+    (zero(stage=2, offload_optimizer={"device": "cpu", "pin_memory": True}), "parallel.offload_optimizer", True),
+    (zero(stage=2, offload_optimizer={"device": "none"}), "parallel.offload_optimizer", False),
+    (zero(stage=2, offload_optimizer={}), "parallel.offload_optimizer", False),
+    (zero(stage=2, cpu_offload=True), "parallel.offload_optimizer", True),
+    (zero(stage=2, offload_param={"device": "none"}), "parallel.zero_stage", 2),
+    ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, "batch.global_batch_size", 12),
+    ({"train_micro_batch_size_per_gpu": 3}, "batch.micro_batch_size", 3),
+    ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}, "batch.global_batch_size", 12),
+    ({"train_batch_size": 12, "gradient_accumulation_steps": 4}, "batch.micro_batch_size", 3),
+    ({"train_batch_size": 12}, "batch.micro_batch_size", 12),
+    ({"gradient_accumulation_steps": 1e1}, "batch.global_batch_size", 10),
+    ({"gradient_accumulation_steps": "auto"}, "batch.global_batch_size", None),
+    ({"gradient_clipping": 0.5}, "optimizer.clip_grad", 0.5),
+    ({"gradient_clipping": 0}, "optimizer.clip_grad", 0.0),
+    ({"gradient_clipping": "auto"}, "optimizer.clip_grad", 1.0),
+    ({"bf16": {"enabled": True}}, "precision.bf16", True),
+    ({"bfloat16": {"enabled": True}}, "precision.bf16", True),
+    ({"bf16": {"enabled": "auto"}}, "precision.bf16", False),
+    ({"fp16": {"enabled": True}}, "precision.fp16", True),
+    ({"fp16": {"enabled": True}}, "precision.initial_loss_scale", 65536.0),
+    ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "precision.initial_loss_scale", 4096.0),
+    ({"fp16": {"enabled": True, "initial_scale_power": "auto"}}, "precision.initial_loss_scale", 2.0**32),
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "precision.loss_scale", None),
+    ({"fp16": {"enabled": True, "loss_scale": 128}}, "precision.loss_scale", 128.0),
+    ({"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 12}}, "precision.loss_scale", None),
+    ({"fp16": {"loss_scale": 128, "initial_scale_power": 12}}, "precision.initial_loss_scale", 2.0**32),
+    ({"fp16": {"enabled": True, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 4}}, "precision.loss_scale_window", 500),
+    ({"fp16": {"enabled": True, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 4}}, "precision.hysteresis", 3),
+    ({"fp16": {"enabled": True, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 4}}, "precision.min_loss_scale", 4.0),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, "precision.bf16", False),
+    ({"communication_data_type": "bf16"}, "parallel.grad_reduce_in_bf16", True),
+    ({"communication_data_type": "fp32"}, "parallel.grad_reduce_in_bf16", False),
+    ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, "optimizer.optimizer", "sgd"),
+    ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, "optimizer.sgd_momentum", 0.5),
+    ({"optimizer": {"type": "SGD"}}, "optimizer.sgd_momentum", 0.0),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}}}, "optimizer.adam_beta1", 0.8),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}}}, "optimizer.adam_beta2", 0.9),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}}}, "optimizer.adam_eps", 1e-6),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}}}, "optimizer.weight_decay", 0.0),
+    ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.3, "torch_adam": True}}}, "optimizer.weight_decay", 0.3),
+    ({"optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}}, "optimizer.weight_decay", 0.01),
+    ({"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "bias_correction": True}}}, "optimizer.adam_beta2", 0.999),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "optimizer.lr_decay_style", "constant"),
+    ({"sequence_parallel_size": 1}, "parallel.sequence_parallel_size", 1),
+    (
+        {"zero_optimization": None, "bf16": "auto", "optimizer": "auto", "scheduler": None, "train_batch_size": None},
+        "parallel.zero_stage",
+        0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "name", "value"), MEANS)
+def test_what_a_key_means(path: Path, data: dict[str, Any], name: str, value: Any) -> None:
+    assert field(parse(path, data), name) == value
+
+
+def test_the_learning_rate_comes_from_the_file(path: Path) -> None:
+    block = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
+    assert parse(path, block, lr="").optimizer.lr == 3e-4
+    assert parse(path, {"optimizer": {"type": "AdamW", "params": {}}}, lr="").optimizer.lr == 1e-3  # DeepSpeed's default
+    assert "--lr is required to train" in error(path, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, lr="")
+    assert (
+        parse(path, {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 2e-4, "warmup_max_lr": 2e-4}}}, lr="").optimizer.lr
+        == 2e-4
+    )
+
+
+def test_agreement_is_no_error_and_defaults_of_deepspeed_argue_with_nobody(path: Path) -> None:
+    data = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1, "overlap_comm": False}, "bf16": {"enabled": False}, "fp16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}},
+    }  # fmt: skip
+    more = (
+        "--global-batch-size 8 --micro-batch-size 2 --clip-grad 1 --use-distributed-optimizer --no-overlap-grad-reduce --fp16"
+        " --initial-loss-scale 1024 --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-6 --overlap-param-gather --optimizer adam"
+    )
+    config = parse(path, data, more, world_size=2)
+    assert (config.parallel.zero_stage, config.precision.initial_loss_scale) == (1, 1024.0)
+    assert (config.optimizer.weight_decay, config.optimizer.adam_eps, config.parallel.overlap_param_gather) == (0.1, 1e-6, True)
+
+
+DISAGREE: list[tuple[Any, str, str]] = [
+    (zero(stage=1, overlap_comm=True), "--no-overlap-grad-reduce", "overlap_comm (true) contradicts --no-overlap-grad-reduce:"),
+    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=False), "--stage3-use-all-reduce-for-fetch-params", "(false) contradicts --s"),
+    (zero(stage=3, stage3_use_all_reduce_for_fetch_params=True), "--zero3-fetch all_gather", "contradicts --zero3-fetch (all_gather)"),
+    (zero(stage=1, offload_optimizer={"device": "none"}), "--offload-optimizer", 'device ("none") contradicts --offload-optimizer:'),
+    (zero(stage=1, offload_optimizer={"device": "cpu"}), "--no-offload-optimizer", 'device ("cpu") contradicts --no-offload-optimizer:'),
+    (zero(stage=1, cpu_offload=True, offload_optimizer={}), "", 'device ("none") contradicts ds.json: zero_optimization.cpu_offload ('),
+    ({"train_batch_size": 8}, "--global-batch-size 16", "ds.json: train_batch_size (8) contradicts --global-batch-size (16)"),
+    ({"train_micro_batch_size_per_gpu": 8}, "--micro-batch-size 4", "_per_gpu (8) contradicts --micro-batch-size (4)"),
+    ({"bf16": {"enabled": False}}, "--bf16", "ds.json: bf16.enabled (false) contradicts --bf16:"),
+    ({"bf16": {"enabled": True}}, "--no-bf16", "ds.json: bf16.enabled (true) contradicts --no-bf16:"),
+    ({"bf16": {"enabled": True}}, "--fp16", "ds.json: bf16.enabled (true) contradicts --fp16:"),
+    ({"fp16": {"enabled": True}}, "--bf16", "ds.json: fp16.enabled (true) contradicts --bf16:"),
+    ({"fp16": {"enabled": True}}, "--fp64", "ds.json: fp16.enabled (true) contradicts --fp64:"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", "bf16.enabled (true) contradicts ds.json: fp16.enabled (true):"),
+    ({"communication_data_type": "fp32"}, "--grad-reduce-in-bf16", '("fp32") contradicts --grad-reduce-in-bf16:'),
+    ({"optimizer": {"type": "AdamW"}}, "--optimizer sgd", 'optimizer.type ("AdamW") contradicts --optimizer (sgd)'),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, "", "ds.json: optimizer.params.lr (1) contradicts --lr (0.001)"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, "--adam-beta2 0.95", "([0.9, 0.9]) contradicts --adam-beta2"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}, "--start-weight-decay 0.1 --end-weight-decay 0.2",
+        "optimizer.params.weight_decay (0.1) contradicts --end-weight-decay (0.2)",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}}, "--lr-warmup-iters 5",
+        'scheduler.type ("WarmupLR", which is constant at 0.001) contradicts --lr-warmup-iters (5)',
+    ),
+    (
+        {"train_batch_size": 12, "gradient_accumulation_steps": 2}, "--micro-batch-size 2",
+        "ds.json: gradient_accumulation_steps (2) contradicts ds.json: train_batch_size (12): micro-batch * accumulation * data-parallel"
+        " size = 2 * 2 * 1 = 4",
+    ),
+    ({"gradient_accumulation_steps": 2}, "--global-batch-size 8 --micro-batch-size 1", "(2) contradicts --global-batch-size (8)"),
+    ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "(9) must be a multiple of gradient_accumulation_steps"),
+    (
+        {"gradient_accumulation_steps": 2}, "--global-batch-size 8 --rampup-batch-size 2 2 100",
+        "gradient_accumulation_steps (2) is constant, and --rampup-batch-size changes the batch size",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "more", "says"), DISAGREE)
+def test_contradictions_name_both_values(path: Path, data: Any, more: str, says: str) -> None:
+    text = error(path, data, more)
+    assert says in text
+    assert "things are wrong" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "name", "value", "says"),
+    [
+        (zero(stage=2), "--zero-stage 1", "parallel.zero_stage", 2, "--zero-stage (1) (DeepSpeed reads this from its file alone"),
+        (zero(stage=0), "--zero_stage=3", "parallel.zero_stage", 0, "so it counts: ds.json: zero_optimization.stage (0))"),
+        (zero(stage=3), "--use-distributed-optimizer", "parallel.zero_stage", 3, "--use-distributed-optimizer (DeepSpeed reads"),
+        (zero(stage=0), "--use-distributed-optimizer", "parallel.zero_stage", 0, "--use-distributed-optimizer (DeepSpeed reads"),
+        ({"gradient_clipping": 0.5}, "--clip-grad 1.0", "optimizer.clip_grad", 0.5, "--clip-grad (1.0) (DeepSpeed reads"),
+        ({"fp16": {"loss_scale": 0}}, "--fp16 --loss-scale 8", "precision.loss_scale", None, "loss_scale (0, which is dynamic))"),
+        ({"fp16": {"initial_scale_power": 4}}, "--fp16 --initial-loss-scale 8", "precision.initial_loss_scale", 16.0, "(4, which is 16))"),
+        ({"fp16": {"loss_scale_window": 500}}, "--fp16 --loss-scale-window 9", "precision.loss_scale_window", 500, "(9) (DeepSpeed"),
+    ],
+)
+def test_what_only_deepspeed_reads_is_as_its_file_says_and_one_line_says_so(
+    path: Path, data: Any, more: str, name: str, value: Any, says: str
+) -> None:
+    config = parse(path, data, more)
+    assert field(config, name) == value
+    (note,) = (note for note in config.ignored_flags if "DeepSpeed reads this" in note)
+    assert says in note and "\n" not in note
+
+
+def test_a_contradiction_with_the_yaml_file_names_its_line(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 0.1\nfp16: true\n")
+    text = error(path, {"bf16": {"enabled": True}}, f"--config {tmp_path}/run.yaml", lr="")
+    assert "ds.json: bf16.enabled (true) contradicts run.yaml line 2: fp16" in text
+    (tmp_path / "run.yaml").write_text(f"lr: 0.1\ndeepspeed_config: {path}\n")
+    assert config_from_args([*SHAPE.split(), "--config", f"{tmp_path}/run.yaml"], world_size=1).precision.bf16
+
+
+def test_batch_sizes_count_data_parallel_ranks(path: Path) -> None:
+    data = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert parse(path, data, "--tp-size 2", world_size=8).batch.global_batch_size == 2 * 3 * 4
+    assert parse(path, {"train_batch_size": 24, "gradient_accumulation_steps": 3}, "--sp-size 2", world_size=8).batch.micro_batch_size == 2
+    assert "the number of processes (6) must be a multiple" in error(path, data, "--tp-size 4", world_size=6)
+    tokens = parse(path, {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}, "--lr-warmup-tokens 129")
+    assert tokens.optimizer.lr_warmup_iters == 2  # 32 * 4 = 128 tokens a step
+
+
+def test_parameters_of_no_optimizer(path: Path) -> None:
+    says = 'optimizer.params ({"lr": 0.1}) has no optimizer.type: add "type": "AdamW"'
+    assert says in error(path, {"optimizer": {"params": {"lr": 0.1}}})
+    assert parse(path, {"optimizer": {"params": {}}}).optimizer.optimizer == "adam"
+
+
+REFUSED: list[tuple[Any, tuple[str, ...]]] = [
+    (zero(stage=3, offload_param={"device": "cpu"}), ('offload_param.device ("cpu") is not supported', "--offload-optimizer")),
+    (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}), ("offload_param.device (\"nvme\") is not supported",)),
+    (zero(stage=3, offload_optimizer={"device": "nvme"}), ("offload_optimizer.device (\"nvme\") is not supported", 'use "cpu"')),
+    (zero(stage=3, cpu_offload_params=True), ("cpu_offload_params (true) is not supported",)),
+    (zero(stage=3, zero_quantized_weights=True), ("zero_quantized_weights (true) is not supported",)),
+    (zero(stage=3, zero_quantized_gradients=True), ("zero_quantized_gradients (true) is not supported", "--grad-reduce-in-bf16")),
+    (zero(stage=2, zenflow={"topk_ratio": 0.05}), ("zenflow ({\"topk_ratio\": 0.05}) is not supported",)),
+    ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, ("fp16.consecutive_hysteresis (true) is not supported",)),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ("fp16_master_weights_and_grads (true) is not supported",)),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ("bf16.bf16_optimizer_states (true) is not supported",)),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, ('data_types.grad_accum_dtype ("bf16") is not supported', "in fp32")),
+    ({"communication_data_type": "fp16"}, ('communication_data_type ("fp16") is not supported',)),
+    ({"gradient_allreduce_op": "sum"}, ('gradient_allreduce_op ("sum") is not supported',)),
+    ({"optimizer": {"type": "OneBitAdam"}}, ('optimizer.type ("OneBitAdam") is not supported', "AdamW and SGD")),
+    ({"optimizer": {"type": ["Adam"]}}, ("optimizer.type ([\"Adam\"]) is not supported",)),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ("adam_w_mode (false) is not supported",)),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ("bias_correction (false) is not supported",)),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, ("max_grad_norm (1.0) is not supported", "gradient_clipping")),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, ("nesterov (true) is not supported",)),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 50, "warmup_type": "linear"}}},
+        ('scheduler.type ("WarmupLR") is not supported', "--lr 0.0003 --lr-decay-style constant --lr-warmup-iters 50 and remove the block"),
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 900, "warmup_min_lr": 1e-5, "warmup_max_lr": "auto"}}},
+        ("--lr LR --lr-decay-style linear --lr-warmup-iters 1000 --lr-warmup-init 1e-05 --lr-decay-iters 900 and",),
+    ),
+    ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ("--lr-decay-style cosine --lr-warmup-iters 1000",)),
+    ({"scheduler": {"type": "OneCycle"}}, ('scheduler.type ("OneCycle") is not supported', "give --lr, --lr-decay-style and")),
+    ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning ({\"enabled\": true}) is not supported",)),
+    ({"amp": {"enabled": True}}, ("amp ({\"enabled\": true}) is not supported",)),
+    ({"elasticity": {"enabled": True}}, ("elasticity",)),
+    ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("compression_training (",)),
+    ({"tensor_parallel": {"autotp_size": 4}}, ("tensor_parallel", "--tensor-model-parallel-size")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "says"), REFUSED)
+def test_what_would_change_the_result_is_refused_by_name(path: Path, data: Any, says: tuple[str, ...]) -> None:
+    text = error(path, data)
+    assert text.startswith("ds.json: ") and "\n" not in text
+    for part in says:
+        assert part in text
+
+
+def test_tuning_is_listed_once_in_one_line(path: Path) -> None:
+    data = {
+        "steps_per_print": 10, "wall_clock_breakdown": False, "prescale_gradients": True,
+        "activation_checkpointing": {"partition_activations": True},
+        "zero_optimization": {
+            "stage": 3, "reduce_scatter": True, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto",
+            "offload_optimizer": {"device": "cpu", "buffer_count": 4}, "offload_param": {"device": "none"}, "zero_quantized_weights": False,
+            "zenflow": None,
+        },
+        "curriculum_learning": {"enabled": False}, "amp": {}, "_comment": "mine", "compression_training": {"a": {"enabled": False}},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }  # fmt: skip
+    config = parse(path, data, "--use-mcore-models")
+    assert len(config.ignored_flags) == 2
+    note = config.ignored_flags[1]
+    assert "\n" not in note and note.startswith(
+        "ds.json: steps_per_print, wall_clock_breakdown, prescale_gradients, activation_checkpointing,"
+    )
+    for name in ("zero_optimization.reduce_bucket_size", "zero_optimization.offload_optimizer.buffer_count", "amp", "curriculum_learning"):
+        assert name in note
+    assert note.endswith("(DeepSpeed's own tuning, without a meaning here); _comment (unknown)")
+    assert parse(path, {"zero_optimization": {"stage": 1}}).ignored_flags == ()
+    assert len(parse(path, {f"k{i}": i for i in range(2000)}).ignored_flags[0]) < 1000
+
+
+WRONG: list[tuple[str, str]] = [
+    ("", "is not valid JSON: Expecting value: line 1 column 1"),
+    ('{"a": 1,\n "b": }', "is not valid JSON: Expecting value: line 2 column 7"),
+    ('{"a": 1,}', "line 1 column"),
+    ("[]", "must be a JSON object, not list"),
+    ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "the name 'bf16' is given twice"),
+    ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the name 'stage' is given twice"),
+    ('{"a":' * 40 + "1" + "}" * 40, "nested deeper than 32 levels"),
+    ('{"a":' + "[" * 9000 + "]" * 9000 + "}", "nested too deeply"),
+    ('{"a":[' + "1," * 20000 + "1]}", "more than 10,000 values"),
+    ("#" * (MAX_FILE_BYTES + 1), "larger than"),
+    ('{"gradient_clipping": NaN}', "gradient_clipping: expected a number"),
+    ('{"gradient_clipping": Infinity}', "gradient_clipping: expected a number"),
+    ('{"gradient_clipping": 1e999}', "gradient_clipping: expected a number"),
+    ('{"gradient_clipping": -1}', "ds.json: gradient_clipping (-1) must be at least 0"),
+    ('{"gradient_clipping": "1.0"}', "gradient_clipping: expected a number, got str '1.0'"),
+    ('{"gradient_clipping": true}', "gradient_clipping: expected a number, got bool True"),
+    ('{"train_batch_size": 1.5}', "train_batch_size: expected an integer, got float 1.5"),
+    ('{"train_batch_size": 0}', "train_batch_size (0) must be at least 1"),
+    ('{"train_batch_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+    ('{"gradient_clipping": ' + "9" * 4000 + "}", "gradient_clipping: "),
+    ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps: expected an integer of at least 1, got 0"),
+    ('{"gradient_accumulation_steps": [1]}', "gradient_accumulation_steps: expected an integer of at least 1, got [1]"),
+    ('{"zero_optimization": true}', "zero_optimization: expected an object {...}, got true"),
+    ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"),
+    ('{"zero_optimization": {"stage": true}}', "zero_optimization.stage: expected 0, 1, 2 or 3, got true"),
+    ('{"zero_optimization": {"stage": [1]}}', "zero_optimization.stage: expected 0, 1, 2 or 3, got [1]"),
+    ('{"zero_optimization": {"overlap_comm": 1}}', 'overlap_comm: expected true, false or "auto", got 1'),
+    ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', 'device: expected "cpu" or "none", got "gpu"'),
+    ('{"zero_optimization": {"offload_optimizer": {"device": ["cpu"]}}}', 'device: expected "cpu" or "none", got ["cpu"]'),
+    ('{"zero_optimization": {"offload_optimizer": "cpu"}}', 'offload_optimizer: expected an object {...}, got "cpu"'),
+    ('{"fp16": {"enabled": "yes"}}', "fp16.enabled: expected true or false, got str 'yes'"),
+    ('{"fp16": {"enabled": true, "initial_scale_power": 1e999}}', "initial_scale_power: expected an integer from 0 to 127"),
+    ('{"fp16": {"enabled": true, "initial_scale_power": 1024}}', "initial_scale_power: expected an integer from 0 to 127, got 1024"),
+    ('{"fp16": {"enabled": true, "loss_scale": -8}}', "fp16.loss_scale (-8) must be at least 0"),
+    ('{"fp16": {"enabled": true, "hysteresis": 0}}', "fp16.hysteresis (0) must be at least 1"),
+    ('{"communication_data_type": "int8"}', 'communication_data_type: expected "fp32" or "bf16", got "int8"'),
+    ('{"data_types": {"grad_accum_dtype": 32}}', 'grad_accum_dtype: expected "fp32", got 32'),
+    ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}', "betas: expected two numbers [beta1, beta2], got [0.9]"),
+    ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9, "x"]}}}', "betas: expected a number, got str 'x'"),
+    ('{"optimizer": {"type": "Adam", "params": 3}}', "optimizer.params: expected an object {...}, got 3"),
+    ('{"optimizer": "Adam"}', 'optimizer: expected an object {...}, got "Adam"'),
+    ('{"scheduler": 3}', "scheduler: expected an object {...}, got 3"),
+    ('{"graident_clipping": 1.0}', "ds.json: graident_clipping is unknown: did you mean gradient_clipping?"),
+    ('{"zero_optimization": {"stag": 1}}', "zero_optimization.stag is unknown: did you mean stage?"),
+    ('{"a\\u001b[31m": 1, "bf16": {"enabled": 1}}', "bf16.enabled: expected true or false, got int 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG)
+def test_wrong_files(path: Path, text: str, says: str) -> None:
+    said = error(path, text)
+    assert says in said and "ds.json" in said
+    assert "\n" not in said and len(said) < 600 and said.isprintable()
+
+
+def test_everything_that_is_wrong_is_said_at_once(path: Path) -> None:
+    data = {"gradient_clipping": 2, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": True}}
+    text = error(path, data, "--clip-grad 1 --bf16 --zero-stage 2")
+    assert text.startswith("2 things are wrong:") and all(part in text for part in ("--bf16", "offload_param"))
+
+
+def test_files_that_cannot_be_read(path: Path) -> None:
+    for flag in ("--deepspeed_config", "--deepspeed-config", "--deepscale_config"):
+        with pytest.raises(ConfigError, match=r"--deepspeed_config /none/ds.json: cannot be read: No such file"):
+            config_from_args([*SHAPE.split(), flag, "/none/ds.json"])
+    with pytest.raises(ConfigError, match="--deepspeed_config: expected a text, got nothing"):
+        config_from_args([*SHAPE.split(), "--deepspeed_config", "--bf16"])
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        config_from_args([*SHAPE.split(), "--deepspeed_config", str(path)])
+
+
+def test_the_printed_configuration_holds_what_the_file_said(path: Path, tmp_path: Path) -> None:
+    data = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "fp16": {"enabled": True},
+        "x": 1,
+    }
+    config = parse(path, data, "--micro-batch-size 2")
+    (tmp_path / "again.yaml").write_text(config_as_yaml(config))
+    again = config_from_args(["--config", f"{tmp_path}/again.yaml"], world_size=1)
+    assert again == config and again.parallel.zero_stage == 3
+    assert "# ignored: ds.json: x (unknown)\n" in config_as_yaml(config)
+
+
+def test_neither_torch_nor_numpy_is_loaded(path: Path) -> None:
+    path.write_text(json.dumps(zero(stage=1) | {"train_micro_batch_size_per_gpu": 1}))
+    program = (
+        "import sys; from megatron_sp.commands.pretrain import parse_config as p; print(p().parallel.zero_stage, 'torch' in sys.modules)"
+    )
+    words = [*SHAPE.split(), "--lr", "1", "--deepspeed_config", str(path)]
+    run = [sys.executable, "-c", program, *words]
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.stdout, done.stderr, done.returncode) == ("1 False\n", "", 0)
+    wrong = subprocess.run([*run, "--micro-batch-size", "2"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (
+        wrong.returncode == 2
+        and wrong.stdout == ""
+        and wrong.stderr.count("\n") == 1
+        and "(1) contradicts --micro-batch-size (2)" in wrong.stderr
+    )

@@ -1,0 +1,290 @@
+"""Text to .bin/.idx: what a document is, the same bytes for any number of workers, and nothing half-written."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+from megatron_sp.commands.preprocess import main
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.data import preprocess as module
+from megatron_sp.data import text_input
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.preprocess import PreprocessOptions, PreprocessReport, Progress, preprocess
+from megatron_sp.utils.errors import ConfigError, DataError, DiskError, ReportedError
+
+BYTES = DataConfig(tokenizer_type="ByteTokenizer")
+TOOL = ROOT / "tools" / "preprocess_data.py"
+
+
+def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
+    path.write_text("".join(json.dumps({key: t}) + "\n" for t in texts))
+    return str(path)
+
+
+def documents(prefix: Path | str) -> list[str]:
+    data = IndexedDataset(prefix)
+    bounds = data.document_index.tolist()
+    ids = [[t for i in range(a, b) for t in data.get(i).tolist()] for a, b in itertools.pairwise(bounds)]
+    return [bytes(i for i in d if i < 256).decode() + "|" * (256 in d) for d in ids]
+
+
+def run(tmp_path: Path, *inputs: str, **options: object) -> PreprocessReport:
+    return preprocess(PreprocessOptions(inputs, str(tmp_path / "out"), **({"data": BYTES} | options)))  # type: ignore[arg-type]
+
+
+def test_one_document_per_line(tmp_path: Path) -> None:
+    report = run(
+        tmp_path, jsonl(tmp_path / "a.jsonl", ["one", "two\nlines", "日本"]), jsonl(tmp_path / "b.json", ["last"]), append_eod=True
+    )
+    assert documents(tmp_path / "out_text_document") == ["one|", "two\nlines|", "日本|", "last|"]
+    assert (report.num_documents, report.num_tokens, report.outputs) == (
+        4, {"text": 3 + 9 + 6 + 4 + 4}, {"text": str(tmp_path / "out_text_document")},
+    )  # fmt: skip
+    assert report.num_input_bytes == sum((tmp_path / n).stat().st_size for n in ("a.jsonl", "b.json"))
+
+
+def test_empty_documents_have_no_sequence_and_no_eod(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n\n{"text": ""}\n  \n{"text": "y"}')  # and no newline at the end
+    report = run(tmp_path, str(path), append_eod=True)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert documents(tmp_path / "out_text_document") == ["x|", "", "", "", "y|"]
+    assert len(data) == 2 and data.document_index.tolist() == [0, 1, 1, 1, 1, 2] and report.num_documents == 5
+
+
+def sequences(prefix: Path) -> list[list[str]]:
+    data = IndexedDataset(prefix)
+    return [
+        [bytes(i if i < 256 else ord("|") for i in data.get(k).tolist()).decode() for k in range(a, b)]
+        for a, b in itertools.pairwise(data.document_index.tolist())
+    ]
+
+
+def test_sentences_become_sequences(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["One. Two! 3.5 is three?", "", "A heading\n\nText", "  \n\n ", "Last."])
+    report = run(tmp_path, path, split_sentences=True, append_eod=True)
+    assert sequences(tmp_path / "out_text_sentence") == [
+        ["One.", "Two!", "3.5 is three?|"], [], ["A heading", "Text|"], [], ["Last.|"],
+    ]  # fmt: skip
+    assert (report.num_documents, report.num_sequences) == (5, {"text": 6}) and not list(tmp_path.glob("*_document*"))
+    run(tmp_path, path, split_sentences=True)
+    assert sequences(tmp_path / "out_text_sentence")[0] == ["One.", "Two!", "3.5 is three?"]
+
+
+def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("[UNK]\n[SEP]\none\ntwo\n.\n")
+    path = jsonl(tmp_path / "a.jsonl", ["One.\n\n\u200d\n\nTwo.", "\u200d"])
+    report = run(tmp_path, path, split_sentences=True, append_eod=True, data=DataConfig(vocab_file=str(tmp_path / "v.txt")))
+    data = IndexedDataset(tmp_path / "out_text_sentence")
+    assert [data.get(k).tolist() for k in range(len(data))] == [[2, 4], [3, 4, 1]] and data.document_index.tolist() == [0, 2, 2]
+    assert report.num_tokens == {"text": 5}
+
+
+def test_sentences_have_the_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 2000)
+    path = jsonl(tmp_path / "a.jsonl", [f"No {i}. " + f"It is {i}. " * (i % 7) for i in range(200)])
+    outputs = []
+    for workers in (1, 2):
+        run(tmp_path, path, workers=workers, split_sentences=True)
+        outputs.append([(tmp_path / f"out_text_sentence{s}").read_bytes() for s in (".bin", ".idx")])
+    assert outputs[0] == outputs[1]
+    assert [len(d) for d in sequences(tmp_path / "out_text_sentence")] == [i % 7 + 1 for i in range(200)]
+
+
+def test_keys_become_data_sets_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "T", "body": "B", "n": 3}\n{"title": "", "body": "C"}\n')
+    run(tmp_path, str(path), json_keys=("body", "title"))
+    assert documents(tmp_path / "out_body_document") == ["B", "C"]
+    assert documents(tmp_path / "out_title_document") == ["T", ""]
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ("paragraph", ["one\ntwo", "three", "four"]),
+        ("line", ["one", "two", "", "three", " ", "", "four"]),
+        ("file", ["one\ntwo\n\nthree\n \n\nfour\n"]),
+    ],
+)
+def test_plain_text(unit: str, expected: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n \n\nfour\n")
+    run(tmp_path, str(tmp_path / "a.txt"), text_unit=unit)
+    assert documents(tmp_path / "out_text_document") == expected
+
+
+def test_line_ends_and_byte_order_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree")
+    run(tmp_path, str(tmp_path / "a.txt"))
+    assert documents(tmp_path / "out_text_document") == ["one\r\ntwo", "three"]
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
+    run(tmp_path, str(tmp_path / "a.jsonl"))
+    assert documents(tmp_path / "out_text_document") == ["one", "two"]
+
+
+def test_gzip_and_given_format(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "zipped"}\n')
+    (tmp_path / "data").write_text('{"text": "json by flag"}\n')
+    run(tmp_path, str(tmp_path / "a.jsonl.gz"), str(tmp_path / "data"), input_format="jsonl")
+    assert documents(tmp_path / "out_text_document") == ["zipped", "json by flag"]
+    run(tmp_path, str(tmp_path / "data"))
+    assert documents(tmp_path / "out_text_document") == ['{"text": "json by flag"}']
+    run(tmp_path, str(tmp_path / "a.jsonl.gz"))
+    assert documents(tmp_path / "out_text_document") == ["zipped"]
+    whole = (tmp_path / "a.jsonl.gz").read_bytes()
+    for damaged in (whole[:-9], b"not gzip"):
+        (tmp_path / "b.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"b\.jsonl\.gz: cannot be read"):
+            run(tmp_path, str(tmp_path / "b.jsonl.gz"))
+
+
+def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 2000)
+    paths = [jsonl(tmp_path / f"{k}.jsonl", [f"{k}:{i} " + "x" * (37 * i % 300) for i in range(150)]) for k in range(2)]
+    outputs = []
+    for workers in (1, 2):
+        run(tmp_path, *paths, workers=workers, append_eod=True)
+        outputs.append([(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")])
+    assert outputs[0] == outputs[1]
+    assert [d.split(" ")[0] for d in documents(tmp_path / "out_text_document")] == [f"{k}:{i}" for k in range(2) for i in range(150)]
+
+
+BAD = {
+    "json": ('{"text": "a"', r"a\.jsonl:3: not JSON: .*--skip-bad-lines"),
+    "no object": ('["a"]', r"a\.jsonl:3: expected a JSON object with text, found list"),
+    "no key": ('{"txt": "a", "id": 1}', r"a\.jsonl:3: no key 'text'; this line has 'id', 'txt'"),
+    "no string": ('{"text": null}', r"a\.jsonl:3: 'text' is NoneType, expected a string"),
+    "no utf-8": (b'{"text": "\xff"}', r"a\.jsonl:3: 'utf-8' codec can't decode byte 0xff"),
+    "deep": ('{"text": ' + "[" * 100_000, r"a\.jsonl:3: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_lines(name: str, tmp_path: Path) -> None:
+    line, message = BAD[name]
+    raw = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n\n' + raw + b'\n{"text": "two"}\n')
+    with pytest.raises(DataError, match=message):
+        run(tmp_path, str(tmp_path / "a.jsonl"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"], "nothing is left of the output"
+    report = run(tmp_path, str(tmp_path / "a.jsonl"), skip_bad_lines=True)
+    assert report.num_skipped == 1 and documents(tmp_path / "out_text_document") == ["one", "", "two"]
+
+
+def test_a_bad_paragraph_is_named_by_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n\n\ntwo\nthree\n\xff\n\nfour\n")
+    with pytest.raises(DataError, match=r"a\.txt:4: 'utf-8' codec"):
+        run(tmp_path, str(tmp_path / "a.txt"))
+
+
+def test_a_line_that_is_bad_under_one_key_is_left_out_of_all(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": "1", "b": "2"}\n{"a": "3"}\n{"a": "4", "b": "x"}\n{"a": "5", "b": "6"}\n')
+    run(tmp_path, str(tmp_path / "a.jsonl"), json_keys=("a", "b"), skip_bad_lines=True, data=DataConfig(), vocab_size=10)
+    data = [IndexedDataset(tmp_path / f"out_{k}_document") for k in "ab"]
+    assert [[int(t) for i in range(len(d)) for t in d.get(i)] for d in data] == [[1, 5], [2, 6]]
+
+
+def test_a_bad_line_in_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
+        run(tmp_path, str(tmp_path / "a.jsonl"), workers=2)
+
+
+def _die(_: object) -> None:
+    os._exit(9)
+
+
+def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_encode_in_worker", _die)
+    with pytest.raises(DataError, match=r"a worker process died .*nothing is written; try fewer --workers"):
+        run(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"] * 10), workers=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_mistakes_are_found_before_the_work(tmp_path: Path) -> None:
+    good = jsonl(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / "t.txt").write_text("x")
+    cases: list[tuple[tuple[str, ...], dict[str, object], type[ReportedError], str]] = [
+        ((good, str(tmp_path / "none")), {}, DataError, "none: no such input file"),
+        ((), {}, ConfigError, "at least one --input"),
+        ((good,), {"workers": 0}, ConfigError, "--workers 1 or more"),
+        ((good,), {"json_keys": ("a", "a")}, ConfigError, "each key once"),
+        ((str(tmp_path / "t.txt"),), {"json_keys": ("body",)}, ConfigError, "plain text, which has no keys"),
+        ((good,), {"data": DataConfig()}, ConfigError, "there is no tokenizer"),
+        ((good,), {"data": DataConfig(tokenizer_model="none.model")}, DataError, "none.model: cannot be read"),
+    ]
+    for inputs, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            run(tmp_path, *inputs, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="cannot be made"):
+        preprocess(PreprocessOptions((good,), str(tmp_path / "file" / "out"), BYTES))
+    with pytest.raises(DataError, match="no text under text"):
+        run(tmp_path, jsonl(tmp_path / "e.jsonl", ["", ""]))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_output_folder_is_made(tmp_path: Path) -> None:
+    preprocess(PreprocessOptions((jsonl(tmp_path / "a.jsonl", ["x"]),), str(tmp_path / "new" / "deep" / "out"), BYTES))
+    assert documents(tmp_path / "new" / "deep" / "out_text_document") == ["x"]
+
+
+def test_progress_ends_with_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_input, "_CHUNK_BYTES", 100)
+    seen: list[tuple[int, int, int]] = []
+
+    class Seen(Progress):
+        def update(self, report: PreprocessReport, bytes_read: int, bytes_total: int) -> None:
+            seen.append((report.num_documents, bytes_read, bytes_total))
+
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 30] * 50)
+    preprocess(PreprocessOptions((path,), str(tmp_path / "out"), BYTES), Seen())
+    assert seen[-1] == (50, os.path.getsize(path), os.path.getsize(path)) and len(seen) > 10 and seen == sorted(seen)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["hello", "world"])
+    flags = ["--input", path, "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]
+    assert main([*flags, "--append-eod"]) == 0
+    out = capsys.readouterr().out
+    assert "o_text_document.bin: 2 documents, 12 tokens" in out and "MB/s" in out
+    assert main([*flags, "--split-sentences"]) == 0
+    assert "o_text_sentence.bin: 2 documents, 2 sentences, 10 tokens" in capsys.readouterr().out
+    assert main([*flags, "--json-keys", "nope"]) == 4
+    assert "error: " in capsys.readouterr().err
+    assert main([*flags, "--json-keys", "nope", "--skip-bad-lines"]) == 4  # everything is bad
+    assert main([*flags[:2], "--output-prefix", str(tmp_path / "o")]) == 2
+    with pytest.raises(SystemExit) as info:
+        main(["--input", path])
+    assert info.value.code == 2
+
+
+def test_the_tool_runs_without_torch_and_killed_leaves_nothing_whole(tmp_path: Path) -> None:
+    code = (
+        f"import sys, runpy; sys.argv = ['x', '--help']\ntry: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        "except SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--append-eod" in shown.stdout
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "x"}\n' * 100)
+    words = ["--input", str(lines), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "ByteTokenizer"]
+    code = (
+        "import os, runpy, signal, sys\nos.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"  # all is written, under no name yet
+        f"sys.argv[1:] = {words!r}\nrunpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob("o_text_document.bin.part-*"))
+    with pytest.raises(DataError, match="does not exist"):
+        IndexedDataset(tmp_path / "o_text_document")

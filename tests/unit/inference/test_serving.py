@@ -1,0 +1,343 @@
+"""Requests, stops, the queue and the batches of the server, without HTTP."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import stored_models
+from support.waiting import PATIENCE_S, wait_until
+
+from megatron_sp.data.tokenizers import ByteTokenizer
+from megatron_sp.inference.generation import Sampling, complete
+from megatron_sp.inference.serving.engine import Engine, Event
+from megatron_sp.inference.serving.request import ApiError, Completion, Limits, parse_body
+from megatron_sp.inference.serving.sequence import Piece, Sequence, StopText
+from megatron_sp.inference.serving.server import is_loopback, open_socket, require_packages, warning_about
+from megatron_sp.inference.serving.slots import Slots
+from megatron_sp.models.gpt import GPTModel
+from megatron_sp.ops import availability
+from megatron_sp.utils.errors import ConfigError
+
+TOKENIZER = ByteTokenizer()
+# sampling may draw the end of the document at any step; the likeliest token of the model below never is it
+ENDLESS: dict[str, Any] = {"prompt": "ab", "max_tokens": 4000, "temperature": 0}
+LIMITS = Limits(max_positions=24, max_tokens=20, max_sequences=6)
+
+
+def parse(**body: Any) -> Completion:
+    return parse_body(json.dumps(body).encode(), TOKENIZER, "tiny", LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [[97, 98]]), (["a", "bc"], [[97], [98, 99]]), ([97, 98], [[97, 98]]), ([[97], [98, 256]], [[97], [98, 256]]),
+        (None, [[256]]), ("", [[256]]),
+    ],
+)  # fmt: skip
+def test_prompts_of_every_form(prompt: Any, ids: list[list[int]]) -> None:
+    spec = parse(prompt=prompt, max_tokens=3)
+    assert [p.ids for p in spec.prompts] == ids
+    assert [p.text for p in spec.prompts] == [bytes(i for i in one if i < 256).decode() for one in ids]
+
+
+def test_what_is_left_out_has_openais_defaults() -> None:
+    spec = parse(prompt="ab")
+    assert (spec.max_tokens, spec.n, spec.stop, spec.logprobs, spec.echo, spec.stream) == (16, 1, [], None, False, False)
+    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k) == (1.0, 1.0, 0)
+    assert parse().sampling.seed != parse().sampling.seed  # of its own each time
+    assert parse(prompt="x" * 20).max_tokens == 4  # what the context has room for
+    assert parse(seed=-3, top_p=0, stop="a", user="me", logit_bias={}, best_of=None).sampling == Sampling(1.0, 0, 1e-9, -3)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "message"),
+    [
+        ({"prompts": "a"}, 400, "prompts", "unknown field 'prompts'"),
+        ({"model": "other"}, 404, "model", "this server has 'tiny'"),
+        ({"prompt": 3}, 400, "prompt", "'prompt' must be a text"),
+        ({"prompt": []}, 400, "prompt", "'prompt' must be a text"),
+        ({"prompt": ["a", 3]}, 400, "prompt", "'prompt' must be a text"),
+        ({"prompt": [True]}, 400, "prompt", "'prompt' must be a text"),
+        ({"prompt": [257]}, 400, "prompt", "token id 257 is outside the vocabulary, 0 to 256"),
+        ({"prompt": "x" * 25}, 400, "prompt", "25 tokens do not fit into the model's context of 24"),
+        ({"prompt": "x" * 20, "max_tokens": 5}, 400, "max_tokens", "20 tokens and max_tokens (5) do not fit"),
+        ({"max_tokens": 21}, 400, "max_tokens", "above what this server allows (20)"),
+        ({"max_tokens": 0}, 400, "max_tokens", "generates nothing"),
+        ({"max_tokens": 2.0}, 400, "max_tokens", "'max_tokens' must be an integer"),
+        ({"n": 0}, 400, "n", "'n' must be an integer from 1 to 128"),
+        ({"n": True}, 400, "n", "'n' must be an integer"),
+        ({"n": 4, "prompt": ["a", "b"]}, 400, "n", "more than the 6 choices"),
+        ({"best_of": 2}, 400, "best_of", "'best_of' must be 'n'"),
+        ({"temperature": -0.1}, 400, "temperature", "'temperature' must be a number from 0 to 100"),
+        ({"temperature": "1"}, 400, "temperature", "'temperature' must be a number"),
+        ({"top_p": 1.5}, 400, "top_p", "'top_p' must be a number from 0 to 1"),
+        ({"stop": ["a"] * 5}, 400, "stop", "a list of up to 4"),
+        ({"stop": ""}, 400, "stop", "none of them empty"),
+        ({"logprobs": 6}, 400, "logprobs", "from 0 to 5"),
+        ({"stream": 1}, 400, "stream", "'stream' must be true or false"),
+        ({"stream_options": {"x": 1}}, 400, "stream_options", "'include_usage'"),
+        ({"suffix": "x"}, 400, "suffix", "'suffix' is not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    ],
+)
+def test_what_cannot_be_done_is_said(body: dict[str, Any], status: int, param: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(**body)
+    error = caught.value.body()["error"]
+    assert (caught.value.status, error["param"]) == (status, param) and message in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"temperature": NaN}'])
+def test_bodies_that_are_no_request(data: bytes) -> None:
+    with pytest.raises(ApiError):
+        parse_body(data, TOKENIZER, "tiny", LIMITS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_text_ends_at_the_first_stop_however_it_comes(size: int) -> None:
+    for text, stops, want in [
+        ("one two", ["e t"], "on"), ("aab", ["ab", "b"], "a"), ("xyzxyw", ["xyw"], "xyz"), ("one", ["only", "z"], "one"),
+        ("xx##", ["###"], "xx##"),
+    ]:  # fmt: skip
+        filter_, shown, stopped = StopText(stops), "", False
+        for at in range(0, len(text), size):
+            new, stopped = filter_.add(text[at : at + size])
+            shown += new
+            assert want.startswith(shown)  # nothing has to be taken back
+            if stopped:
+                break
+        assert (shown if stopped else shown + filter_.flush()) == want
+
+
+class Client:
+    """Collects what the engine gives a request."""
+
+    def __init__(self, engine: Engine, **body: Any) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.spec = parse_body(json.dumps(body).encode(), TOKENIZER, "tiny", Limits(4096, 4096, engine.capacity))
+        self.job = engine.submit(self.spec, self.events.put)
+
+    def next(self) -> Piece:
+        event = self.events.get(timeout=PATIENCE_S)
+        if isinstance(event, ApiError):
+            raise event
+        return event
+
+    def finish(self) -> list[tuple[str, str]]:
+        """(text, reason) of every choice."""
+        texts, reasons = [""] * (n := len(self.spec.prompts) * self.spec.n), [""] * n
+        while not all(reasons):
+            piece = self.next()
+            texts[piece.index] += piece.text
+            reasons[piece.index] = piece.finish or ""
+        return list(zip(texts, reasons, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    config = stored_models.byte_config(4096)
+    return GPTModel(config.model, config.kernels, seed=2, dtype=torch.float64).requires_grad_(False)
+
+
+@pytest.fixture
+def engine(model: GPTModel) -> Iterator[Engine]:
+    made = Engine(Slots(model, 3, TOKENIZER.vocab_size), TOKENIZER, max_queue=4, timeout_s=PATIENCE_S)
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_greedy_decoding_does_not_end(model: GPTModel) -> None:
+    """What the tests with ENDLESS rest on."""
+    ids = complete(model, [list(b"ab")], max_new_tokens=600, sampling=Sampling(0.0), eod=256, vocab_size=257)[0][0]
+    assert len(ids) == 600
+
+
+def alone(model: GPTModel, prompt: str, count: int, sampling: Sampling, n: int = 1) -> list[str]:
+    ids = complete(model, [list(prompt.encode())], max_new_tokens=count, sampling=sampling, eod=256, vocab_size=257, num_samples=n)[0]
+    return [bytes(i for i in one if i < 256).decode("utf-8", "replace") for one in ids]
+
+
+def test_in_company_as_alone(model: GPTModel, engine: Engine) -> None:
+    """More than there are rows, of different lengths, some of several choices: each has the text it has by itself."""
+    asked: list[tuple[str, int, dict[str, Any]]] = [
+        ("ab", 30, {"temperature": 0}), ("", 1, {"seed": 3}), ("hello", 9, {"seed": 4, "n": 2}),
+        ("x" * 40, 50, {"seed": 5, "top_p": 0.8}), ("q", 17, {"seed": 6, "temperature": 0.5}),
+    ]  # fmt: skip
+    clients = [Client(engine, prompt=p, max_tokens=k, **more) for p, k, more in asked]
+    for client, (prompt, count, more) in zip(clients, asked, strict=True):
+        sampling = Sampling(more.get("temperature", 1.0), 0, more.get("top_p", 1.0), more.get("seed", 0))
+        want = alone(model, prompt or "", count, sampling, more.get("n", 1)) if prompt else None
+        got = client.finish()
+        if want is not None:
+            assert [text for text, _ in got] == want
+    assert engine.counts == {"running": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 9}, {"max_tokens": 1}, {"max_tokens": 3, "echo": True, "logprobs": 1}])
+def test_a_prompt_is_read_once_for_all_its_samples(
+    model: GPTModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """Also where they do not all have a row at once, and another prompt comes between them and its own."""
+    read, seen = engine._slots.read, list[list[int]]()
+    monkeypatch.setattr(engine._slots, "read", lambda ids, *more: seen.append(ids) or read(ids, *more))
+    found = Client(engine, prompt=["abc", "xyz"], n=3, seed=7, **body).finish()
+    assert seen == [list(b"abc"), list(b"xyz")] and engine._slots._prompt is None and engine._shared is None
+    count = body["max_tokens"]
+    want = [text for prompt in ("abc", "xyz") for text in alone(model, prompt, count, Sampling(seed=7), 3)]
+    shown = ["abc"] * 3 + ["xyz"] * 3 if "echo" in body else [""] * 6
+    assert [text for text, _ in found] == [a + b for a, b in zip(shown, want, strict=True)]
+
+
+def test_a_cancelled_request_leaves_no_prompt_behind(engine: Engine) -> None:
+    client = Client(engine, **ENDLESS, n=5)  # three run, two wait for them
+    client.next()
+    wait_until(lambda: engine.counts == {"running": 3, "waiting": 2})
+    assert engine._slots._prompt is not None
+    engine.cancel(client.job)
+    wait_until(lambda: engine.counts == {"running": 0, "waiting": 0})
+    wait_until(lambda: engine._slots._prompt is None)
+    assert engine._shared is None
+
+
+def test_a_stop_ends_a_choice_and_is_not_shown(model: GPTModel, engine: Engine) -> None:
+    free = alone(model, "ab", 40, Sampling(seed=1))[0]
+    stop = free[10:12]
+    assert Client(engine, prompt="ab", max_tokens=40, seed=1, stop=[stop]).finish() == [(free[: free.index(stop)], "stop")]
+    assert Client(engine, prompt="ab", max_tokens=40, seed=1, echo=True).finish() == [("ab" + free, "length")]
+
+
+def test_probabilities_are_those_of_the_logits(model: GPTModel, engine: Engine) -> None:
+    client, pieces = Client(engine, prompt="abc", max_tokens=3, temperature=0, logprobs=2, echo=True), []
+    while not pieces or pieces[-1].finish is None:
+        pieces.append(client.next())
+    shown = [info for piece in pieces for info in piece.tokens]
+    ids = [*b"abc", *complete(model, [list(b"abc")], max_new_tokens=3, sampling=Sampling(0.0), vocab_size=257)[0][0]]
+    from megatron_sp.ops.attention import AttentionMask
+    from megatron_sp.parallel.forward_context import ForwardContext
+
+    told = model.all_logits(torch.tensor([ids[:-1]]), ForwardContext(AttentionMask()))[:, 0, :257].log_softmax(-1)
+    assert shown[0].logprob is None and len(shown) == 6
+    for at, info in enumerate(shown[1:]):
+        assert info.logprob == pytest.approx(float(told[at, ids[at + 1]]), abs=1e-9)
+        assert info.top is not None and max(info.top.values()) == pytest.approx(float(told[at].max()), abs=1e-9)
+    assert [info.offset for info in shown[:3]] == [0, 1, 2]
+    scored = Client(engine, prompt="abc", max_tokens=0, logprobs=0, echo=True).next()
+    assert scored.finish == "length" and [t.logprob for t in scored.tokens[1:]] == [t.logprob for t in shown[1:3]]
+
+
+def test_parts_of_a_character_have_its_place_and_the_likeliest_of_those_that_look_alike_counts(engine: Engine) -> None:
+    scored = Client(engine, prompt="a\u00e9\u65e5b", max_tokens=0, logprobs=0, echo=True).next()
+    assert [info.offset for info in scored.tokens] == [0, 1, 1, 2, 2, 2, 3]
+    assert [info.text for info in scored.tokens] == ["a", *["\ufffd"] * 5, "b"]
+    spec = parse(prompt="ab", logprobs=3)
+    logits = torch.zeros(257)
+    logits[[0xE9, 0xE8, ord("q")]] = torch.tensor([5.0, 4.0, 3.0])
+    told = logits.double().log_softmax(0)
+    chosen = Sequence(spec, spec.prompts[0], 0, 0, TOKENIZER)._describe([97, 98, ord("q")], logits, 2)
+    assert chosen.top == {"\ufffd": float(told[0xE9]), "q": float(told[ord("q")])}
+
+
+def test_the_end_of_a_document_that_a_prompt_spells_out_has_its_room() -> None:
+    """Of a text it is in what comes back; of token ids it is not."""
+
+    class Spelled(ByteTokenizer):
+        def decode(self, ids: list[int]) -> str:  # type: ignore[override]
+            return "".join("<eod>" if i == self.eod else chr(i) for i in ids)
+
+        def encode(self, text: str) -> list[int]:
+            return [self.eod, *super().encode(text.removeprefix("<eod>"))]
+
+    for prompt, offsets in (("<eod>ab", [0, 5, 6]), ([256, 97, 98], [0, 0, 1])):
+        body = json.dumps({"prompt": prompt, "echo": True, "logprobs": 0}).encode()
+        spec = parse_body(body, Spelled(), "m", LIMITS)
+        told = Sequence(spec, spec.prompts[0], 0, 0, Spelled())._of_prompt(torch.zeros(3, 257))
+        assert [info.offset for info in told] == offsets
+
+
+def test_a_full_queue_refuses_and_a_cancelled_request_makes_room(engine: Engine) -> None:
+    long = [Client(engine, **ENDLESS) for _ in range(7)]  # 3 run, 4 wait
+    with pytest.raises(ApiError, match="7 of 7 places taken") as caught:
+        Client(engine, prompt="ab")
+    assert caught.value.status == 429
+    long[0].next()
+    for client in long:
+        engine.cancel(client.job)
+    wait_until(lambda: engine.counts == {"running": 0, "waiting": 0})
+    assert Client(engine, prompt="ab", max_tokens=2).finish()
+
+
+def test_late_requests_end(model: GPTModel) -> None:
+    engine = Engine(Slots(model, 1, 257), TOKENIZER, max_queue=1, timeout_s=1e-6)
+    engine.start()
+    for client in [Client(engine, **ENDLESS) for _ in range(2)]:  # one runs, one waits
+        with pytest.raises(ApiError, match=r"longer than 1e-06 s") as caught:
+            client.finish()
+        assert caught.value.status == 504
+    engine.stop()
+
+
+def test_going_down_finishes_what_it_can(model: GPTModel) -> None:
+    engine = Engine(Slots(model, 2, 257), TOKENIZER, max_queue=1, timeout_s=PATIENCE_S)
+    engine.start()
+    short, long = Client(engine, prompt="ab", max_tokens=20), Client(engine, **ENDLESS)
+    long.next()
+    engine.drain(PATIENCE_S)
+    with pytest.raises(ApiError, match="shutting down"):
+        Client(engine, prompt="ab")
+    assert len(short.finish()) == 1
+    engine.drain(0.0)
+    with pytest.raises(ApiError, match="shutting down") as caught:
+        long.finish()
+    assert caught.value.status == 503
+    engine.stop()
+
+
+def test_a_failure_of_the_model_is_an_answer_and_not_the_end(model: GPTModel, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine._slots, "step", broken)
+    with pytest.raises(ApiError, match="MemoryError: no room") as caught:
+        Client(engine, prompt="ab", max_tokens=5).finish()
+    assert caught.value.status == 500
+    monkeypatch.undo()
+    monkeypatch.setattr(engine._slots, "read", broken)
+    with pytest.raises(ApiError, match="MemoryError: no room"):
+        Client(engine, prompt="ab", max_tokens=5).finish()
+    monkeypatch.undo()
+    assert [text for text, _ in Client(engine, prompt="ab", max_tokens=5, temperature=0).finish()] == alone(model, "ab", 5, Sampling(0.0))
+
+
+def test_logits_that_are_not_finite_are_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a request that never has a row."""
+    monkeypatch.setattr(engine._slots, "read", lambda *_: torch.full((1, 257), float("nan")))
+    with pytest.raises(ApiError, match="not finite") as caught:
+        Client(engine, prompt="ab", max_tokens=1).finish()
+    assert caught.value.status == 500
+
+
+def test_missing_packages_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "find", lambda name: availability.Kernel(name, False, reason=f"{name} is not installed"))
+    with pytest.raises(ConfigError, match=r"starlette is not installed; uvicorn is not installed.* pip install starlette uvicorn"):
+        require_packages()
+
+
+def test_addresses() -> None:
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "localhost", "::1", "0.0.0.0", "::", "10.0.0.1", "example.org")] == [
+        True
+    ] * 4 + [False] * 4
+    assert warning_about("::1", has_key=False) is None
+    assert "lets anybody, without a password," in str(warning_about("0.0.0.0", has_key=False))
+    assert "lets whoever has the API key" in str(warning_about("10.0.0.1", has_key=True))
+    with open_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot be used: Address already in use; choose another port"):
+            open_socket("127.0.0.1", taken.getsockname()[1])

@@ -1,0 +1,74 @@
+"""Activations: values and hand-written gradients against naive formulas."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from support import reference
+from support.errors import FP32, FP64, assert_law, law_error
+from support.op_checks import gradients, in_blocks, leaves, randn
+
+from megatron_sp.config.schema import ActivationName
+from megatron_sp.ops.activation import Activation
+
+__all__ = ["in_blocks"]
+pytestmark = pytest.mark.usefixtures("in_blocks")
+NAMES: tuple[ActivationName, ...] = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, FP64), (torch.float32, FP32)])
+def test_values_and_gradients_are_the_formula(name: ActivationName, dtype: torch.dtype, tolerance: float) -> None:
+    activation = Activation(name)
+    u, grad = randn(8, 3, 5 * activation.width_factor, dtype=dtype) * 2, randn(8, 3, 5, seed=1, dtype=dtype)
+    want = gradients(lambda i: reference.activation(name, i["u"]), leaves(u=u), grad)
+    assert_law({"out": activation.forward(u), "u": activation.backward_(grad.clone(), u)}, want, tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_left_as_they_were(name: ActivationName) -> None:
+    activation = Activation(name)
+    u, grad = randn(4, 6 * activation.width_factor), randn(4, 6, seed=1)
+    before = u.clone(), grad.clone()
+    activation.forward(u), activation.backward_(grad.clone(), u)
+    assert torch.equal(u, before[0]) and torch.equal(grad, before[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strides_do_not_matter(name: ActivationName) -> None:
+    activation = Activation(name)
+    u, grad = randn(4, 6 * activation.width_factor, 3).transpose(1, 2), randn(4, 6, 3, seed=1).transpose(1, 2)
+    assert law_error(activation.forward(u), activation.forward(u.contiguous())) <= FP64  # SIMD and scalar code differ in the last bit
+    assert law_error(activation.backward_(grad.clone(), u), activation.backward_(grad.contiguous(), u.contiguous())) <= FP64
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_only(name: ActivationName, dtype: torch.dtype) -> None:
+    activation = Activation(name)
+    u, grad = randn(64, 8 * activation.width_factor, dtype=dtype), randn(64, 8, seed=1, dtype=dtype)
+    want = gradients(lambda i: reference.activation(name, i["u"]), leaves(u=u.double()), grad.double())
+    tolerance = 4 * torch.finfo(dtype).eps  # at most three roundings (silu, product, gradient) relative to the largest element
+    assert law_error(activation.forward(u), want["out"]) <= tolerance
+    assert law_error(activation.backward_(grad.clone(), u), want["u"]) <= tolerance
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens(name: ActivationName) -> None:
+    activation = Activation(name)
+    u = torch.empty(0, 3, 4 * activation.width_factor)
+    assert activation.forward(u).shape == (0, 3, 4)
+    assert activation.backward_(torch.empty(0, 3, 4), u).shape == u.shape
+
+
+def test_the_gate_is_the_first_half() -> None:
+    u = torch.tensor([[2.0, 0.0, 3.0, 5.0]])
+    assert torch.equal(Activation("swiglu").forward(u), torch.stack([torch.nn.functional.silu(u[:, 0]) * 3, torch.zeros(1)], dim=1))
+    gated = torch.stack([torch.nn.functional.gelu(u[:, 0]) * 3, torch.zeros(1)], dim=1)
+    assert law_error(Activation("geglu").forward(u), gated) <= FP32
+
+
+def test_every_name_is_known() -> None:
+    assert set(NAMES) == set(get_args(ActivationName))

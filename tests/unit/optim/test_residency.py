@@ -1,0 +1,246 @@
+"""Which unit lies in which buffer: the usual two-buffer scheme, more buffers, and orders that recomputation makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from torch import nn
+
+from megatron_sp.config.schema import ParallelConfig
+from megatron_sp.optim.flat import FlatUnit, Zero
+from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches, pools_of
+from megatron_sp.optim.weights import WholeWeights
+from megatron_sp.training.sharding import pools_of_model
+
+LAYERS = 5
+ORDER = [*range(LAYERS + 2), 0, *range(LAYERS, 0, -1)]
+
+
+def pools(num_buffers: int) -> list[Pool]:
+    return [Pool(tuple(range(1, LAYERS + 1)), num_buffers), Pool((0,), 1), Pool((LAYERS + 1,), 1)]
+
+
+def test_two_buffers_fetch_each_block_twice_but_the_last_two() -> None:
+    """Forward all five, the last two are still there for backward; the embedding and the head have buffers of their own."""
+    assert count_fetches(pools(2), ORDER, 1) == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+
+
+def test_the_next_micro_batch_finds_the_first_two_blocks() -> None:
+
+    twice = count_fetches(pools(2), ORDER, 2)
+    once = count_fetches(pools(2), ORDER, 1)
+    assert sum(twice.values()) == 2 * sum(once.values()) - 2 - 2  # without two blocks, the embedding and the head
+
+
+@pytest.mark.parametrize("num_buffers", [LAYERS, LAYERS + 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_with_a_buffer_for_each_block_all_are_fetched_once(num_buffers: int, micro_batches: int) -> None:
+    assert set(count_fetches(pools(num_buffers), ORDER, micro_batches).values()) == {1}
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3, 4, 5])
+def test_more_buffers_never_fetch_more(num_buffers: int) -> None:
+    more, fewer = (sum(count_fetches(pools(n), ORDER, 3).values()) for n in (num_buffers, num_buffers - 1))
+    assert more <= fewer
+
+
+def _fewest(order: list[int], num_buffers: int, units: set[int]) -> int:
+    """By trying everything: the fetches of the blocks without fetching ahead."""
+    states = {frozenset[int](): 0}
+    for unit in order:
+        if unit not in units:
+            continue
+        following: dict[frozenset[int], int] = {}
+        for held, cost in states.items():
+            if unit in held:
+                options = [(held, cost)]
+            elif len(held) < num_buffers:
+                options = [(held | {unit}, cost + 1)]
+            else:
+                options = [(held - {gone} | {unit}, cost + 1) for gone in held]
+            for state, total in options:
+                following[state] = min(total, following.get(state, total))
+        states = following
+    return min(states.values())
+
+
+@pytest.mark.parametrize(("num_buffers", "micro_batches"), list(itertools.product([2, 3, 4], [1, 2])))
+def test_nothing_could_fetch_less(num_buffers: int, micro_batches: int) -> None:
+    """Fetching a block ahead needs a buffer that the best plan without it may use otherwise: one fewer is the bound then."""
+    blocks = set(range(1, LAYERS + 1))
+    got = sum(n for unit, n in count_fetches(pools(num_buffers), ORDER, micro_batches).items() if unit in blocks)
+    assert _fewest(ORDER * micro_batches, num_buffers, blocks) <= got <= _fewest(ORDER * micro_batches, num_buffers - 1, blocks)
+    if num_buffers == 2:
+        assert got == _fewest(ORDER * micro_batches, 2, blocks)
+
+
+def _one_by_one(num_buffers: int, micro_batches: int, ahead: bool) -> list[tuple[int, bool]]:
+    """Every use of a step in turn, as a run does it."""
+    residency, uses = Residency(pools(num_buffers)), ORDER * micro_batches
+    fetched = []
+    for at, unit in enumerate(uses):
+        upcoming = uses[at + 1 :]
+        if unit not in residency.place:
+            residency.take(unit, upcoming)
+            fetched.append((unit, False))
+        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+            fetched.append((upcoming[0], True))
+    return fetched
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("num_buffers", [2, 3, 4, 5])
+def test_many_micro_batches_are_counted_by_their_cycle(num_buffers: int, ahead: bool) -> None:
+    for count in (1, 2, 3, 4, 5, 9, 10, 31):
+        assert list_fetches(pools(num_buffers), ORDER, count, ahead=ahead) == _one_by_one(num_buffers, count, ahead), count
+    assert len(list_fetches(pools(num_buffers), ORDER, 100_000, ahead=ahead)) >= 100_000 * (num_buffers < LAYERS)
+
+
+def test_a_unit_in_use_is_never_evicted() -> None:
+    residency = Residency([Pool((1, 2, 3), 1)])
+    assert residency.admit(1, [2, 1]) == 0
+    assert residency.admit(2, [2, 1], busy=(1,)) is None
+    assert residency.place == {1: 0}
+
+
+def test_a_unit_that_comes_later_does_not_displace_one_that_comes_before() -> None:
+    residency = Residency([Pool((1, 2, 3), 2)])
+    residency.admit(1, [2, 1, 3])
+    residency.admit(2, [2, 1, 3])
+    assert residency.admit(3, [2, 1, 3]) is None
+    assert residency.admit(3, [3, 1, 2]) is not None and 1 in residency.place
+
+
+def test_a_unit_that_is_used_now_takes_a_buffer_whoever_comes_before_its_next_use() -> None:
+    residency = Residency([Pool((1, 2, 3), 2)])
+    residency.take(1, [2, 3, 1, 2, 3])
+    residency.take(2, [3, 1, 2, 3])
+    assert residency.take(3, [1, 2, 3]) == 1 and residency.place == {1: 0, 3: 1}
+
+
+@pytest.mark.parametrize("how", tiny.RECOMPUTE)
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_model_uses_its_units_in_the_order_it_says(how: str, untied: bool) -> None:
+    model = tiny.make_model(tiny.shape(untie_embeddings_and_output_weights=untied), **tiny.RECOMPUTE[how])
+    seen: list[int] = []
+
+    class Log(tiny.Announce):
+        def before_use(self, unit: int) -> None:
+            seen.append(unit)
+
+    batch = tiny.make_batch()
+    loss = model(batch["tokens"], batch["labels"], batch["loss_mask"], tiny.context(model.config, batch), Log(lambda unit: None))[0]
+    assert seen == model.unit_order(backward=False)
+    loss.backward()
+    assert seen == model.unit_order(backward=True)
+
+
+def test_pools_of_a_model() -> None:
+    def of(tied: bool, **settings: Any) -> list[Pool]:
+        return pools_of_model(tiny.make_model(tiny.shape(untie_embeddings_and_output_weights=not tied)), ParallelConfig(**settings))
+
+    assert of(tied=True) == [Pool((1, 2, 3), 2), Pool((0,), 1), Pool((4,), 1)]
+    assert of(tied=False, zero3_keep_units=3) == [Pool((1, 2, 3), 5), Pool((0, 4), 1, lasting=False)]
+    assert of(tied=False, zero3_gather_once=True) == [Pool((1, 2, 3), 3), Pool((0,), 1), Pool((4,), 1)]
+
+
+def test_embedding_and_head_share_a_buffer_without_another_fetch() -> None:
+    """Of one micro-batch; of several each fetches both again."""
+    order, shared = ORDER[: LAYERS + 2] + ORDER[LAYERS + 3 :], pools_of([0 < u <= LAYERS for u in range(LAYERS + 2)], 2, tied=False)
+    assert count_fetches(shared, order, 1) == count_fetches(pools(2), order, 1)
+    thrice = count_fetches(shared, order, 3)
+    assert (thrice[0], thrice[LAYERS + 1]) == (3, 3)
+
+
+def test_a_buffer_that_does_not_last_is_given_back_when_its_unit_is_neither_used_nor_next() -> None:
+    residency = Residency([Pool((1, 2), 1), Pool((0, 3), 1, lasting=False)])
+    residency.admit(0, [1, 2, 3])
+    assert residency.passing(0, [1]) == [] and residency.passing(1, [0]) == [] and residency.passing(1, [2, 0]) == [0]
+    assert residency.leave(0) == 1 and residency.place == {}
+    residency.admit(1, [2])
+    assert residency.passing(2, [3]) == [], "a block's stays"
+
+
+def one_by_one(of: list[Pool], order: list[int], micro_batches: int, *, ahead: bool) -> list[tuple[int, bool]]:
+    """The fetches of a step, each use looking at all that follow."""
+    residency, uses, fetched = Residency(of), order * micro_batches, list[tuple[int, bool]]()
+    for at, unit in enumerate(uses):
+        upcoming = uses[at + 1 :]
+        if unit not in residency.place:
+            residency.take(unit, upcoming)
+            fetched.append((unit, False))
+        if ahead and upcoming and upcoming[0] not in residency.place and residency.admit(upcoming[0], upcoming, (unit,)) is not None:
+            fetched.append((upcoming[0], True))
+    return fetched
+
+
+RECOMPUTED = [*range(LAYERS + 2), 0, *(unit for first in (5, 3, 1) for unit in (*range(first, min(first + 2, 6)), first))]
+
+
+@pytest.mark.parametrize("order", [ORDER, ORDER[1:], RECOMPUTED], ids=["tied", "untied", "recomputed"])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_repeats_is_repeated_as_it_is(order: list[int], num_buffers: int, ahead: bool) -> None:
+    for micro_batches in range(1, 14):
+        assert list_fetches(pools(num_buffers), order, micro_batches, ahead=ahead) == one_by_one(
+            pools(num_buffers), order, micro_batches, ahead=ahead
+        )
+
+
+def test_a_thousand_micro_batches_are_no_more_work_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, admit = [0], Residency.admit
+
+    def counted(*args: object) -> int | None:
+        calls[0] += 1
+        return admit(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Residency, "admit", counted)
+    list_fetches(pools(3), ORDER, 1000)
+    assert calls[0] < 20 * len(ORDER)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_next_unit_is_fetched_ahead(overlap: bool) -> None:
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(2), order=ORDER, overlap=overlap)
+    weights.start_step(1)
+    for unit, following in itertools.pairwise(ORDER[: LAYERS + 2]):
+        weights.need(unit)
+        assert (str(following) in weights.whole_units) == overlap
+    weights.forget()
+    assert weights.whole_units == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@pytest.mark.parametrize("order", [ORDER, range(LAYERS + 2), [*range(LAYERS + 2), 0]], ids=["training", "validation", "validation, tied"])
+def test_a_unit_in_use_is_whole_whatever_the_order(order: Sequence[int], num_buffers: int, overlap: bool) -> None:
+    """Also in a validation, whose next micro-batch needs the first blocks before it needs the last ones again, and out of order."""
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(num_buffers), order=ORDER, overlap=overlap)
+    weights.start_step(3, order)
+    for unit in [*order, *order, 3, 2, 5, *order]:
+        weights.need(unit)
+        assert str(unit) in weights.whole_units
+
+
+def test_a_run_does_not_copy_the_rest_of_a_long_step_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest, admit = [0], Residency.admit
+
+    def measured(self: Residency, unit: int, upcoming: list[int], busy: tuple[int, ...] = ()) -> int | None:
+        longest[0] = max(longest[0], len(upcoming))
+        return admit(self, unit, upcoming, busy)
+
+    monkeypatch.setattr(Residency, "admit", measured)
+    units = [FlatUnit(str(i), [(f"{i}.weight", nn.Parameter(torch.ones(3)))], zero=Zero(3)) for i in range(LAYERS + 2)]
+    weights = WholeWeights(units, pools=pools(2), order=ORDER)
+    weights.start_step(100)
+    for unit in ORDER * 100:
+        weights.need(unit)
+    assert weights.num_fetches == sum(count_fetches(pools(2), ORDER, 100).values())
+    assert longest[0] <= 2 * len(ORDER)

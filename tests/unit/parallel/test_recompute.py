@@ -1,0 +1,111 @@
+"""Recomputation and unit boundaries: gradients still land in the main_grad, and each unit is announced once, complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny
+from support.errors import FP64, assert_law, law_error
+from torch import Tensor, nn
+
+from megatron_sp.parallel.forward_context import unit_boundary
+from megatron_sp.parallel.recompute import recompute
+
+
+@pytest.mark.parametrize("how", tiny.RECOMPUTE)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_every_unit_but_the_first_is_announced_once_with_complete_gradients(how: str, dropout: float) -> None:
+    """The gradient buffer at the callback is compared with that after backward."""
+    model, batches = (
+        tiny.make_model(tiny.shape(hidden_dropout=dropout), **tiny.RECOMPUTE[how]),
+        [tiny.make_batch(seed=seed) for seed in (0, 1, 2)],
+    )
+    gradients = tiny.flatten(model)
+    gradients.start_step()
+    for batch in batches:
+        announced: list[tuple[int, Tensor]] = []
+        tiny.loss_of(model, batch, lambda unit, log=announced: log.append((unit, gradients.units[unit].grads.clone()))).backward()
+        assert [unit for unit, _ in announced] == [4, 3, 2, 1]  # head, blocks; the embedding is the end of backward itself
+        for unit, at_callback in announced:
+            assert torch.equal(at_callback, gradients.units[unit].grads), f"unit {unit} was announced before it was complete"
+            assert at_callback.any()
+        assert all(p.grad is None for p in model.parameters()), "a gradient went past the main_grad"
+
+
+def test_a_tied_table_is_complete_only_after_the_embedding() -> None:
+    """So the head's part in it must not be announced with the head: it is in the first unit."""
+    model, batch = tiny.make_model(tiny.BASE), tiny.make_batch()
+    gradients = tiny.flatten(model)
+    gradients.start_step()
+    seen: list[Tensor] = []
+    tiny.loss_of(model, batch, lambda unit: seen.append(gradients.units[0].grads.clone())).backward()
+    assert not torch.equal(seen[-1], gradients.units[0].grads)
+
+
+def test_without_a_callback_there_is_no_boundary_in_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert unit_boundary(x, None, 1) is x
+    assert unit_boundary(torch.ones(2), tiny.Announce(lambda unit: pytest.fail("no gradient flows here")), 1).requires_grad is False
+
+
+def test_a_boundary_is_the_identity_both_ways() -> None:
+    x, grad = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    calls: list[int] = []
+    y = unit_boundary(x, tiny.Announce(calls.append), 7)
+    y.backward(grad)
+    assert torch.equal(y, x) and torch.equal(x.grad, grad) and calls == [7]  # type: ignore[arg-type]
+
+
+def test_the_function_runs_twice_and_keeps_nothing() -> None:
+    calls: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return x.sin().cos()
+
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = recompute(fn, x)
+    # the input at most; torch 2.11 puts an empty tensor beside it
+    assert len(calls) == 1 and sum(t.numel() for t in kept) <= x.numel() and all(t is x for t in kept if t.numel())
+    y.sum().backward()
+    want = x.detach().requires_grad_()
+    fn(want).sum().backward()
+    assert calls == [False, True, True]
+    assert law_error(x.grad, want.grad) <= FP64  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draws_random", [False, True])
+def test_torchs_random_state_is_repeated_only_when_asked(draws_random: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    x = torch.ones(64, requires_grad=True)
+    torch.manual_seed(0)
+    y = recompute(fn, x.exp(), draws_random=draws_random)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach()) == draws_random  # type: ignore[arg-type]
+
+
+def test_no_recomputation_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation of a model that trains with recomputation."""
+    model = tiny.make_model(tiny.BASE, **tiny.RECOMPUTE["uniform 2"])
+    monkeypatch.setattr("megatron_sp.models.language_model.recompute", lambda *a, **k: pytest.fail("recompute was called"))
+    with torch.no_grad():
+        tiny.loss_of(model, tiny.make_batch())
+
+
+def test_a_external_layer_is_complete_at_the_boundary_too() -> None:
+    """Its gradient comes through autograd's accumulation into p.grad, which must have happened when the boundary fires."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    grads: dict[int, dict[str, Tensor | None]] = {}
+    x = torch.randn(4, 6, requires_grad=True)
+    for i, layer in enumerate(layers):
+        announce = tiny.Announce(lambda unit: grads.update({unit: {n: p.grad.clone() for n, p in layers[unit].named_parameters()}}))
+        x = x + layer(unit_boundary(x, announce, i)).tanh()
+    x.square().sum().backward()
+    assert sorted(grads) == [0, 1, 2]
+    for i, at_callback in grads.items():
+        assert_law(at_callback, {n: p.grad for n, p in layers[i].named_parameters()}, 0.0)

@@ -1,0 +1,367 @@
+"""The planner's search: what it tries, what fits, in which order, and what it says when nothing does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from megatron_sp.commands import cli
+from megatron_sp.config.flags.arguments import config_from_args
+from megatron_sp.config.rules import violations
+from megatron_sp.estimate import hardware
+from megatron_sp.estimate.hardware import GPUS, LINKS
+from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.suggestions import plan_of
+from megatron_sp.ops import availability
+from megatron_sp.planner import advice, report
+from megatron_sp.planner import search as planner_search
+from megatron_sp.planner.advice import find_changes, least_memory
+from megatron_sp.planner.command import read_model
+from megatron_sp.planner.machine import Machine
+from megatron_sp.planner.parallel_plans import ParallelPlan, default_batch, frames, micro_batches, saves_no_less, savings
+from megatron_sp.planner.search import Findings, search
+from megatron_sp.planner.timing import step_time
+
+MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 12 --kv-channels 64 --seq-length 16384 --vocab-size 32000"
+RUN = " --mock-data --lr 1e-4 --train-iters 10"
+H100 = GPUS["h100-80g"]
+NARROW = 4.3  # GiB: dp alone does not fit
+
+
+def machine(gpus: int = 4, memory_gib: float = 0.0) -> Machine:
+    return Machine(H100, gpus, 1, LINKS["nvlink4"], None, gpus, int(memory_gib * 2**30) or H100.memory_bytes)
+
+
+def found_for(flags: str = "", memory_gib: float = 0.0, gpus: int = 4) -> Findings:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 {flags}".split(), gpus, False)
+    return search(base, given, machine(gpus, memory_gib))
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Findings:
+    return found_for("--micro-batch-size 1")
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Findings:
+    return found_for("--micro-batch-size 1", NARROW)
+
+
+def test_what_is_tried() -> None:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8".split(), 4, False)
+    pairs = {(f.tp, f.sp) for f in frames(base, given, 4, 4)}
+    assert pairs == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert {f.tp for f in frames(base, given, 4, 2)} == {1, 2}, "tp stays on a node"
+    assert {(f.mode, f.chunks) for f in frames(base, given, 4, 4) if f.sp == 4 and f.tp == 1} == {
+        ("none", 0),
+        ("split-qkv", 0),
+        ("chunked", 2),
+    }
+    assert {f.tp_seq for f in frames(base, given, 4, 4) if f.tp == 1} == {False}
+    assert micro_batches(base, given, 1, 1) == [1, 2] and micro_batches(base, given, 1, 4) == [1, 2, 4, 8]
+    assert micro_batches(base, given, 4, 1) == [1, 2], "they make up the global batch"
+    assert savings(base, given, 1) == [(0, None), (0, "selective"), (0, "full")] and len(savings(base, given, 4)) == 12
+
+
+def test_only_what_costs_time_too_is_passed_over() -> None:
+    assert saves_no_less((1, None), (3, None)) and saves_no_less((1, None), (1, "full")) and saves_no_less((2, "selective"), (3, "full"))
+    assert (
+        not saves_no_less((3, None), (1, "full")) and not saves_no_less((1, "full"), (3, None)) and not saves_no_less((1, None), (1, None))
+    )
+
+
+def test_what_is_given_stays() -> None:
+    flags = "--tp-size 2 --zero-stage 2 --micro-batch-size 1 --recompute-activations --sp-overlap-mode chunked"
+    found = found_for(flags)
+    assert {(c.layout.tp, c.layout.zero, c.layout.micro_batch, c.layout.recompute) for c in found.candidates} == {(2, 2, 1, "selective")}
+    assert {(c.layout.sp, c.layout.mode, c.layout.chunks) for c in found.candidates} == {(1, "none", 0), (2, "chunked", 2)}
+    assert {c.layout.zero for c in found_for("--use-distributed-optimizer").candidates} == {1}, "by another name too"
+
+
+def test_candidates_fit_keep_the_rules_and_are_in_order(roomy: Findings, narrow: Findings) -> None:
+    for found, have in ((roomy, H100.memory_bytes), (narrow, NARROW * 2**30)):
+        assert found.candidates and found.tried >= len(found.candidates)
+        assert all(c.needs <= have and not violations(c.config, 4) for c in found.candidates)
+        order = [(c.is_tight, -c.tokens_per_second) for c in found.candidates]
+        assert order == sorted(order)
+        best = found.best_of_each()
+        assert best[0] is found.candidates[0] and len({(c.layout.tp, c.layout.sp) for c in best}) == len(best)
+    assert {(c.layout.tp, c.layout.sp) for c in roomy.candidates} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+
+
+def test_memory_is_that_of_the_dry_run(roomy: Findings) -> None:
+    for candidate in roomy.candidates[::40]:
+        flags = [*shlex.split(" ".join(candidate.layout.flags())), "--global-batch-size", "8", "--bf16"]
+        config = config_from_args([*(MODEL + RUN).split(), *flags], world_size=4)
+        assert plan_of(config, 4, "cuda").peak == candidate.memory.peak and candidate.needs == candidate.memory.peak + candidate.reserve
+        for part in ("parallel", "kernels", "batch"):
+            assert getattr(config, part) == getattr(candidate.config, part) or part == "batch", (part, flags)
+        assert sum(report.memory_by_kind(candidate).values()) == candidate.needs
+
+
+def test_nothing_is_left_out_that_would_be_faster(narrow: Findings) -> None:
+    """Every combination of ZeRO and recomputation that fits, the pruned ones too, is slower than the best of its split."""
+    from megatron_sp.planner.machine import reserve
+    from megatron_sp.planner.search import num_groups
+    from megatron_sp.planner.timing import step_time
+
+    base, _, _ = read_model(f"{MODEL} --global-batch-size 8".split(), 4, False)
+    where = machine(4, NARROW)
+    best = {(c.layout.tp, c.layout.sp): c.tokens_per_second for c in narrow.best_of_each()}
+    for stage in range(4):
+        for recompute in (None, "selective", "full"):
+            layout = ParallelPlan(tp=1, sp=4, mode="chunked", chunks=2, zero=stage, recompute=recompute)
+            config = layout.apply(base)
+            peak = plan_of(config, 4, "cuda").peak
+            if peak + reserve(where, peak, num_groups(layout, 4)) <= where.memory_bytes:
+                assert 8 * 16384 / step_time(config, where).seconds <= best[1, 4] * (1 + 1e-9), layout
+
+
+@pytest.mark.parametrize("memory_gib", [7.0, pytest.param(0.0, marks=pytest.mark.long)])
+def test_short_sequences_do_not_try_every_micro_batch(memory_gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--seq-length 512 --global-batch-size 128 --tp-size 1 --sp-overlap-mode none"
+    few = found_for(flags, memory_gib, gpus=2)
+    monkeypatch.setattr(planner_search, "_SIZES", 99)
+    every = found_for(flags, memory_gib, gpus=2)
+    assert [(c.layout, c.needs) for c in few.best_of_each()] == [(c.layout, c.needs) for c in every.best_of_each()]
+    assert few.smallest == every.smallest and few.rejected == every.rejected
+    assert few.tried < every.tried
+    sizes = Counter(replace(c.layout, micro_batch=0) for c in few.candidates)
+    assert max(sizes.values()) == 3
+
+
+def test_rejections_are_grouped_and_say_why(narrow: Findings) -> None:
+    said = {each.who: each.why for each in narrow.rejected}
+    assert re.fullmatch(r"needs \d+\.\d GiB of 4\.3 at least \(.*ZeRO 3, recompute full, micro-batch 1\)", said["tp 1, sp 1"])
+    refused = found_for("--num-attention-heads 6 --num-query-groups 3")
+    rules = " ".join(f"{each.who}: {each.why}" for each in refused.rejected)
+    assert "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)" in rules and "tp 4, sp 1" in rules
+    assert all(each.needs == 0 for each in refused.rejected)
+
+
+def test_the_base_is_not_changed_by_a_search() -> None:
+    base, given, _ = read_model(f"{MODEL} --global-batch-size 8 --sp-overlap-comm --sp-size 2 --micro-batch-size 1".split(), 4, False)
+    before = copy.deepcopy(base)
+    search(base, given, machine(2))
+    find_changes(base, given, machine(4, 1.0))
+    assert base == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--zero-stage 1 --global-batch-size 16", "--zero-stage 3 --sp-size 2", "--recompute-granularity full",
+        "--zero-stage 2 --global-batch-size 16 --no-overlap-grad-reduce", "--recompute-granularity selective --tp-size 2",
+        "--zero-stage 3 --recompute-granularity full --tp-size 2 --sequence-parallel",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        "--offload-activations --zero-stage 1", "--mlp-chunks 4 --tp-size 2", "--model-family bert --norm-placement post",
+    ],
+)  # fmt: skip
+def test_a_few_blocks_tell_what_all_of_them_do(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment is in the first or last blocks."""
+    config = config_from_args([*(MODEL + RUN).split(), "--global-batch-size", "8", *flags.split()], world_size=4)
+    few = {device: plan_of(config, 4, device) for device in ("cpu", "cuda")}
+    monkeypatch.setattr(Form, "_telling_layers", lambda self: list(reversed(range(self.layers))))
+    for device, plan in few.items():
+        every = plan_of(config, 4, device)  # type: ignore[arg-type]
+        assert plan.as_dict() == every.as_dict()
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+def says(capsys: pytest.CaptureFixture[str], flags: str, code: int = 0) -> str:
+    assert cli.main(["plan", *flags.split()]) == code
+    out = capsys.readouterr()
+    return out.out if code == 0 else out.err
+
+
+def test_the_report_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, f"--gpus 16 --gpu h100-80g --nodes 2 --link ib-400g {MODEL} --micro-batch-size 1 --tp-size 2 --top 2")
+    for part in (
+        "16 x h100-80g, 2 nodes with 8 each (nvlink4 inside, 8 cards of ib-400g a node)", "tokens/s", "per GPU", "1 in detail: ",
+        "assumed, because nothing was said: --bf16 --global-batch-size 64", "  flags: ", "memory of a GPU: parameters", "worst in ",
+        " hidden", "not possible:", "and each needs one",
+    ):  # fmt: skip
+        assert part in text, f"{part!r} is missing in\n{text}"
+    assert len(re.findall(r"^  \d \[.{50}\] ", text, flags=re.MULTILINE)) == 2
+
+
+def test_the_flags_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(says(capsys, f"--gpus 8 --gpu a100-40g {MODEL} --json --top 20 --zero-stage 1 --micro-batch-size 1"))
+    assert len(record["best"]) == len({(b["layout"]["tp"], b["layout"]["sp"]) for b in record["best"]}) > 3
+    for best in record["best"]:
+        config = config_from_args([*(MODEL + RUN).split(), *best["flags"].split()], world_size=8)
+        layout = best["layout"]
+        assert config.parallel.dp_size(8) == layout["dp"] and config.parallel.tensor_model_parallel_size == layout["tp"]
+        assert config.precision.bf16 and config.batch.global_batch_size == record["global_batch_size"] == 64
+        assert best["needs"] == sum(best["memory"].values()) <= record["machine"]["memory_bytes"]
+        seconds = best["seconds"]
+        parts = sum(value for name, value in seconds.items() if name not in ("step", "of_it_recomputed"))
+        assert seconds["step"] == pytest.approx(parts)
+        assert best["tokens_per_second"] == pytest.approx(64 * 16384 / seconds["step"])
+
+
+def test_a_tight_layout_is_not_the_first_and_what_it_would_bring_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50304 --seq-length 65536 --micro-batch-size 1"
+    text = says(capsys, f"--gpus 8 --gpu h100-80g {shape} --sp-overlap-mode none")
+    assert re.search(r"tight: \d+\.\d% faster than 1, with [0-3]\.\d GiB left instead of \d+\.\d: --", text)
+    rows = [line for line in text.splitlines() if re.match(r"[1-9]  ", line)]
+    assert rows and "(tight)" not in rows[0], "what leaves under 5 % of the memory is not the first"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 8 --gpu h100", "--gpu h100 is unknown: did you mean h100-80g? Known are a100-40g"),
+        ("--gpus 9 --gpu h200", "--gpus (9) must be a multiple of --nodes (2, so that none has more than 8 GPUs)"),
+        ("--gpus 9 --gpu h200 --nodes 2", "--gpus (9) must be a multiple of --nodes (2): 9 = 4 * 2 + 1; use --nodes 1, 3"),
+        ("--gpus 16 --gpu h200", "2 nodes need --link NAME"),
+        ("--gpus 0 --gpu h200", "--gpus (0) must be at least 1"),
+        ("--gpus 99999999 --gpu h200", "must be at most"),
+        ("--gpus 8 --gpu h200 --top 0 --cards 0", "2 things are wrong"),
+        ("--gpus 8 --gpu h200 --reserve-gib -1", "--reserve-gib (-1) must be at least 0"),
+        ("--gpus 8 --gpu h200 --inside-link ib-400g", "--inside-link ib-400g does not join the GPUs of a node"),
+        ("--gpus 2 --gpu cpu-core --link ib-400g", "leave --link out"),
+        ("--gpus 8 --gpu h200 --node 2", "--node is unknown: did you mean --nodes?"),
+        ("--gpus 8 --gpu h200 --num-layer 4", "--num-layer is unknown: did you mean --num-layers"),
+        ("--gpus 8 --gpu h200 --hidden-size 1000 --kv-channels 0", "must be at least 1"),
+        ("--gpus 8 --gpu h200 --dry-run", "--dry-run is for a run's own program"),
+        ("--gpus 8 --gpu h200 --offload-optimizer", "--offload-optimizer: its copies are not part of the prediction"),
+        ("--gpus 8 --gpu h200 --tp-size 3 --ffn-hidden-size 3072", "no layout is possible:\n  tp 3, sp 1"),
+        ("--gpus 8 --gpu h200 --global-batch-size 3 --tp-size 1 --sp-size 1", "global_batch_size (3) must be a multiple of"),
+        ("--gpus 8 --gpu h200 --picture nowhere/x.png", "there is no folder nowhere"),
+        ("--gpus 8 --gpu h200 --picture x.txt", "must end in .png, .svg or .pdf"),
+    ],
+)
+def test_bad_input_is_answered_in_a_sentence(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--picture" in flags and not availability.find("matplotlib").available:
+        pytest.skip("matplotlib is not installed")
+    text = says(capsys, f"{MODEL} {flags}", code=2)
+    assert message in text and text.startswith("megatron-sp: ") and "Traceback" not in text
+
+
+def test_required_flags_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["plan"], ["plan", "--gpus", "8"], ["plan", "--gpus", "many", "--gpu", "h200"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2 and "usage: megatron-sp plan" in capsys.readouterr().err
+
+
+BIG = "--num-layers 20 --hidden-size 16384 --num-attention-heads 64 --vocab-size 50304 --seq-length 8192"
+
+
+def test_nothing_fits_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = says(capsys, f"--gpus 8 --gpu a100-40g {BIG} --tp-size 8", code=2)
+    first, *rest = text.splitlines()
+    match = re.search(r"needs (\d+\.\d) GiB on each a100-40g, which has 39\.4 GiB: (\d+\.\d) GiB too much", first)
+    assert match and float(match[1]) - float(match[2]) == pytest.approx(39.4, abs=0.11)
+    assert len(rest) == 3 and all(line.endswith(("fits", "too much")) for line in rest) and rest[0].endswith("fits")
+    gpus = next(line for line in rest if "--gpus" in line)
+    assert "--gpus 32 --nodes 4" in gpus or "--gpus 64 --nodes 8" in gpus
+    number, nodes = re.findall(r"--(?:gpus|nodes) (\d+)", gpus)
+    fixed = "--tp-size 8 --sp-size 1 --zero-stage 3 --recompute-granularity full --micro-batch-size 1"
+    assert says(capsys, f"--gpus {number} --nodes {nodes} --link ib-400g --gpu a100-40g {BIG} {fixed} --top 1")
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8, 12, 96, 128, 384, 1024, 4096])
+@pytest.mark.parametrize(("seq_length", "micro"), [(512, 1), (4096, 1), (4096, 4), (32768, 1), (131072, 1)])
+def test_the_batch_that_is_assumed_has_about_a_million_tokens_whatever_the_gpus(gpus: int, seq_length: int, micro: int) -> None:
+    """And its sequences can be dealt out: with enough heads, tp and sp leave few enough data-parallel ranks."""
+    config = config_from_args(
+        f"--num-layers 2 --hidden-size 8192 --num-attention-heads 1024 --kv-channels 64 --seq-length {seq_length} --mock-data --lr 1"
+        f" --vocab-size 9 --train-iters 1 --micro-batch-size {micro}".split()
+    )
+    size = default_batch(config, gpus)
+    assert size % micro == 0 and 0.7 * 2**20 <= size * seq_length <= 1.4 * 2**20
+    assert any(size % (micro * (gpus // split)) == 0 for split in range(1, gpus + 1) if gpus % split == 0)
+    config.model.num_attention_heads = 2  # then there is a sequence for each rank, however many tokens that are
+    assert default_batch(config, gpus) % (micro * max(1, gpus // 2)) == 0
+
+
+def test_changes_are_tried_together_where_none_suffices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "GPUS", {})  # a larger one would do
+    base, given, _ = read_model(f"{MODEL} --fp16 --recompute-granularity full --zero-stage 0 --tp-size 1 --sp-size 1".split(), 4, False)
+    found = find_changes(base, given, machine(4, 3.0))
+    freed = "leave --tensor-model-parallel-size to the planner"
+    assert [(change.what, change.fits) for change in found] == [(f"{freed} and --seq-length 8192", True), (freed, False)] + [
+        (change.what, False) for change in found[2:]
+    ]
+    both = copy.deepcopy(base)
+    both.model.seq_length, both.model.max_position_embeddings = 8192, None
+    least = least_memory(both, given - {("parallel", "tensor_model_parallel_size")}, machine())
+    assert least is not None and found[0].needs == least[0]
+
+
+def test_a_share_of_the_peak_above_one_is_doubted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "MFU above 100 %" not in says(capsys, f"{MODEL} --gpus 8 --gpu h200 --top 1")
+    monkeypatch.setitem(hardware.GPUS, "h200", replace(hardware.GPUS["h200"], peak_tflops=100))
+    assert "MFU above 100 %: the peak of h200" in says(capsys, f"{MODEL} --gpus 8 --gpu h200 --top 1")
+
+
+def test_activations_in_host_memory_cost_what_their_copies_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--tp-size 1 --sp-size 1 --zero-stage 3 --recompute-granularity full --micro-batch-size 1"
+    base, _, _ = read_model(f"{MODEL} --global-batch-size 8 {layout}".split(), 4, False)
+    base.kernels.recompute_granularity = base.kernels.recompute_method = base.kernels.recompute_num_layers = None
+    moved = copy.deepcopy(base)
+    moved.kernels.offload_activations = True
+    here, fast, slow = (
+        step_time(config, replace(machine(), gpu=replace(H100, host_gbs=gbs))) for config, gbs in ((base, 1.0), (moved, 1e9), (moved, 1e-3))
+    )
+    assert here.copies == fast.copies == 0 and fast.seconds == here.seconds
+    assert plan_of(moved, 4, "cuda").peak < plan_of(base, 4, "cuda").peak
+    host = plan_of(moved, 4, "cuda").host
+    assert slow.copies == pytest.approx(2 * (2 * host / 1e6), rel=0.01)  # two micro-batches, there and back, at 1e-3 GB/s
+    assert slow.seconds == pytest.approx(here.seconds + slow.copies) and slow.bound.startswith("copies to host memory")
+    assert "fit" in says(capsys, f"{MODEL} --gpus 4 --gpu l40s --offload-activations --top 1")
+
+
+def test_a_fixed_field_that_hurts_is_named() -> None:
+    flags = f"{MODEL} --global-batch-size 8 --recompute-granularity full --tp-size 1"
+    base, given, _ = read_model(f"{flags} --zero-stage 0".split(), 4, False)
+    least, free = (least_memory(base, fixed, machine()) for fixed in (given, given - {("parallel", "zero_stage")}))
+    assert least is not None and free is not None and free[0] < 0.97 * least[0] and free[1].zero == 3
+    changes = {change.what: change for change in find_changes(base, given, machine(4, (free[0] + 2**20) / 2**30))}
+    change = changes["leave --zero-stage to the planner"]
+    assert change.fits and change.needs == free[0]
+    fits = [change.fits for change in find_changes(base, given, machine(4, 1.5))]
+    assert True in fits and False in fits and fits == sorted(fits, reverse=True), "what suffices comes first"
+
+
+def test_no_torch_is_loaded_for_gpus() -> None:
+    program = (
+        "import sys\nfrom megatron_sp.commands import cli\n"
+        f"assert cli.main({['plan', '--gpus', '2', '--gpu', 'h200', '--tp-size', '1', '--micro-batch-size', '1', *MODEL.split()]!r}) == 0\n"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 x h200" in done.stdout
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not availability.find("matplotlib").available:
+        pytest.skip("matplotlib is not installed")
+    path = tmp_path / "plan.png"
+    says(capsys, f"--gpus 4 --gpu h200 {MODEL} --micro-batch-size 1 --zero-stage 1 --picture {path}")
+    assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
+
+
+def test_every_line_of_memory_has_a_kind(roomy: Findings) -> None:
+    kinds = report.memory_by_kind(roomy.candidates[0])
+    assert set(kinds) == set(report.KINDS) and all(kinds.values())
+    memory: Any = roomy.candidates[0].memory
+    assert kinds["optimizer"] == sum(line.num_bytes for line in memory.stays if line.name in ("master weights", "optimizer state"))

@@ -1,0 +1,360 @@
+"""The benchmarks run, and their arithmetic is that of the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forked import run_script
+from support.paths import ROOT
+
+from megatron_sp.config.schema import ModelConfig
+from megatron_sp.estimate.flops import step_flops_per_token
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
+
+import attention_kernels  # noqa: E402
+import child  # noqa: E402
+import common  # noqa: E402
+import step_vs_hf  # noqa: E402
+import ulysses_replay  # noqa: E402
+import wire  # noqa: E402
+import zero_fetch  # noqa: E402
+import zero_step  # noqa: E402
+from families import FAMILIES  # noqa: E402
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_script(BENCHMARKS / script, *arguments, cwd=ROOT)
+
+
+def test_stats_and_ratios() -> None:
+    stats = common.Stats.of([3.0, 1.0, 2.0, 10.0])
+    assert (stats.median, stats.low, stats.high) == (2.5, 1.0, 10.0)
+    assert stats.text("ms", 1e3, 0) == "2500 (1000-10000) ms"
+    assert common.ratios([1.0, 4.0], [2.0, 2.0]).values == (0.5, 2.0)
+    with pytest.raises(ValueError, match="no measurement"):
+        common.Stats.of([])
+    with pytest.raises(ValueError):
+        common.ratios([1.0], [1.0, 2.0])
+
+
+def test_memory_of_this_process() -> None:
+    before = common.memory_bytes()
+    held = torch.ones(16 * 2**20)  # 64 MiB, written
+    assert common.memory_bytes() - before > 60 * 2**20
+    assert common.peak_memory_bytes() >= common.memory_bytes() > 0
+    del held
+
+
+def test_child_environments() -> None:
+    environment = common.child_environment(3, ["A=b=c"])
+    assert environment["OMP_NUM_THREADS"] == "3" and environment["A"] == "b=c"
+    assert environment["PYTHONPATH"].split(":")[0] == str(ROOT)
+    with pytest.raises(ValueError, match="'A' is not KEY=VALUE"):
+        common.child_environment(1, ["A"])
+
+
+def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    common.print_table("Title", ["a", "b"], [["row", "1"], ["longer", "22"]], ["note"])
+    assert capsys.readouterr().out.splitlines() == ["Title", "  a        b", "  row      1", "  longer  22", "note"]
+
+
+def test_flops_are_those_of_training() -> None:
+    shape = FAMILIES["gpt2"].shape
+    config = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50304)
+    causal, full = step_flops_per_token(config)
+    assert step_vs_hf.step_flops(shape, causal_halved=True) == causal * 2048
+    assert step_vs_hf.step_flops(shape, causal_halved=False) == full * 2048
+
+
+def test_the_listed_products_are_all_matrix_flops() -> None:
+    shape = FAMILIES["gpt2"].shape
+    products = step_vs_hf.step_products(shape)
+    listed = sum(count * flops for (count, _), flops in zip(products, step_vs_hf.product_flops([d for _, d in products]), strict=True))
+    both = [step_vs_hf.step_flops(shape, causal_halved=h) for h in (True, False)]
+    assert listed == both[1] - 2 * (both[1] - both[0])  # without attention
+
+
+CHILD = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
+import child, os
+def say(text): print('noise on stdout'); return {{'text': text}}
+def fail(): raise ValueError('no such thing')
+child.serve({{'say': say, 'fail': fail, 'die': lambda: os._exit(3)}})
+"""
+
+
+def test_a_child_answers_fails_and_dies_audibly() -> None:
+    with child.Child("it", [sys.executable, "-c", CHILD], common.child_environment(1)) as process:
+        assert process.ask("say", text="a\nb") == {"text": "a\nb"}
+        with pytest.raises(child.ChildError, match="it: ValueError during 'fail': no such thing"):
+            process.ask("fail")
+        assert process.ask("say", text="still there") == {"text": "still there"}
+        with pytest.raises(child.ChildError, match="ended with code 3 during 'die'"):
+            process.ask("die")
+    with pytest.raises(child.ChildError, match="cannot start"):
+        child.Child("it", ["/nowhere/python"], {})
+
+
+def test_step_benchmark_runs_without_the_peer(tmp_path: Path) -> None:
+    done = run("step_vs_hf.py", "--smoke", "--no-peer", "--rounds", "2", "--dropout", "0.1", "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["results"]["ours_seconds"]["median"] > 0 and record["results"]["ours_memory"]["peak_bytes"] > 2**20
+    assert set(record) == {"benchmark", "date", "command", "revision", "hardware", "versions", "results"}
+    assert "--smoke" in record["command"] and record["versions"]["torch"] == torch.__version__
+    assert "of it, causal" in done.stdout
+
+
+def test_step_benchmark_says_where_the_peer_comes_from(tmp_path: Path) -> None:
+    done = run("step_vs_hf.py", "--smoke", "--peer-python", str(tmp_path / "python"))
+    assert done.returncode == 2 and "setup_peers.sh" in done.stderr
+
+
+def test_the_other_benchmarks_run(tmp_path: Path) -> None:
+    done = run("save_stall.py", "--smoke", "--dir", str(tmp_path / "saves"), "--json", str(tmp_path / "s.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert set(results) == {"bars", "smoke, 1 threads", "smoke, 2 ranks", "load_average"}
+    beside = results["smoke, 1 threads"]
+    assert (
+        beside["waited_stall_seconds"]["median"] > 0 and beside["stall_seconds"]["median"] > 0 and beside["written_seconds"]["median"] > 0
+    )
+    one = results["smoke, 2 ranks"]
+    assert one["seconds"]["median"] > one["fsync_seconds"]["median"] > 0 and one["hash_seconds"]["median"] > 0
+    assert list((tmp_path / "saves").iterdir()) == []
+    done = run("startup.py", "--smoke", "--only", "help", "--json", str(tmp_path / "t.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "t.json").read_text())["results"]["help"]["median"] > 0
+
+
+def test_the_memory_benchmark_runs(tmp_path: Path) -> None:
+    done = run("memory.py", "--smoke", "--lines", "--json", str(tmp_path / "m.json"))
+    assert done.returncode == 0, done.stderr
+    layouts = json.loads((tmp_path / "m.json").read_text())["results"]["layouts"]
+    assert [len(layouts[name]["ranks"]) for name in ("sp 1", "sp 2")] == [1, 2]
+    assert "at the peak: " in done.stdout
+    if not torch.cuda.is_available():
+        assert run("memory.py", "--device", "cuda").returncode == 2
+
+
+def test_the_gpu_benchmark_runs_or_says_what_it_needs() -> None:
+    done = run("gpu/step.py", "--smoke", "--no-peer")
+    assert done.returncode == 0, done.stderr
+    assert "ours" in done.stdout and "last loss" in done.stdout
+    if not torch.cuda.is_available():
+        assert run("gpu/step.py").returncode == 2
+
+
+def test_the_attention_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
+    done = run("gpu/attention_kernels.py", "--smoke", "--head-dims", "64", "--json", str(tmp_path / "k.json"))
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads((tmp_path / "k.json").read_text())["results"]["kernels"]
+    assert set(kernels) == {f"d64 {mask} {size}" for mask in ("causal", "full") for size in ("4x128", "2x256")}
+    assert all(found["backward_tflops"] > 0 for shape in kernels.values() for found in shape.values())
+    if not torch.cuda.is_available():
+        assert set(kernels["d64 causal 4x128"]) == {"sdpa flash", "math"}
+        assert run("gpu/attention_kernels.py").returncode == 2
+
+
+def test_attention_flops_are_those_of_the_model() -> None:
+    shape = attention_kernels.Shape(b=3, s=64, n=4, d=16, causal=False)
+    config = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=128)
+    causal, full = step_flops_per_token(config)  # three times the forward pass; what causal leaves out is half of the attention
+    assert 3 * shape.forward_flops / (3 * 64) == 2 * (full - causal)
+
+
+def test_a_wrong_or_missing_kernel_is_left_out_with_its_reason() -> None:
+    class Wrong(attention_kernels.Math):
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return super().__call__(q, k, v) * 1.1
+
+    class Missing(attention_kernels.Kernel):
+        def __init__(self, shape: attention_kernels.Shape) -> None:
+            raise ImportError("No module named 'flash_attn'")
+
+    reasons: dict[str, str] = {}
+    kinds = {"math": attention_kernels.Math, "wrong": Wrong, "missing": Missing}
+    shape = attention_kernels.Shape(b=1, s=64, n=2, d=16, causal=True)
+    found = attention_kernels.measure(shape, kinds, torch.device("cpu"), torch.float32, 1, reasons)
+    assert set(found) == {"math"}
+    assert "wrong by 0.1" in reasons["wrong"] and "No module named 'flash_attn'" in reasons["missing"]
+
+
+def test_the_replay_runs_or_says_what_it_needs(tmp_path: Path) -> None:
+    done = run("gpu/ulysses_replay.py", "--smoke", "--no-peer", "--json", str(tmp_path / "u.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "u.json").read_text())["results"]["smoke"]
+    assert set(results) == {"shape", "none", "split-qkv", "chunked x2", "no exchange"}  # 16 heads on 8 ranks make no 4 chunks
+    shape = ulysses_replay.SHAPES["smoke"]
+    # of each layer q, k, v and out, forward and backward, in bf16: what rank 0 receives, its own share included
+    received = 8 * shape["num_layers"] * shape["seq_length"] // ulysses_replay.SP * shape["hidden_size"] * 2
+    assert {name: r["exchanges"] for name, r in results.items() if name != "shape"} == {
+        "none": 8, "split-qkv": 16, "chunked x2": 16, "no exchange": 8
+    }  # fmt: skip
+    assert all(r["exchanged_bytes"] == received for name, r in results.items() if name != "shape")
+    if not torch.cuda.is_available():
+        assert run("gpu/ulysses_replay.py").returncode == 2
+    assert run("gpu/ulysses_replay.py", "--smoke", "--no-peer", "--only", "nobody").returncode == 2
+
+
+def test_the_replay_puts_the_exchange_back() -> None:
+    from megatron_sp.parallel import ulysses
+
+    real = ulysses.all_to_all_async
+    engine = ulysses_replay.CopyEngine(torch.device("cpu"))
+    with pytest.raises(RuntimeError), ulysses_replay.exchanges_by(engine):
+        assert ulysses.all_to_all_async is not real
+        raise RuntimeError
+    assert ulysses.all_to_all_async is real
+    send, receive = torch.arange(4.0), torch.zeros(6)
+    engine.all_to_all_async(send, [2, 2], receive, [3, 3], None).wait()
+    assert receive.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.long
+def test_the_zero_step_runs_without_deepspeed(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--no-peer", "--rounds", "1", "--steps", "1", "--warmup", "0", "--references", "--cells", "2:loopback"]
+    done = run("zero_step.py", *arguments, "--json", str(tmp_path / "z.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "z.json").read_text())["results"]["cells"]["2:loopback"]
+    raw = found["raw"]
+    assert set(raw["seconds"]) == {name for name in zero_step.KINDS if not name.startswith("DeepSpeed")} and raw["left_out"] == {}
+    assert set(raw["loss_difference"]) == set(raw["seconds"]) - {"alone"} and max(raw["loss_difference"].values()) < 1e-6
+    assert all(len(losses) == 3 for losses in raw["losses"].values())
+    sent = {name: of / raw["parameters"] for name, of in raw["bytes"].items()}
+    assert sent["alone"] < 0.1 and sent["ours, stage 1"] == pytest.approx(4, rel=0.05)  # of N: scatter and gather, 4 bytes, of each a half
+    assert sent["ours, stage 1"] < sent["DDP + ZeRO"] and sent["ours, stage 3"] < sent["FSDP2"]
+    assert [c["peer"].partition(",")[0] for c in found["comparisons"]] == ["DDP + ZeRO", "FSDP2"]
+    assert all(c["ratio"]["median"] > 0 and c["target"] == 0.95 for c in found["comparisons"])
+    assert "Ours, of the better variant" in done.stdout
+
+
+def test_the_zero_step_chooses_contenders() -> None:
+    names = zero_step.contender_names(zero_step.parse(["--no-peer"]))
+    assert names == ["ours, stage 1", "DDP + ZeRO", "DDP + ZeRO, one bucket", "ours, stage 3", "FSDP2", "FSDP2, asynchronous"]
+    names = zero_step.contender_names(zero_step.parse(["--only", "stage 3", "deepspeed 3"]))
+    assert names == ["ours, stage 3", "DeepSpeed 3", "DeepSpeed 3, overlap_comm"]
+
+
+def test_the_zero_step_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    for cell in ("3:loopback", "2", "2:fast", "1:loopback"):
+        done = run("zero_step.py", "--cells", cell)
+        assert done.returncode == 2 and f"--cells {cell}: expected RANKS:LINK" in done.stderr
+    assert run("zero_step.py", "--peer-python", str(tmp_path / "python")).returncode == 2
+    assert "no such contender" in run("zero_step.py", "--no-peer", "--only", "nobody").stderr
+
+
+def test_the_zero_step_leaves_out_who_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Broken(zero_step.Peer):
+        def wrap(self, plain: Any) -> None:
+            raise ImportError("no module named 'peer'\nmore")
+
+    monkeypatch.setitem(zero_step.KINDS, "broken", Broken)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        contenders, memory, left_out = zero_step.build_all({"names": ["broken", "DDP"], "model": zero_step.SMOKE})
+        model = sum(p.numel() * 4 for p in contenders["DDP"].model.parameters())
+        assert left_out == {"broken": "ImportError: no module named 'peer'"} and list(contenders) == ["DDP"]
+        assert memory["DDP"] > 4 * model  # parameters, gradients, two of state, activations
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_the_zero_fetch_runs_and_draws(tmp_path: Path) -> None:
+    arguments = ["--smoke", "--rounds", "1", "--warmup", "0", "--ranks", "2", "--json", str(tmp_path / "f.json")]
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--plot", str(tmp_path / "f.png")]
+    done = run("zero_fetch.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "f.json").read_text())["results"]
+    assert {(c["bytes"], c["params"], c["ranks"]) for c in results["wall"]} == {(b, p, 2) for b in (16384, 65536) for p in (1, 3)}
+    assert len(results["host"]) == 8 and all(set(c["seconds"]) == set(zero_fetch.WAYS) for c in results["wall"] + results["host"])
+    largest = results["wall"][-1]
+    of_unit = {way: sent / largest["bytes"] for way, sent in largest["sent"].items()}
+    gathers = {"flat": 0.5, "coalesced": 0.5, "per parameter": 0.5, "flat all_reduce": 1.0, "all_reduce": 1.0}
+    assert of_unit == {way: pytest.approx(sent, rel=0.1) for way, sent in gathers.items()}
+    want = {way: pytest.approx(2.0 if way == "coalesced" else 1.0, rel=0.05) for way in zero_fetch.WAYS}
+    assert results["memory"] == want
+    assert not importlib.util.find_spec("matplotlib") or (tmp_path / "f.png").stat().st_size > 1000
+    done = run("zero_fetch.py", "--params", "128", "--sizes-kib", "0")
+    assert done.returncode == 2
+
+
+def test_ways_without_communication_leave_the_collectives_as_they_were() -> None:
+    from megatron_sp.optim import weights
+
+    gather, reduce = weights.all_gather_async, weights.all_reduce_async
+    with pytest.raises(RuntimeError), zero_fetch.no_communication():
+        assert weights.all_gather_async is not gather and weights.all_reduce_async is not reduce
+        raise RuntimeError
+    assert (weights.all_gather_async, weights.all_reduce_async) == (gather, reduce)
+
+
+@pytest.mark.long
+def test_longest_sequence_fits_as_predicted(tmp_path: Path) -> None:
+    done = run("longest_sequence.py", "--smoke", "--json", str(tmp_path / "l.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "l.json").read_text())["results"]
+    found = results["settings"]
+    tokens = [setting["tokens"] for setting in found.values()]
+    assert tokens == sorted(tokens) and tokens[-1] >= 2 * tokens[0] > 0
+    for name in ("nothing", "+ MLP in pieces"):
+        counted = found[name]["measured"]["peak"]
+        assert counted <= results["limit_bytes"] and counted == pytest.approx(found[name]["predicted_bytes"], rel=0.05)
+
+
+def test_packed_attention_knows_its_work(tmp_path: Path) -> None:
+    done = run("packed_attention.py", "--smoke", "--json", str(tmp_path / "p.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "p.json").read_text())["results"]
+    assert all(sum(mix["lengths"]) == 128 for mix in results.values()) and results["8 of 16"]["work"] == pytest.approx(1 / 8)
+    assert all(seconds > 0 for mix in results.values() for seconds in mix["seconds"].values())
+
+
+def test_bytes_on_the_wire() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        before = wire.bytes_sent()
+        ours.sendall(b"x" * 12345)
+        with theirs:
+            got = 0
+            while got < 12345:
+                got += len(theirs.recv(65536))
+            after = wire.bytes_sent()
+    assert before is not None and after is not None and after - before == 12345
+
+
+def test_setup_peers_refuses_unknown_arguments() -> None:
+    done = subprocess.run(["bash", str(BENCHMARKS / "setup_peers.sh"), "apex"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown argument 'apex'" in done.stderr
+
+
+@pytest.mark.long
+def test_the_conversion_benchmark_runs(tmp_path: Path) -> None:
+    """At its real sizes it would be the test of the memory limit; here of a model whose largest tensor is a tenth of it."""
+    done = run("convert.py", "--gb", "0.3", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "c.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "c.json").read_text())["results"]
+    assert set(results["directions"]) == {"hf -> native", "native -> hf"}
+    for row in results["directions"].values():
+        assert row["convert"] > 0 and row["copy"] > 0 and 0 < row["memory"] < results["limit_mb"]
+
+
+@pytest.mark.long
+def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
+    done = run("schedule.py", "--smoke", "--rounds", "1", "--warmup", "0", "--links", "loopback", "--json", str(tmp_path / "s.json"))
+    assert done.returncode == 0, done.stderr
+    loopback = json.loads((tmp_path / "s.json").read_text())["results"]["links"]["loopback"]
+    assert loopback["scheduled / ours"]["median"] > 0 and loopback["alone scheduled / alone"]["median"] > 0

@@ -1,0 +1,37 @@
+"""Links between the pages: every file and every heading that is linked to is there, and the index names every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub and MkDocs name them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}: {sorted(anchors(target))}"
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", index)}
+    assert {page for page in PAGES if page.parent != ROOT and page.name != "index.md"} <= linked

@@ -1,0 +1,282 @@
+"""Which module may import which, read from the sources; a finding names the line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from support.paths import ROOT
+
+PACKAGE = ROOT / "megatron_sp"
+LEVELS = {
+    folder: level
+    for level, folders in enumerate(
+        (
+            ("utils",),
+            ("config",),
+            ("comm",),
+            ("ops", "data"),
+            ("parallel", "optim", "checkpoint"),
+            ("models",),
+            ("inference", "convert", "schedule", "estimate"),
+            ("training",),
+            ("tasks", "planner", "report"),
+            ("commands",),
+        )
+    )
+    for folder in folders
+}
+TORCH_FREE = (
+    "checkpoint/commit",
+    "checkpoint/file_records",
+    "checkpoint/find",
+    "checkpoint/lock",
+    "checkpoint/manifest",
+    "checkpoint/verify",
+    "commands/ckpt/diff",
+    "commands/ckpt/facts",
+    "commands/ckpt/ls",
+    "commands/ckpt/names",
+    "commands/ckpt/options",
+    "commands/ckpt/places",
+    "commands/ckpt/prune",
+    "commands/ckpt/show",
+    "commands/ckpt/survey",
+    "commands/ckpt/text",
+    "commands/ckpt/verify",
+    "commands/cli",
+    "commands/corpus",
+    "commands/data",
+    "commands/evaluate",
+    "commands/fill_mask",
+    "commands/finetune",
+    "commands/generate",
+    "commands/plot",
+    "commands/preprocess",
+    "commands/preset_table",
+    "commands/pretrain",
+    "commands/recipe",
+    "commands/recipe_run",
+    "commands/recipe_variables",
+    "commands/schedule/options",
+    "commands/section_task",
+    "commands/serve",
+    "commands/summarize",
+    "commands/tokenizer",
+    "config/concessions",
+    "config/field_kinds",
+    "config/flags/arguments",
+    "config/flags/config_file",
+    "config/presets",
+    "config/rules",
+    "config/rules_data",
+    "config/rules_model",
+    "config/schema",
+    "convert/arguments",
+    "estimate/flops",
+    "estimate/hardware",
+    "estimate/memory",
+    "estimate/memory_saves",
+    "estimate/memory_zero",
+    "estimate/remedies",
+    "estimate/traffic",
+    "models/unit_order",
+    "optim/residency",
+    "planner/advice",
+    "planner/command",
+    "planner/dry_run",
+    "planner/layouts",
+    "planner/machine",
+    "planner/options",
+    "planner/picture",
+    "planner/report",
+    "planner/search",
+    "planner/timing",
+    "planner/work",
+    "utils/errors",
+    "utils/format",
+)
+OPTIONAL = {
+    "flash_attn",
+    "apex",
+    "triton",
+    "tensorboard",
+    "wandb",
+    "matplotlib",
+    "transformers",
+    "torch.utils.tensorboard",
+    "starlette",
+    "uvicorn",
+    "pyarrow",
+    "zstandard",
+}
+CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "tyro", "rich", "yaml", "megatron_sp"}
+MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
+MAY_NAME_OPTIONAL = ("ops/availability.py", "commands/plot.py", "data/text_input.py")
+
+
+def imports(tree: ast.AST, module: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything imported anywhere in a module; ``from a import b`` counts as ``a.b``."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *([base] if base else [])])
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def top_imports(tree: ast.Module) -> list[str]:
+    """First names imported when the module is loaded, TYPE_CHECKING blocks and functions left out."""
+    return [n.split(".")[0] for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for _, n in imports(node, "")]
+
+
+def attributes(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, dotted text) of every ``torch.distributed...`` expression."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) == ("torch", "distributed"):
+            found.append((node.lineno, "torch.distributed"))
+    return found
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def findings(path: str, source: str) -> list[str]:
+    """What is wrong with one module.
+
+    Args:
+        path: relative to the package, such as ``ops/attention.py``.
+    """
+    tree = ast.parse(source)
+    module = "megatron_sp." + path.removesuffix(".py").replace("/", ".")
+    folder = path.split("/")[0]
+    level, bad = LEVELS.get(folder, len(LEVELS)), []  # what stands beside the folders may import all of them
+    for line, name in imports(tree, module):
+        where = f"{path}:{line}"
+        parts = name.split(".")
+        if parts[0] == "megatron_sp" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != folder:
+            other = LEVELS[parts[1]]
+            if other >= level:
+                bad.append(f"{where}: {folder} (level {level}) imports {parts[1]} (level {other})")
+        if path not in MAY_NAME_OPTIONAL and any(is_in(name, package) for package in OPTIONAL):
+            bad.append(f"{where}: {name} is optional: only {', '.join(MAY_NAME_OPTIONAL)} try to import such packages")
+    for line, name in [*imports(tree, module), *attributes(tree)]:
+        allowed = MAY_NAME_DISTRIBUTED.get(folder)
+        if is_in(name, "torch.distributed") and not (allowed and is_in(name, allowed)):
+            bad.append(f"{path}:{line}: {name}: only comm/ talks to torch.distributed, checkpoint/ to its checkpoint package")
+    if path.removesuffix(".py") in TORCH_FREE:
+        bad += [f"{path}: loads {name}; it must not" for name in top_imports(tree) if name in ("torch", "numpy")]
+    return bad
+
+
+def modules() -> list[str]:
+    return sorted(str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py"))
+
+
+def test_every_folder_has_a_level() -> None:
+    assert {path.split("/")[0] for path in modules()} == {*LEVELS, "__init__.py", "__main__.py"}
+
+
+def test_the_package_keeps_its_layers() -> None:
+    assert [finding for path in modules() for finding in findings(path, (PACKAGE / path).read_text())] == []
+
+
+def run_time_imports(tree: ast.AST, module: str) -> Iterator[str]:
+    """Names imported anywhere but under TYPE_CHECKING; functions included, for they run too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name for _, name in imports(node, module) if is_in(name, "megatron_sp"))
+        yield from run_time_imports(node, module)
+
+
+def circles(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other, directly or through others, and whatever lies between two circles.
+
+    Args:
+        sources: by dotted name.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = {name if name in sources else name.rpartition(".")[0] for name in run_time_imports(ast.parse(source), module)}
+        graph[module] = names & sources.keys() - {module}
+    while graph:
+        imported = set().union(*graph.values())
+        free = {module for module, names in graph.items() if not names or module not in imported}
+        if not free:
+            break
+        graph = {module: names - free for module, names in graph.items() if module not in free}
+    return sorted(graph)
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {"megatron_sp." + p.removesuffix(".py").replace("/", "."): (PACKAGE / p).read_text() for p in modules()}
+    assert circles({name.removesuffix(".__init__"): text for name, text in sources.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "megatron_sp.a": "def f():\n    from megatron_sp.b import x",
+        "megatron_sp.b": "import megatron_sp.c",
+        "megatron_sp.c": "if x:\n    from megatron_sp.a import f\nfrom megatron_sp.d import y",
+        "megatron_sp.d": "if TYPE_CHECKING:\n    from megatron_sp.c import z",
+        "megatron_sp.e": "from megatron_sp import a",
+    }
+    assert circles(sources) == ["megatron_sp.a", "megatron_sp.b", "megatron_sp.c"]
+
+
+def test_nothing_but_the_named_packages_is_imported() -> None:
+    import sys
+
+    known = CORE | OPTIONAL | set(sys.stdlib_module_names)
+    strange = [
+        f"{p}:{n}: {name}"
+        for p in modules()
+        for n, name in imports(ast.parse((PACKAGE / p).read_text()), "x.y")
+        if name.split(".")[0] not in known
+    ]
+    assert strange == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("ops/a.py", "from megatron_sp.data import corpus", "ops/a.py:1: ops (level 3) imports data (level 3)"),
+        ("utils/a.py", "def f():\n    import megatron_sp.ops.gelu", "utils/a.py:2: utils (level 0) imports ops (level 3)"),
+        ("config/schema.py", "from megatron_sp.training import loop", "config/schema.py:1: config (level 1) imports training"),
+        ("models/a.py", "from ..training.loop import x", "models/a.py:1: models (level 5) imports training (level 7)"),
+        ("parallel/a.py", "from megatron_sp import optim", "parallel/a.py:1: parallel (level 4) imports optim (level 4)"),
+        ("training/a.py", "import torch.distributed as dist", "training/a.py:1: torch.distributed"),
+        ("training/a.py", "from torch import distributed", "training/a.py:1: torch.distributed"),
+        ("ops/a.py", "import torch\n\ntorch.distributed.barrier()", "ops/a.py:3: torch.distributed: only comm/"),
+        ("checkpoint/a.py", "import torch.distributed", "checkpoint/a.py:1: torch.distributed"),
+        ("ops/a.py", "try:\n    import flash_attn\nexcept ImportError:\n    pass", "ops/a.py:2: flash_attn is optional"),
+        ("training/a.py", "from torch.utils.tensorboard import SummaryWriter", "training/a.py:1: torch.utils.tensorboard"),
+        ("config/schema.py", "import numpy as np", "config/schema.py: loads numpy"),
+    ],
+)
+def test_a_breach_is_named(path: str, source: str, expected: str) -> None:
+    assert findings(path, source) and findings(path, source)[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("comm/a.py", "import torch.distributed as dist\nfrom megatron_sp.utils import errors"),
+        ("checkpoint/a.py", "import torch.distributed.checkpoint as dcp"),
+        ("training/a.py", "from megatron_sp.models.gpt import GPTModel\nfrom megatron_sp import __version__"),
+        ("ops/availability.py", "import flash_attn"),
+        ("commands/cli.py", "def f():\n    import torch"),
+        ("ops/a.py", "from . import availability"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str) -> None:
+    assert findings(path, source) == []
