@@ -23,7 +23,7 @@ def long_description() -> str:
 
 EXTRAS = {
     "hf": ["transformers>=5.3"],  # exchange of weights with Hugging Face; remote code is never run
-    "eval": ["lm-eval[hf]>=0.4.9"],  # standard benchmarks of an exported model (docs/evaluate.md)
+    "eval": ["lm-eval[hf]>=0.4.9"],  # standard benchmarks of an exported model (docs/how-to/evaluate.md)
     "serve": ["starlette>=0.40", "uvicorn>=0.30"],  # tools/serve.py
     "data": ["pyarrow>=17", "zstandard>=0.22"],  # Parquet, Arrow and .zst for preprocessing
     "log": ["tensorboard>=2.16", "wandb>=0.17"],

@@ -2,9 +2,9 @@
 # torchrun with exit codes that mean something: scripts/launch.sh NPROC SCRIPT [FLAGS of the script]
 #
 # torchrun turns every failure into exit code 1. This reads the run's run_status.json afterwards and exits with the code listed in
-# docs/exit_codes.md (75: preempted after a save, start the same command again). NPROC may also come as NPROC_PER_NODE. Variables:
+# docs/reference/exit_codes.md (75: preempted after a save, start the same command again). NPROC may also come as NPROC_PER_NODE. Variables:
 #   NNODES, NODE_RANK, MASTER_ADDR   a job of several hosts: how many, which one this is (from 0), the address of host 0; the same command
-#                                    on each of them (docs/several_hosts.md)
+#                                    on each of them (docs/how-to/launching/several_hosts.md)
 #   MASTER_PORT                      where host 0 is met (29400)
 #   JOIN_TIMEOUT                     seconds that hosts wait for each other (600)
 #   JOB_ID                           tells two jobs on one host and port apart

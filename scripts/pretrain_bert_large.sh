@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # BERT large, 336 million parameters, on the 8 GPUs of a host: bash scripts/pretrain_bert_large.sh [FLAGS of pretrain_bert.py]
 #
-# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/zoo.md.
+# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/how-to/zoo.md.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT with 125 million parameters, the smallest of the GPT-3 paper, on one GPU: bash scripts/pretrain_gpt_125m_1gpu.sh [FLAGS of pretrain_gpt.py]
 #
-# SMOKE=1 trains a tiny model with the same flags on a CPU, DRY_RUN=1 says what the full size takes. All variables: docs/zoo.md.
+# SMOKE=1 trains a tiny model with the same flags on a CPU, DRY_RUN=1 says what the full size takes. All variables: docs/how-to/zoo.md.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT with 1.3 billion parameters on sequences of 65,536 tokens, on the 8 GPUs of a host: bash scripts/pretrain_gpt_1b_64k.sh [FLAGS of pretrain_gpt.py]
 #
-# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/zoo.md.
+# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/how-to/zoo.md.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

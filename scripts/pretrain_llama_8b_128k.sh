@@ -2,7 +2,7 @@
 # Llama 3 with 8 billion parameters on sequences of 131,072 tokens, on the 8 GPUs of a host:
 # bash scripts/pretrain_llama_8b_128k.sh [FLAGS of pretrain_gpt.py]
 #
-# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/zoo.md.
+# SMOKE=1 trains a tiny model in the same layout on CPU processes, DRY_RUN=1 says what the full size takes. All variables: docs/how-to/zoo.md.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -125,7 +125,7 @@ if [ "$family" = bert ]; then
 What next:
   bash scripts/test.sh                                                 prove the code on this machine
   $python tools/fill_mask.py --load $run          guess the words that you hide
-  docs/bert.md                                                         your own text, and a classifier on your own labels
+  docs/tutorials/bert.md                                               your own text, and a classifier on your own labels
   rm -r $run $killed && QUICKSTART_STEPS=4800 bash scripts/quickstart.sh bert   train four times longer
 EOF
     exit

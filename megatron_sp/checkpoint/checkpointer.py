@@ -1,6 +1,6 @@
 """``Checkpointer``: saves, finds, verifies and loads checkpoints; the one class that the rest of the program uses.
 
-docs/checkpoints.md gives the guarantees: a step folder is complete or does not exist, nothing damaged is loaded silently,
+docs/reference/checkpoints.md gives the guarantees: a step folder is complete or does not exist, nothing damaged is loaded silently,
 and any layout can read what any other wrote.
 """
 

@@ -116,7 +116,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/convert.md has the formats"
+    text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/how-to/convert.md has the formats"
     from megatron_sp.convert import arguments
 
     parser = commands.add_parser(
@@ -143,7 +143,7 @@ def _add_ckpt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from megatron_sp.commands.schedule.options import add_actions
 
-    text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/schedule.md"
+    text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/how-to/schedule.md"
     add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
 
 

@@ -1,6 +1,6 @@
 """Common part of the scripts scripts/pretrain_*.sh: builds and checks a command from a script's variables and flags.
 
-    variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/zoo.md)
+    variables  layout, length of training, data, run folder (``recipe_variables.py``, docs/how-to/zoo.md)
     SMOKE=1    the same layout with tiny sizes on CPU processes: tp and sp are reduced to at most 2, dp to what ZeRO needs
 
 A script is a page of variables and flags; the user's own flags come last and take precedence. Flags are parsed by ``arguments.py`` before

@@ -4,7 +4,7 @@
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The for statement", "max_tokens": 30}'
     bash scripts/launch.sh 2 tools/serve.py --load runs/quickstart --tensor-model-parallel-size 2
 
-Concurrent requests are batched. There is no encryption, and without --api-key no authentication: docs/serve.md.
+Concurrent requests are batched. There is no encryption, and without --api-key no authentication: docs/how-to/serve.md.
 Ctrl-C or SIGTERM ends the server once its pending requests are answered.
 """
 

@@ -1,7 +1,7 @@
 """Configuration of a run: plain dataclasses, one per group of flags.
 
 Each field is one command-line flag with Megatron's name (``num_layers`` is ``--num-layers``); help text, unit and aliases
-are in the field's metadata, so ``--help``, YAML files, ``docs/flags.md`` and the configuration stored in checkpoints
+are in the field's metadata, so ``--help``, YAML files, ``docs/reference/flags.md`` and the configuration stored in checkpoints
 are all derived from here. This module imports neither torch nor numpy: a mistyped flag is reported before either
 is loaded. The rules between fields are in ``config/rules.py``; they are checked on every rank before the first collective.
 """

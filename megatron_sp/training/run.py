@@ -294,7 +294,8 @@ class Run:
         self.console.line(f"{verb} {source} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
         if not finetune and is_ahead(stored) and not only_validates:
             self.console.line(
-                "  an older version began this run, whose learning rate was that of one step later: it goes on like that (docs/megatron.md)"
+                "  an older version began this run, whose learning rate was that of one step later: it goes on like that"
+                " (docs/how-to/megatron.md)"
             )
         for line in self._differences:
             self.console.line(f"  changed since: {line}")

@@ -19,7 +19,7 @@ def flag(
 
     Args:
         help: one line for --help; also describes a default that is computed from other fields.
-        unit: shown in --help and in docs/flags.md.
+        unit: shown in --help and in docs/reference/flags.md.
         aliases: other names of the flag, without leading dashes.
         low: the smallest value allowed.
         high: the largest value allowed (default: ``MAX_COUNT``, or ``MAX_NUMBER`` for a float): far above any real use, and low enough

@@ -179,7 +179,7 @@ def test_the_commands_of_the_pages_are_understood(
     (files / "SST-2").mkdir()
     for name in ("train", "dev"):
         (files / f"SST-2/{name}.tsv").write_text("sentence\tlabel\nw1 w2\t0\nw3\t1\n")
-    found = commands("docs/bert.md", "tools/finetune_classifier.py")
+    found = commands("docs/tutorials/bert.md", "tools/finetune_classifier.py")
     assert len(found) == 3
     for words in found:
         words[words.index("--pretrained-checkpoint") + 1] = str(pretrained)
@@ -189,6 +189,6 @@ def test_the_commands_of_the_pages_are_understood(
             finetune.main([*words, "--print-config"])
         said = capfd.readouterr()
         assert end.value.code == 0 and "train_samples: " in said.out, said.err
-    pages = commands("docs/bert.md", "pretrain_bert.py")
+    pages = commands("docs/tutorials/bert.md", "pretrain_bert.py")
     assert len(pages) == 1
     assert config_from_args(pages[0], world_size=2, family="bert").model.has_order_head

@@ -144,12 +144,12 @@ def test_a_sync_that_is_dropped_is_found(tmp_path: Path, name: str) -> None:
 def first_block(text: str) -> None:
     torch.manual_seed(0)
     made: dict[str, Any] = {}
-    exec(compile(text, "docs/schedule.md", "exec"), made)  # ours, from the repository
+    exec(compile(text, "docs/how-to/schedule.md", "exec"), made)  # ours, from the repository
     assert made["s"].applied is not None and all(p.grad is not None for p in made["model"].parameters())
 
 
 def test_the_page_for_newcomers_runs_as_it_is_written(tmp_path: Path) -> None:
-    page = (ROOT / "docs/schedule.md").read_text()
+    page = (ROOT / "docs/how-to/schedule.md").read_text()
     block = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     assert 'dist.init_process_group("gloo")\n' in block
     run_ranks(first_block, 2, tmp_path, block.replace('dist.init_process_group("gloo")\n', ""))  # these ranks have done so

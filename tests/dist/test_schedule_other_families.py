@@ -74,7 +74,7 @@ def own_heads(alibi: Tensor, group: Any) -> Tensor:
 
 
 def slopes_of_heads() -> None:
-    """alibi, as docs/schedule_presets.md has it."""
+    """alibi, as docs/reference/schedule_presets.md has it."""
     s = schedule(model_of("Mpt", d_model=24, n_heads=4, n_layers=1, vocab_size=V, max_seq_len=16), mesh())
     s["transformer.blocks.*.attn.Wqkv"].column(blocks=3, heads=4)
     s["transformer.blocks.*.attn"].set("n_heads", divide="tp").set("hidden_size", divide="tp")

@@ -114,7 +114,7 @@ def test_training_on_own_text_as_the_readme_says(tmp_path: Path) -> None:
 
 def test_the_layouts_of_the_page_have_the_same_losses(tmp_path: Path) -> None:
     """tp, sp, both, and neither: flags and numbers of processes are those of the block, with a smaller model and without the launcher."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/layouts.md").read_text(), flags=re.DOTALL)
     block = next(b for b in blocks if "runs/layout-both" in b)
     shrunk = {"--num-layers 4": "--num-layers 2", "--hidden-size 256": "--hidden-size 64", "--seq-length 512": "--seq-length 50",
               "--train-iters 20": "--train-iters 2", "--log-interval 5": "--log-interval 1"}  # fmt: skip

@@ -3,7 +3,7 @@
 Each mutant drops, doubles or misplaces one wait, permutation, reduction, scale or sum in a temporary copy of the repository, and the tests of
 the exchanges and layouts run there until the first failure, once without a mutant before. A mutant that survives means that a test is missing.
 One whose text no longer occurs exactly once in the source is an error: the list has to follow the code. The outcome is written to
-docs/mutants.md.
+docs/explanation/mutants.md.
 
     python tests/support/mutants.py [--suite layers|zero|bert] [--only WORD] [--write]
 """
@@ -173,9 +173,9 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "layers": Suite("the parallel layers", "docs/mutants.md", TESTS, MUTANTS),
-    "bert": Suite("BERT", "docs/mutants_bert.md", bert_mutants.TESTS, [Mutant(*m) for m in bert_mutants.MUTANTS]),
-    "zero": Suite("ZeRO", "docs/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
+    "layers": Suite("the parallel layers", "docs/explanation/mutants.md", TESTS, MUTANTS),
+    "bert": Suite("BERT", "docs/explanation/mutants_bert.md", bert_mutants.TESTS, [Mutant(*m) for m in bert_mutants.MUTANTS]),
+    "zero": Suite("ZeRO", "docs/explanation/mutants_zero.md", zero_mutants.TESTS, [Mutant(*m) for m in zero_mutants.MUTANTS]),
 }
 
 

@@ -55,7 +55,7 @@ way to say the same; `wrong` where it does not. Every message names a module. `v
 on 2 ranks, and of the others about those that `check()` lets pass, on 4 and on 2. What `check()` refuses and `verify()` finds equal is
 marked `*`.
 """
-PAGE = Path(__file__).parents[2] / "docs" / "mutants_schedule.md"
+PAGE = Path(__file__).parents[2] / "docs/explanation/mutants_schedule.md"
 
 
 def right(name: str, seq: bool, mesh: Mesh) -> tuple[Schedule, dict[str, Any], tuple[str, str, str]]:

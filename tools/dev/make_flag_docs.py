@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the dataclasses of megatron_sp/config/schema.py and the tables of foreign flags: ``make docs``."""
+"""Write docs/reference/flags.md from the dataclasses of megatron_sp/config/schema.py and the tables of foreign flags: ``make docs``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_sp.config.flags.deepspeed_keys import ADAPTED, BLOCKS
 from megatron_sp.config.schema import GROUPS
 from megatron_sp.utils.program import run_program
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/flags.md"
 
 _HEAD = """# Flags
 
 Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/schema.py`; a test compares.
 
 - Underscores may stand for hyphens; names are never completed. A mistyped name ends the program with exit code 2 and the nearest names.
-- Later wins: defaults, then those of `--preset NAME` ([zoo.md](zoo.md)), then `--config FILE`, then the command line from left to right; a
-  flag given twice takes the last value.
+- Later wins: defaults, then those of `--preset NAME` ([zoo.md](../how-to/zoo.md)), then `--config FILE`, then the command line from left to
+  right; a flag given twice takes the last value.
 - Every switch has a negation for the sake of files: `--bf16` / `--no-bf16`, `--no-load-optim` / `--load-optim`.
 - `--config FILE` reads YAML: the names below, flat or under the name of their group. `--print-config` prints such a file and exits.
 - `--dry-run` prints what a run would take on every rank, parameters, memory, collectives and bytes, and exits; `--dry-run json` the same
@@ -32,7 +32,7 @@ Made by `tools/dev/make_flag_docs.py` (`make docs`) from `megatron_sp/config/sch
 
 
 def page() -> str:
-    """The whole text of docs/flags.md."""
+    """The whole text of docs/reference/flags.md."""
     return "\n".join([_HEAD, *_groups(), *_rewritten(), *_values(), *_deepspeed(), *_ignored(), *_refused()])
 
 

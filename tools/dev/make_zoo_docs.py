@@ -1,4 +1,4 @@
-"""Write the table of presets into docs/zoo.md: ``make docs``."""
+"""Write the table of presets into docs/how-to/zoo.md: ``make docs``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_sp.commands.preset_table import markdown
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/zoo.md"
 BEGIN, END = "<!-- presets: made by tools/dev/make_zoo_docs.py -->", "<!-- presets: end -->"
 
 

@@ -1,1 +1,1 @@
-"""``megatron-sp ckpt``: list, show, verify, compare, prune and merge checkpoints (docs/ckpt.md)."""
+"""``megatron-sp ckpt``: list, show, verify, compare, prune and merge checkpoints (docs/how-to/ckpt.md)."""

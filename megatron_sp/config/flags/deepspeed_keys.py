@@ -491,7 +491,7 @@ ADAPTED = {
     "scheduler": "WarmupLR and WarmupDecayLR where they are constant; else refused, with the flags that come nearest",
     "sequence_parallel_size": "--sequence-parallel-size",
 }
-"""Keys with a meaning and what it is, for docs/flags.md."""
+"""Keys with a meaning and what it is, for docs/reference/flags.md."""
 
 _NO_AUTOCAST = "mixed precision is --bf16 or --fp16; use those blocks"
 _NO_CURRICULUM = "curricula, compression and layer dropping are not there; remove it"
@@ -530,4 +530,4 @@ BLOCKS: dict[str, _Keys] = {
     "": _TOP, "zero_optimization.": _ZERO, "zero_optimization.offload_optimizer.": _OFFLOAD, "bf16.": _BF16, "fp16.": _FP16,
     "data_types.": _DATA_TYPES, "optimizer.params.": _ADAM,
 }  # fmt: skip
-"""All keys, by the beginning of their path, for docs/flags.md."""
+"""All keys, by the beginning of their path, for docs/reference/flags.md."""

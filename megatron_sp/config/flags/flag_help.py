@@ -11,8 +11,8 @@ from megatron_sp.config.field_kinds import FieldKind, field_kinds
 from megatron_sp.config.schema import GROUPS
 
 _FOOTER = (
-    "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored; docs/flags.md has all"
-    " of them. Underscores may stand for hyphens. A flag given twice takes the last value; --config FILE comes before all flags."
+    "Flags of Megatron-LM and Megatron-DeepSpeed that have no meaning here are accepted and listed once as ignored; docs/reference/flags.md"
+    " has all of them. Underscores may stand for hyphens. A flag given twice takes the last value; --config FILE comes before all flags."
 )
 
 
@@ -37,7 +37,7 @@ def _types() -> Any:
         ("config", Annotated[Any, _argument("YAML file of flags, flat or grouped; the command line comes after it"), _word("FILE")], None),
         (
             "deepspeed_config",
-            Annotated[Any, _argument("DeepSpeed's JSON; it must agree with the flags, docs/flags.md"), _word("FILE")],
+            Annotated[Any, _argument("DeepSpeed's JSON; it must agree with the flags, docs/reference/flags.md"), _word("FILE")],
             None,
         ),
         ("print_config", Annotated[bool, _argument("print the whole configuration as YAML for --config, and exit")], False),

@@ -269,7 +269,7 @@ _REFUSED = {
     "a model is trained on tokenized text as it stands; for instructions and rewards there are other programs": """
         sft sft-tokenizer-prompt-format finetune-hf-dataset finetune-data-split perform-rl-step""",
     "a run ends by a signal, --exit-interval or --exit-duration-in-mins, and saves first": "kill-switch-path kill-switch-file",
-    "checkpoints of other programs are converted by megatron-sp convert (docs/convert.md); --load takes ours": """
+    "checkpoints of other programs are converted by megatron-sp convert (docs/how-to/convert.md); --load takes ours": """
         load-tag universal-checkpoint ckpt-convert-format ckpt-convert-save""",
     "--finetune starts at step 0 with the weights alone, --override-opt-param-scheduler changes the schedule on resume": """
         reset-iteration no-load-lr-state""",

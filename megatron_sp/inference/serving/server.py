@@ -41,7 +41,7 @@ def warning_about(host: str, *, has_key: bool) -> str | None:
     if is_loopback(host):
         return None
     who = "whoever has the API key" if has_key else "anybody, without a password,"
-    return f"warning: --host {host} lets {who} on the network use this model, and nothing is encrypted (docs/serve.md)"
+    return f"warning: --host {host} lets {who} on the network use this model, and nothing is encrypted (docs/how-to/serve.md)"
 
 
 def open_socket(host: str, port: int) -> socket.socket:

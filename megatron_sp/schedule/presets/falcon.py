@@ -46,7 +46,7 @@ def _require_covered(config: Any, sp: int, seq: bool) -> None:
     if config.alibi:
         raise ConfigError(
             "Falcon with slopes (alibi) adds a number for each head to its mask, which the preset does not cover: write its lines with"
-            " schedule(model, mesh), as docs/schedule_presets.md does for Bloom"
+            " schedule(model, mesh), as docs/reference/schedule_presets.md does for Bloom"
         )
     if seq and config.multi_query and not config.new_decoder_architecture:
         raise ConfigError(

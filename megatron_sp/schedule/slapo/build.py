@@ -51,7 +51,9 @@ def build(sch: SlapoSchedule, target: str | None = None, init_weights: Init = No
         init_weights = kwargs.pop(name)
     if target is not None or kwargs:
         what = f"target={target!r}" if target is not None else ", ".join(kwargs)
-        raise ConfigError(f"build() knows no {what}: train the model it returns in a loop of yours, or in the project's (docs/schedule.md)")
+        raise ConfigError(
+            f"build() knows no {what}: train the model it returns in a loop of yours, or in the project's (docs/how-to/schedule.md)"
+        )
     if sch.path:
         raise ConfigError(f"build() takes the schedule of the whole model, not of {sch.path}")
     owner = sch.schedule
@@ -75,7 +77,7 @@ def _built(sch: SlapoSchedule, init_weights: Init) -> nn.Module:
     lines = [(path, d.args) for d in sch.schedule.directives if d.do == "shard" for path in expand(sch.mod, d.on)]
     split = [(sch[path] if path else sch, args["tensor"], args["axis"]) for path, args in lines]
     _follow(split, "preproc", sch.world_size)
-    model = sch.schedule.apply(guess=True)  # the defaults are Slapo's, and written down (docs/schedule.md)
+    model = sch.schedule.apply(guess=True)  # the defaults are Slapo's, and written down (docs/how-to/schedule.md)
     assert sch.schedule.applied is not None
     _follow(split, "postproc", 1)
     _note_shapes(sch.schedule.applied)

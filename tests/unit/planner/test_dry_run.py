@@ -101,7 +101,7 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_its_command_prints() -> None:
-    page = (ROOT / "docs/dry_run.md").read_text()
+    page = (ROOT / "docs/how-to/dry_run.md").read_text()
     command = next(b for b in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL) if "--dry-run" in b)
     shown = next(b for b in re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL) if b.startswith("dry run: "))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""docs/flags.md is what the dataclasses say."""
+"""docs/reference/flags.md is what the dataclasses say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_the_page_is_up_to_date() -> None:
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == tool.page(), "run: make docs"
+    assert (ROOT / "docs/reference/flags.md").read_text(encoding="utf-8") == tool.page(), "run: make docs"
 
 
 def test_every_flag_and_alias_is_on_it() -> None:
-    text = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/flags.md").read_text(encoding="utf-8")
     for cls in GROUPS.values():
         for name in field_kinds(cls):
             flag = name.replace("_", "-")

@@ -1,6 +1,6 @@
 """Lines about sequences are left out, doubled, moved and changed: check() refuses each, or it says the same in another way.
 
-That the latter are equal, and what verify() says of all, is in docs/mutants_schedule.md, which
+That the latter are equal, and what verify() says of all, is in docs/explanation/mutants_schedule.md, which
 ``tests/support/schedule_sp_mutants.py`` writes.
 """
 
