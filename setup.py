@@ -65,7 +65,6 @@ setup(
         "sentencepiece>=0.2.1",  # CVE-2026-1260
         "tokenizers>=0.22",  # BERT's WordPiece
         "safetensors>=0.5",
-        "tyro>=0.9.14",
         "rich>=13.7",
         "pyyaml>=6.0",
     ],

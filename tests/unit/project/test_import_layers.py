@@ -111,7 +111,7 @@ OPTIONAL = {
     "pyarrow",
     "zstandard",
 }
-CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "tyro", "rich", "yaml", "megatron_sp"}
+CORE = {"torch", "numpy", "einops", "sentencepiece", "tokenizers", "safetensors", "rich", "yaml", "megatron_sp"}
 MAY_NAME_DISTRIBUTED = {"comm": "torch.distributed", "checkpoint": "torch.distributed.checkpoint"}
 MAY_NAME_OPTIONAL = ("ops/availability.py", "commands/plot.py", "data/text_input.py")
 
