@@ -2,8 +2,7 @@
 
 import sys
 
-from megatron_sp.commands.cli import main
-from megatron_sp.utils.program import run_program
+from door import enter
 
 if __name__ == "__main__":
-    run_program(lambda: main(["convert", *sys.argv[1:]]))
+    enter("convert", "megatron_sp.commands.cli", ["convert", *sys.argv[1:]])

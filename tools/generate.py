@@ -1,7 +1,6 @@
 """Continue text with a trained model: the same as ``megatron-sp generate``."""
 
-from megatron_sp.commands.generate import main
-from megatron_sp.utils.program import run_program
+from door import enter
 
 if __name__ == "__main__":
-    run_program(main)
+    enter("generate", "megatron_sp.commands.generate")

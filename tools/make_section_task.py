@@ -1,7 +1,6 @@
 """Make a task to fine-tune on: the same as ``megatron-sp data section-task``."""
 
-from megatron_sp.commands.section_task import main
-from megatron_sp.utils.program import run_program
+from door import enter
 
 if __name__ == "__main__":
-    run_program(main)
+    enter("data section-task", "megatron_sp.commands.section_task")

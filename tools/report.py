@@ -1,7 +1,6 @@
 """Write the page about a run: the same as ``megatron-sp report``."""
 
-from megatron_sp.commands.report import main
-from megatron_sp.utils.program import run_program
+from door import enter
 
 if __name__ == "__main__":
-    run_program(main)
+    enter("report", "megatron_sp.commands.report")

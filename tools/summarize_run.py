@@ -1,7 +1,6 @@
 """Summarize a run in a few lines: the same as ``megatron-sp summarize``."""
 
-from megatron_sp.commands.summarize import main
-from megatron_sp.utils.program import run_program
+from door import enter
 
 if __name__ == "__main__":
-    run_program(main)
+    enter("summarize", "megatron_sp.commands.summarize")

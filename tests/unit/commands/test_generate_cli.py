@@ -157,7 +157,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_exit_code_4(
 
 def test_help_needs_no_torch() -> None:
     script = (
-        "import sys, runpy; sys.argv = ['generate.py', '--help']\n"
+        "import sys, runpy; sys.argv = ['generate.py', '--help']; sys.path.insert(0, 'tools')\n"
         "try: runpy.run_path('tools/generate.py', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

@@ -183,7 +183,7 @@ def test_a_run_that_does_not_exist_is_exit_code_4(tmp_path: Path, capsys: pytest
 
 def test_help_needs_neither_torch_nor_matplotlib() -> None:
     script = (
-        "import sys, runpy; sys.argv = ['plot_metrics.py', '--help']\n"
+        "import sys, runpy; sys.argv = ['plot_metrics.py', '--help']; sys.path.insert(0, 'tools')\n"
         "try: runpy.run_path('tools/plot_metrics.py', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
