@@ -85,18 +85,20 @@ def resolve_prefix(prefix: str | Path) -> str:
 
 
 def _neighbours(prefix: str) -> str:
-    folder, name = os.path.dirname(prefix) or ".", os.path.basename(prefix)
+    """Return a clause that says which data sets are in the folder of one that is not."""
+    folder, name = os.path.split(prefix)
+    place, folder = folder or "the current folder", folder or os.curdir
     if not os.path.isdir(folder):
-        return f"there is no folder {folder}; give a data path as PREFIX of PREFIX.bin and PREFIX.idx"
+        return f"there is no folder {place}; give a data path as PREFIX of PREFIX.bin and PREFIX.idx"
     try:
         entries = {entry[:-4] for entry in os.listdir(folder) if entry.endswith((".bin", ".idx"))}
     except OSError as error:
         return f"its folder cannot be listed ({error.strerror})"
     whole = sorted(e for e in entries if all(os.path.isfile(os.path.join(folder, e + s)) for s in (".bin", ".idx")))
     if not whole:
-        return f"{folder} has no whole .bin/.idx pair; megatron-sp preprocess makes one"
+        return f"{place} has no complete pair of .bin and .idx; megatron-sp preprocess makes one"
     near = difflib.get_close_matches(name, whole, n=3, cutoff=0.3) or whole[:5]
-    return f"{folder} has {', '.join(near)}{' ...' if len(whole) > len(near) else ''}"
+    return f"{place} has {', '.join(near)}{' ...' if len(whole) > len(near) else ''}"
 
 
 def pread_exact(fd: int, offset: int, num_bytes: int, path: str) -> bytes | bytearray:

@@ -122,10 +122,19 @@ def test_either_file_names_the_pair(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "y.bin").get(0).tolist() == [3]
 
 
+def test_absent_files_of_the_current_folder_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"^x\.idx does not exist: the current folder has no complete pair of \.bin and \.idx; "):
+        IndexedDataset("x")
+    write(tmp_path / "y", [[1]])
+    with pytest.raises(DataError, match=r"^x\.idx does not exist: the current folder has y$"):
+        IndexedDataset("x")
+
+
 def test_absent_files_name_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no folder"):
         IndexedDataset(tmp_path / "nowhere" / "x")
-    with pytest.raises(DataError, match=r"has no whole \.bin/\.idx pair; megatron-sp preprocess"):
+    with pytest.raises(DataError, match=rf"{tmp_path} has no complete pair of \.bin and \.idx; megatron-sp preprocess"):
         IndexedDataset(tmp_path / "x")
     write(tmp_path / "corpus_text_document", [[1]])
     with pytest.raises(DataError, match=r"corpus_text\.idx does not exist: .* has corpus_text_document"):
