@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_sp.config.schema import WORDPIECE, DataConfig
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
 from megatron_sp.utils.program import integer
 

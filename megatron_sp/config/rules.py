@@ -17,7 +17,8 @@ from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.peaks import PEAK_TFLOPS
 from megatron_sp.config.rules_data import data_violations
 from megatron_sp.config.rules_model import variant_violations
-from megatron_sp.config.schema import GROUPS, Config, ModelConfig, default_type, raise_all
+from megatron_sp.config.schema import GROUPS, Config, ModelConfig, raise_all
+from megatron_sp.config.schema_data import default_type
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
 _MAX_SEED = 2**32 - 1  # numpy's RandomState, which orders the samples, takes no more

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_sp.config.schema import WORDPIECE, Config
+from megatron_sp.config.schema import Config
+from megatron_sp.config.schema_data import WORDPIECE
 
 
 def data_violations(config: Config) -> Iterator[str]:

@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config.schema import WORDPIECE, DataConfig
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.convert.model import Model
 from megatron_sp.data.tokenizers import build_tokenizer
 from megatron_sp.data.tokenizers.files import CONFIG, TOKENIZER_MODEL, name_files

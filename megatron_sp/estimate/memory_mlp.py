@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sp.config.schema import ActivationName
+from megatron_sp.config.schema_model import ActivationName
 
 Named = tuple[str, int]
 

@@ -11,7 +11,8 @@ import torch
 from megatron_sp.checkpoint.checkpointer import Checkpointer
 from megatron_sp.checkpoint.pieces import GlobalTensor
 from megatron_sp.checkpoint.stored_config import stored_configuration
-from megatron_sp.config.schema import WORDPIECE, Config, DataConfig
+from megatron_sp.config.schema import Config, DataConfig
+from megatron_sp.config.schema_data import WORDPIECE
 from megatron_sp.data.tokenizers import Tokenizer, build_tokenizer, kept
 from megatron_sp.data.tokenizers.files import name_path
 from megatron_sp.models.language_model import LanguageModel

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_sp.config.schema import ActivationName
+from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.ops.memory import blocks, empty
 
 

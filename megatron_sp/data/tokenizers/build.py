@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.schema import WORDPIECE, DataConfig, default_type
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import WORDPIECE, default_type
 from megatron_sp.data.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_sp.data.tokenizers.simple import ByteTokenizer, NullTokenizer
 from megatron_sp.data.tokenizers.spm import SentencePieceTokenizer

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_sp.config.schema import WORDPIECE, DataConfig, default_type
+from megatron_sp.config.schema import DataConfig
+from megatron_sp.config.schema_data import WORDPIECE, default_type
 from megatron_sp.data.tokenizers.hugging_face import FILE
 from megatron_sp.data.tokenizers.tokenizer import MAX_BYTES, Tokenizer, read_bounded
 from megatron_sp.utils.errors import CheckpointError, DataError

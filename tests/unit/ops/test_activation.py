@@ -10,7 +10,7 @@ from support import reference
 from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import gradients, in_blocks, leaves, randn
 
-from megatron_sp.config.schema import ActivationName
+from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.ops.activation import Activation
 
 __all__ = ["in_blocks"]

@@ -10,7 +10,7 @@ from support.errors import FP64, assert_law, law_error
 from support.op_checks import PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.config.schema import ActivationName
+from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.estimate.memory_mlp import piece_sizes
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout

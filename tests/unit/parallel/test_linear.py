@@ -10,7 +10,7 @@ from support.errors import FP32, FP64, assert_law, law_error
 from support.op_checks import Inputs, PoisonedSink, gradients, in_blocks, leaves, randn
 from torch import Tensor
 
-from megatron_sp.config.schema import ActivationName
+from megatron_sp.config.schema_model import ActivationName
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.linear import column_linear, column_sum, row_linear

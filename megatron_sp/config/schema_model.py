@@ -1,0 +1,211 @@
+"""Flags of the model: its shape, positions, norms, activation and initialization, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_sp.utils.errors import ConfigError
+from megatron_sp.utils.flag_field import flag
+
+ActivationName = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu"]
+"""What stands between the linear layers of an MLP; ``ops/activation.py`` computes it."""
+
+
+@dataclass
+class ModelConfig:
+    """Shape of the model."""
+
+    model_family: Literal["gpt", "bert"] = flag("gpt", "what is trained; pretrain_gpt.py and pretrain_bert.py say so themselves")
+    num_layers: int | None = flag(None, "transformer blocks (required)", low=1, high=4096)
+    hidden_size: int | None = flag(None, "width of the residual stream (required)", low=1, high=2**20)
+    num_attention_heads: int | None = flag(None, "query heads (required)", low=1, high=2**16)
+    seq_length: int | None = flag(None, "training sequence length (required)", unit="tokens", low=1, high=2**25)
+    max_position_embeddings: int | None = flag(
+        None,
+        "longest sequence the model can ever see; sizes the learned position table (default: seq-length)",
+        unit="tokens",
+        low=1,
+        high=2**27,
+    )
+    ffn_hidden_size: int | None = flag(
+        None,
+        "width of the MLP, of one half with --swiglu or --geglu (default: 4*hidden-size; with these 8/3*hidden-size rounded down to 64s)",
+        low=1,
+        high=2**24,
+    )
+    kv_channels: int | None = flag(None, "width of one head (default: hidden-size / num-attention-heads)", low=1, high=2**16)
+    group_query_attention: bool = flag(False, "use --num-query-groups (implied when that is given)")
+    num_query_groups: int | None = flag(
+        None,
+        "key/value heads, each shared by heads/groups query heads (default: num-attention-heads)",
+        aliases=("num-key-value-heads",),
+        low=1,
+        high=2**16,
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "learned table, rotary, or none")
+    rotary_base: float = flag(10000.0, "theta of the rotary frequencies", aliases=("rotary-position-embeddings-theta", "rope-theta"))
+    rotary_percent: float = flag(1.0, "share of each head that is rotated, in (0, 1]")
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0, "divide all positions by this before they turn anything, for sequences so many times longer than those of pretraining"
+    )
+    use_rope_scaling: bool = flag(
+        False, "stretch the slow rotary frequencies for longer sequences, as Llama 3.1 and later do; see the --rope-scaling flags"
+    )
+    rope_scaling_factor: float = flag(8.0, "--use-rope-scaling: frequencies that are too slow for the original length are divided by this")
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "--use-rope-scaling: too slow are those that turn less often than this over the original length"
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0, "--use-rope-scaling: those that turn more often than this over it stay as they are; in between it goes over evenly"
+    )
+    rope_scaling_original_length: int = flag(
+        8192,
+        "--use-rope-scaling: sequence length of pretraining",
+        unit="tokens",
+        aliases=("rope-scaling-original-max-position-embeddings",),
+        low=1,
+        high=2**27,
+    )
+    window_size: int | None = flag(
+        None,
+        "a token attends to itself and the N - 1 tokens before it (Mistral's sliding window); Megatron's N-1,0 is understood (default: to"
+        " all before it)",
+        unit="tokens",
+        low=1,
+        high=2**27,
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm")
+    norm_epsilon: float = flag(1e-5, "added to the variance in every norm", aliases=("layernorm-epsilon",))
+    apply_layernorm_1p: bool = flag(False, "store norm weights as (weight - 1), so weight decay pulls them to 1")
+    norm_placement: Literal["pre", "post"] = flag(
+        "pre",
+        "pre: norms in front of attention and MLP, and one behind the last block (Megatron); post: behind them, on the residual stream, and"
+        " one behind the embedding (the original BERT, Hugging Face's BertModel); BERT only",
+    )
+    qk_layernorm: bool = flag(False, "norm on every query and key head")
+    use_parallel_residual: bool = flag(
+        False,
+        "attention and MLP work on the same input, x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own (GPT-NeoX, Pythia)",
+    )
+    swiglu: bool = flag(False, "gated SiLU MLP")
+    geglu: bool = flag(False, "gated GELU MLP (--gelu-approximate says which)")
+    relu: bool = flag(False, "ReLU MLP")
+    squared_relu: bool = flag(False, "squared ReLU MLP")
+    gelu_approximate: Literal["tanh", "none"] = flag("tanh", "GELU as tanh approximation (GPT-2, Megatron's fused kernel) or exact erf")
+    bert_head_activation: Literal["gelu_tanh", "gelu", "relu"] | None = flag(
+        None, "BERT: activation of the head for masked tokens; gelu is the exact one (default: GELU as --gelu-approximate says)"
+    )
+    disable_bias_linear: bool = flag(False, "no biases in the linear layers")
+    add_qkv_bias: bool = flag(False, "keep the bias of the QKV projection even with --disable-bias-linear")
+    add_proj_bias: bool = flag(False, "keep the bias of attention's output projection even with --disable-bias-linear")
+    add_mlp_bias: bool = flag(False, "keep the biases of the MLP even with --disable-bias-linear")
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities, in [0, 1)", low=0)
+    hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs, in [0, 1)", low=0)
+    init_method_std: float = flag(
+        0.02, "standard deviation of the initial weights; output projections use it divided by sqrt(2*num-layers)", low=0
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "rows of the embedding in memory are padded to a multiple of this times tp (never in a checkpoint)", low=1, high=2**20
+    )
+    vocab_size: int | None = flag(None, "entries of the vocabulary (default: the tokenizer's)", unit="tokens", low=1, high=2**31 - 1)
+    num_tokentypes: int | None = flag(
+        None, "BERT: kinds of segments, each with an embedding of its own (default: 2, with --bert-no-binary-head none)", low=0, high=2**16
+    )
+    bert_no_binary_head: bool = flag(
+        False, "BERT: one segment in each sample, no sentence-order task, no pooler: masked tokens alone are trained"
+    )
+
+    @property
+    def is_bert(self) -> bool:
+        return self.model_family == "bert"
+
+    @property
+    def has_order_head(self) -> bool:
+        """True if the model has BERT's sentence-order head, which predicts whether the two segments are in the order of the text."""
+        return self.is_bert and not self.bert_no_binary_head
+
+    @property
+    def token_types(self) -> int:
+        """Number of rows of the token-type (segment) embedding table; 0: there is none."""
+        if not self.is_bert:
+            return 0
+        return (2 if self.has_order_head else 0) if self.num_tokentypes is None else self.num_tokentypes
+
+    @property
+    def num_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or _required(self.num_attention_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or _required(self.hidden_size) // _required(self.num_attention_heads)
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP (of one half if it is gated)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        hidden = _required(self.hidden_size)
+        return int(8 * hidden / 3 / 64) * 64 if self.is_gated else 4 * hidden
+
+    @property
+    def rope_scaling(self) -> tuple[float, ...]:
+        """(factor, low, high, original length) of --use-rope-scaling; empty without it."""
+        if not self.use_rope_scaling:
+            return ()
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        return self.rope_scaling_factor, low, high, self.rope_scaling_original_length
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the MLP is gated: its first linear layer has double width, and one half of its output gates the other."""
+        return self.swiglu or self.geglu
+
+    @property
+    def activation(self) -> ActivationName:
+        """Activation of the MLP."""
+        tanh = self.gelu_approximate == "tanh"
+        if self.swiglu:
+            return "swiglu"
+        if self.geglu:
+            return "geglu_tanh" if tanh else "geglu"
+        if self.relu or self.squared_relu:
+            return "relu" if self.relu else "squared_relu"
+        return "gelu_tanh" if tanh else "gelu"
+
+    @property
+    def head_activation(self) -> ActivationName:
+        """Activation of BERT's masked-token head."""
+        return self.bert_head_activation or ("gelu_tanh" if self.gelu_approximate == "tanh" else "gelu")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if the QKV projection has a bias."""
+        return not self.disable_bias_linear or self.add_qkv_bias
+
+    @property
+    def proj_bias(self) -> bool:
+        """True if attention's output projection has a bias."""
+        return not self.disable_bias_linear or self.add_proj_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """True if both linear layers of the MLP have a bias."""
+        return not self.disable_bias_linear or self.add_mlp_bias
+
+    @property
+    def max_positions(self) -> int:
+        return self.max_position_embeddings or _required(self.seq_length)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated channels of each head."""
+        return int(self.head_dim * self.rotary_percent)
+
+
+def _required(value: int | None) -> int:
+    if value is None:
+        raise ConfigError("the model's shape is incomplete: give --num-layers, --hidden-size, --num-attention-heads and --seq-length")
+    return value

@@ -1,0 +1,171 @@
+"""Flags of what runs where: the layout of the ranks, and kernels, recomputation and devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_sp.utils.flag_field import flag
+
+
+@dataclass
+class ParallelConfig:
+    """Layout of the ranks: processes = tp * sp * dp."""
+
+    tensor_model_parallel_size: int = flag(
+        1,
+        "tp: ranks that split the weights of every layer, each with its share of the heads; for models too large for one device; keep them"
+        " within one host, they talk most",
+        unit="ranks",
+        aliases=("tp-size",),
+        low=1,
+        high=2**16,
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "with tp > 1: between the split layers cut the activations along the sequence, over the same ranks; less memory, the same result"
+        " (Megatron's name; --sequence-parallel-size is something else)",
+    )
+    sequence_parallel_size: int = flag(
+        1,
+        "sp: ranks that hold a piece of every sequence each, and trade it for a share of the heads around attention (Ulysses); for long"
+        " sequences; at most num-attention-heads / tp",
+        unit="ranks",
+        aliases=("ds-sequence-parallel-size", "sp-size"),
+        low=1,
+        high=2**16,
+    )
+    sp_overlap_mode: Literal["none", "split-qkv", "chunked", "auto"] | None = flag(
+        None,
+        "how the exchanges of sp > 1 run under computation; none: they do not; split-qkv: q, k and v one after another; chunked: the heads"
+        " in parts (see --sp-head-chunks); auto: time all of them at the start, take the fastest (default: none)",
+    )
+    sp_overlap_comm: bool = flag(
+        False, "with sp > 1: run exchanges under computation, as --sp-overlap-mode auto; with --split-qkv-linear as split-qkv"
+    )
+    split_qkv_linear: bool = flag(
+        False, "with sp > 1: project q, k and v one after another, each with its own exchange; add --sp-overlap-comm to run them under it"
+    )
+    sp_head_chunks: int | None = flag(
+        None,
+        "--sp-overlap-mode chunked with each rank's query heads in N parts: more of them hide more, but each works less well (default: 2)",
+        unit="chunks",
+        low=1,
+        high=2**16,
+    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (only 1 is supported)", unit="ranks", low=1, high=2**16)
+    context_parallel_size: int = flag(
+        1, "ring attention degree (only 1 is supported; see --sequence-parallel-size)", unit="ranks", low=1, high=2**16
+    )
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", "collective backend: nccl on GPUs, gloo on CPU")
+    distributed_timeout_minutes: float = flag(
+        10.0, "a collective that takes longer ends the job with exit code 7", unit="minutes", high=525_600
+    )
+    verify_parallelism: bool = flag(
+        False, "compare one step of this layout with one process: loss, gradient norm, every gradient; exit 0, or 5 if they differ"
+    )
+    verify_dtype: Literal["fp64", "fp32"] | None = flag(None, "number format of --verify-parallelism (default: fp64, on GPUs fp32)")
+    overlap_grad_reduce: bool = flag(
+        True, "reduce each block's gradients under the rest of the backward pass; --no-overlap-grad-reduce: after all of it"
+    )
+    zero_stage: int = flag(
+        0,
+        "what the ranks of dp x sp share instead of each having all of it; 1: optimizer state and master weights; 2: gradients too; 3:"
+        " parameters too (ZeRO)",
+        low=0,
+    )
+    use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
+    overlap_param_gather: bool = flag(
+        True,
+        "with --zero-stage 1 or more: gather parameters under computation, a block ahead; --no-overlap-param-gather: wait for each",
+    )
+    grad_reduce_in_bf16: bool = flag(False, "gradients travel between ranks in bf16: half the bytes (default: as they are, in fp32)")
+    zero3_keep_units: int = flag(
+        0,
+        "with --zero-stage 3: keep so many more blocks whole than the two that are needed, so that fewer are gathered",
+        unit="blocks",
+        low=0,
+        high=10_000,
+    )
+    zero3_gather_once: bool = flag(
+        False, "with --zero-stage 3: gather each block once per step, whatever the accumulation; takes memory for all parameters"
+    )
+    zero3_fetch: Literal["all_gather", "all_reduce"] = flag(
+        "all_gather", "with --zero-stage 3: what makes a block whole; all_reduce moves twice the bytes"
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = flag(False, "same as --zero3-fetch all_reduce (DeepSpeed's name)")
+    offload_optimizer: bool = flag(
+        False,
+        "keep master weights and the optimizer's state in host memory and update there; with 16-bit parameters this moves 12 bytes for each"
+        " parameter of a rank's share (--zero-stage) from the GPU to the host",
+        aliases=("cpu-optimizer", "optimizer-cpu-offload"),
+    )
+    check_collectives: bool = flag(False, "compare operation, shape and type across ranks before every collective; slow, to find bugs")
+
+    def dp_size(self, world_size: int) -> int:
+        """Return the data-parallel size, world_size / (tp * sp)."""
+        return world_size // (self.tensor_model_parallel_size * self.sequence_parallel_size)
+
+    @property
+    def overlap_mode(self) -> str:
+        """Mode of the Ulysses exchanges that results from the four flags."""
+        if self.sp_overlap_mode is not None:
+            return self.sp_overlap_mode
+        if self.sp_head_chunks is not None:
+            return "chunked"
+        if self.split_qkv_linear:
+            return "split-qkv"
+        return "auto" if self.sp_overlap_comm else "none"
+
+    @property
+    def overlaps_exchanges(self) -> bool:
+        """True if exchanges overlap with computation: always except in mode "none" and with --split-qkv-linear alone."""
+        return self.overlap_mode != "none" and not (self.split_qkv_linear and self.sp_overlap_mode is None and not self.sp_overlap_comm)
+
+
+@dataclass
+class KernelConfig:
+    """Kernels, recomputation and devices."""
+
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train; auto: cuda if there is a GPU")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = flag(
+        "auto", "flash: flash-attn; fused: torch SDPA; unfused/local: plain reference; auto: the fastest found"
+    )
+    use_flash_attn: bool = flag(False, "same as --attention-backend flash", aliases=("use-flash-attn-v2",))
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "full: keep only block inputs; selective: recompute the attention core"
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "uniform: all blocks; block: the first --recompute-num-layers (full only)"
+    )
+    recompute_num_layers: int | None = flag(
+        None, "blocks per recompute chunk (uniform) or blocks to recompute (block)", unit="blocks", low=1, high=10_000
+    )
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+    lm_head_chunk_tokens: int | None = flag(
+        None,
+        "tokens per chunk of the LM head and its loss (default: on a CPU about 50 MiB of logits and at most 512 tokens, on a GPU 512 MiB)",
+        unit="tokens",
+        low=1,
+        high=2**31,
+    )
+    mlp_chunks: int = flag(
+        1,
+        "compute each MLP over N pieces of the positions: its wide activation exists for one piece at a time, for a product of fc1 more in"
+        " backward; for long sequences",
+        unit="pieces",
+        low=1,
+        high=2**25,
+    )
+    offload_activations: bool = flag(
+        False,
+        "keep what each block saves for backward in host memory, and fetch it a block ahead; with --recompute-granularity full that is the"
+        " blocks' inputs; for sequences that do not fit on a GPU otherwise",
+    )
+    num_threads: int | None = flag(
+        None,
+        "intra-op CPU threads per process (default: the host's cores divided by its processes; OMP_NUM_THREADS for one process alone)",
+        low=1,
+        high=1024,
+    )
+    deterministic_mode: bool = flag(False, "only deterministic GPU kernels; slower")
