@@ -97,9 +97,3 @@ class ShardSpec:
             if low < high:
                 yield (*offsets[:dim], start + low - at, *offsets[dim + 1 :]), block.narrow(dim, low - begin, high - low)
             at += length
-
-    def counted_views(self, local: Tensor) -> list[Tensor]:
-        """Return the parts of ``local`` that this rank counts in the gradient norm."""
-        if not self.shape:
-            return [local] if self.counted else []
-        return [local.narrow(self.dim, start, length) for start, length in self.counted]

@@ -15,7 +15,6 @@ from typing import NoReturn
 from megatron_sp import __version__
 from megatron_sp.utils.program import code_of, run_program
 
-Command = Callable[[argparse.Namespace], int]
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "pretrain": ("pretrain", "pretrain a GPT or a BERT; several processes: torchrun -m megatron_sp pretrain gpt FLAGS"),
     "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),

@@ -61,10 +61,3 @@ class DataConfig:
     bert_pack_sequences: bool = flag(
         False, "BERT: several samples in one row, as many as fit, each attending to itself alone (needs --bert-no-binary-head)"
     )
-
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        """Weights in ``split`` for train, validation and test; missing ones are 0, and they are not normalized."""
-        parts = [float(part) for part in self.split.replace("/", ",").split(",")]
-        train, valid, test = (parts + [0.0, 0.0])[:3]
-        return train, valid, test

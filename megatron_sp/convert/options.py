@@ -11,8 +11,6 @@ import torch
 from megatron_sp.convert.archive.dist_file import MAX_METADATA_BYTES
 from megatron_sp.convert.overrides import Overrides
 
-QKV_LAYOUTS = ("interleaved", "flat", "v0", "v1")
-
 
 @dataclass
 class Options:

@@ -62,10 +62,6 @@ class Residency:
         self.holds: list[int | None] = [None] * self.num_buffers
         self.place: dict[int, int] = {}  # unit -> buffer
 
-    def buffers_of(self, unit: int) -> range:
-        """Return the buffers that a unit may use."""
-        return self._buffers[unit]
-
     def take(self, unit: int, upcoming: Sequence[int]) -> int:
         """Assign a buffer to a unit that has none and is used now.
 
@@ -155,16 +151,3 @@ def list_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches:
                 fetched.append((upcoming[0], True))
         micro_batch += 1
     return fetched
-
-
-def count_fetches(pools: Sequence[Pool], order: Sequence[int], num_micro_batches: int, frozen: Collection[int] = ()) -> dict[int, int]:
-    """Return how often each unit is fetched in a step.
-
-    Args:
-        pools, order, num_micro_batches: as in ``list_fetches``.
-        frozen: units that have nothing to fetch.
-    """
-    counts = dict.fromkeys(range(max(order) + 1), 0)
-    for unit, _ in list_fetches(pools, order, num_micro_batches):
-        counts[unit] += unit not in frozen
-    return counts

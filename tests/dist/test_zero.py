@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_sp.config.schema import ModelConfig, OptimizerConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
 from megatron_sp.optim.gradients import FlatGradients
 from megatron_sp.optim.optimizer import FlatOptimizer
-from megatron_sp.optim.residency import Pool, count_fetches
+from megatron_sp.optim.residency import Pool, list_fetches
 from megatron_sp.optim.weights import UnitWork, WholeWeights
 
 DROPOUT = {"hidden_dropout": 0.2}
@@ -257,7 +258,7 @@ def _on_the_wire(stage: int, micro_batches: int, buffers: int, fetch: str, reduc
             assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (len(units), all_once)
             assert wire.calls["allreduce_"] == scalars
             continue
-        fetched = count_fetches(sharded.pools, sharded.model.unit_order(backward=True), micro_batches)
+        fetched = Counter(i for i, _ in list_fetches(sharded.pools, sharded.model.unit_order(backward=True), micro_batches))
         moved = sum(fetched[i] * each[unit.name] for i, unit in enumerate(sharded.units))
         if fetch == "all_gather":
             assert (wire.calls["_allgather_base_"], wire.num_bytes["_allgather_base_"]) == (sum(fetched.values()), moved)

@@ -113,11 +113,6 @@ class StepFolder:
         """Number of model parallel ranks: tp times stages."""
         return len(self.models or self.zero_models)
 
-    @property
-    def first_model(self) -> Path:
-        """The file that contains the settings."""
-        return self.models[0] if self.models else self.zero_models[0][0]
-
 
 def is_there(path: Path) -> bool:
     """Return whether a folder, or a direct subfolder, has files named as by DeepSpeed."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +43,6 @@ def _dtypes_in(states: ModelStates) -> set[torch.dtype]:
 def prefix_of(tp_rank: int) -> str:
     """Return the name prefix of a rank's tensors."""
     return f"tp{tp_rank}."
-
-
-class Raw(NamedTuple):
-    """A parameter, by its name in the file."""
-
-    mp_rank: int
-    name: str
 
 
 @dataclass

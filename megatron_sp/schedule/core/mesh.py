@@ -64,11 +64,6 @@ class Mesh:
             raise ConfigError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
         return cast(Group, getattr(self, axis))
 
-    @property
-    def is_real(self) -> bool:
-        """True if the ranks can communicate."""
-        return not any(isinstance(getattr(self, axis), _Imagined) for axis in AXES)
-
     def __str__(self) -> str:
         return ", ".join(f"{axis} {self.group(axis).size()}" for axis in reversed(AXES))
 

@@ -63,11 +63,6 @@ class Primitive:
         raise NotImplementedError
 
     @staticmethod
-    def is_verifiable() -> bool:
-        """Return False; a part of Slapo's API that is not used here, where everything is verified."""
-        return False
-
-    @staticmethod
     def init_metadata() -> Any:
         """Return the initial value of ``sch.metadata.primitives[name]``."""
         return None

@@ -104,10 +104,6 @@ class SlapoSchedule:
     def _one(self, glob: str) -> NoReturn:
         raise ConfigError(f"{glob!r} may name several modules: Slapo's spelling takes one; schedule()[{glob!r}] takes them all")
 
-    def get_module(self, path: str) -> nn.Module:
-        """Return a submodule."""
-        return self[path].mod
-
     def __contains__(self, path: object) -> bool:
         return any(name == path for name, _ in self.mod.named_modules() if name)
 

@@ -17,6 +17,7 @@ from megatron_sp.config.flags.arguments import all_spellings, config_as_yaml, co
 from megatron_sp.config.flags.config_file import MAX_FILE_BYTES, canonical
 from megatron_sp.config.flags.flag_help import print_help
 from megatron_sp.config.schema import GROUPS, Config
+from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.utils.errors import ConfigError
 
 SOUND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 --train-iters 10 --lr 1e-3"
@@ -200,7 +201,7 @@ def test_other_spellings(more: str, field: str, value: object) -> None:
 
 
 def test_split_with_blanks() -> None:
-    assert parse(["--split", "969, 30, 1"]).data.split_weights == (969.0, 30.0, 1.0)
+    assert split_bounds(parse(["--split", "969, 30, 1"]).data.split, 1000) == [(0, 969), (969, 999), (999, 1000)]
 
 
 def test_lengths_in_tokens() -> None:

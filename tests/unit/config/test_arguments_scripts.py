@@ -75,7 +75,7 @@ def test_megatron_lm_345m() -> None:
         0.01,
         65536,
     )
-    assert c.data.split_weights == (949, 50, 1) and c.parallel.distributed_timeout_minutes == 60
+    assert c.data.split == "949,50,1" and c.parallel.distributed_timeout_minutes == 60
     ignored = [note.split(" ")[0] for note in c.ignored_flags]
     assert ignored == shlex.split(
         """--attention-softmax-in-fp32 --transformer-impl --no-gradient-accumulation-fusion --no-masked-softmax-fusion

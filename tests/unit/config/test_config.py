@@ -14,6 +14,7 @@ import pytest
 from megatron_sp.config.field_kinds import field_kinds
 from megatron_sp.config.rules import normalize, validate, violations
 from megatron_sp.config.schema import GROUPS, Config, diff
+from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.utils.errors import EXIT_CONFIG, ConfigError
 from megatron_sp.utils.flag_field import MAX_COUNT, MAX_NUMBER
 
@@ -482,7 +483,7 @@ def test_derived_sizes() -> None:
     model = config(model__swiglu=True, model__hidden_size=768, model__num_attention_heads=12).model
     assert model.ffn_size == 2048 and model.head_dim == 64 and model.num_groups == 12 and model.max_positions == 32
     assert config().model.ffn_size == 256
-    assert config(data__split="1/2").data.split_weights == (1.0, 2.0, 0.0)
+    assert split_bounds(config(data__split="1/2").data.split, 30) == [(0, 10), (10, 30), (30, 30)]
     with pytest.raises(ConfigError, match="shape is incomplete"):
         _ = Config().model.head_dim
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from megatron_sp.config.schema import ParallelConfig
 from megatron_sp.optim.flat import FlatUnit, Zero
-from megatron_sp.optim.residency import Pool, Residency, count_fetches, list_fetches, pools_of
+from megatron_sp.optim.residency import Pool, Residency, list_fetches, pools_of
 from megatron_sp.optim.weights import WholeWeights
 from megatron_sp.training.sharding import pools_of_model
 
@@ -23,6 +24,12 @@ ORDER = [*range(LAYERS + 2), 0, *range(LAYERS, 0, -1)]
 
 def pools(num_buffers: int) -> list[Pool]:
     return [Pool(tuple(range(1, LAYERS + 1)), num_buffers), Pool((0,), 1), Pool((LAYERS + 1,), 1)]
+
+
+def count_fetches(pools: list[Pool], order: Sequence[int], num_micro_batches: int) -> dict[int, int]:
+    """How often each unit is fetched in a step."""
+    counts = Counter(unit for unit, _ in list_fetches(pools, order, num_micro_batches))
+    return {unit: counts[unit] for unit in range(max(order) + 1)}
 
 
 def test_two_buffers_fetch_each_block_twice_but_the_last_two() -> None:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from megatron_sp.commands.cli import DATA_PROGRAMS, PROGRAMS
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "tools").glob("*.py") if path.name != "door.py")
 COMMANDS = {*PROGRAMS, "convert", *(f"data {name}" for name in DATA_PROGRAMS)}
 
