@@ -1,19 +1,24 @@
-"""Figures about the shape of the code: files, lines, functions, signatures, import circles and docstrings of each folder.
+"""Figures about the shape of the code: files, lines, functions, signatures and docstrings of each folder, and import circles.
 
-    python tools/dev/house_figures.py [--docstrings]
+    python tools/dev/house_figures.py [--json | --docstrings]
 
-``--docstrings`` lists those whose first line does not stand alone: it continues a name
-("Of the MLP.") in place of a sentence or noun phrase.
+``--json`` prints the same figures for programs. ``--docstrings`` lists the docstrings whose first line does not stand alone:
+it continues a name ("Of the MLP.") instead of being a sentence or a noun phrase.
+
+How things are counted: a function's lines are those from ``def`` to its last one, without decorators; a nested function counts on
+its own and as a part of the outer one. A signature's parameters are those with a name of their own, without self, cls, *args and **kwargs.
+A circle is a group of modules that import each other when they run, be it inside of a function; imports under
+``if TYPE_CHECKING`` do not count, nor does a module's implicit import of the packages that it lies in.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +26,87 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_sp"
 CONTINUES = re.compile(r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|After|Around|Behind|So that|Is|Has|Does|Can) ")
 LONG_LINE, MANY_PARAMETERS = 120, 8
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement holds others
+
+
+class Counts:
+    """Counts of a folder, or of the whole package."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []  # lines of each
+        self.functions: list[int] = []  # lines of each
+        self.parameters: list[int] = []  # of each function
+        self.long_lines = self.docstrings = self.not_alone = 0
+
+    def add(self, text: str, tree: ast.AST) -> None:
+        """Count a file."""
+        lines = text.splitlines()
+        self.files.append(len(lines))
+        self.long_lines += sum(len(line) > LONG_LINE for line in lines)
+        for node in statements(tree):
+            if isinstance(node, Function):
+                self.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                self.parameters.append(parameters(node))
+        for _, first in docstrings(tree):
+            self.docstrings += 1
+            self.not_alone += not stands_alone(first)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "files": len(self.files), "lines": sum(self.files), "lines_of_a_file": spread(self.files),
+            "functions": len(self.functions), "lines_of_a_function": spread(self.functions), "parameters": spread(self.parameters),
+            "wide_signatures": sum(n > MANY_PARAMETERS for n in self.parameters), "long_lines": self.long_lines,
+            "docstrings": self.docstrings, "not_alone": self.not_alone,
+        }  # fmt: skip
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and all statements in it, without looking into expressions, which are most of a tree."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        inner = [n for block in _BLOCKS for n in getattr(node, block, ())]
+        waiting += [n for n in inner if isinstance(n, ast.AST)]
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, first line) of each docstring of a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
+    """Yield (line, first line) of each docstring of a module."""
+    for node in statements(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text.splitlines()[0]
 
 
 def stands_alone(first_line: str) -> bool:
-    """Whether a docstring's first line can be read without the name above it."""
+    """Return True if a docstring's first line can be read without the name above it."""
     return CONTINUES.match(first_line) is None
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters of a signature, without self and cls."""
+def parameters(function: Function) -> int:
+    """Return the number of parameters of a signature, without self and cls."""
     given = function.args
     names = [a.arg for a in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def circles(trees: dict[str, ast.AST]) -> list[list[str]]:
-    """Modules that import each other at run time, a list for each group."""
-    graph = {name: (set(_imports(tree, trees)) & set(trees)) - {name} for name, tree in trees.items()}
+def spread(values: Sequence[int]) -> dict[str, int] | None:
+    """Return the median, the 90th percentile and the largest; None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return {"p50": int(statistics.median(ordered)), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
+
+
+# --------------------------------------------------------------------------------------------------------- circles
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected groups of more than one module (Tarjan's algorithm), sorted.
+
+    Args:
+        graph: module -> the modules that it imports, all of them keys.
+    """
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -68,75 +130,119 @@ def circles(trees: dict[str, ast.AST]) -> list[list[str]]:
     for name in graph:
         if name not in order:
             visit(name)
-    return found
+    return sorted(found)
 
 
-def _imports(tree: ast.AST, known: dict[str, ast.AST]) -> Iterator[str]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+def imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield the modules that a tree imports when it runs; of ``from a import b`` both ``a`` and ``a.b``, as b may be either.
+
+    Args:
+        package: the package that relative imports start from.
+    """
+    unseen = {inner for node in statements(tree) if _for_types(node) for child in node.body for inner in statements(child)}  # type: ignore[attr-defined]
+    for node in statements(tree):
+        if node in unseen:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (next((m for m in (f"{node.module}.{a.name}", node.module) if m in known), "") for a in node.names)
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        else:
-            yield from _imports(node, known)
 
 
-def spread(values: list[int]) -> dict[str, int]:
-    """Median, 90th percentile and largest."""
-    ordered = sorted(values)
-    return {"p50": int(statistics.median(ordered)), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
 
 
-def figures() -> dict[str, Any]:
-    """All figures of the package."""
-    folders: dict[str, Counter[str]] = defaultdict(Counter)
+def import_graph(trees: dict[str, ast.AST], packages: set[str]) -> dict[str, set[str]]:
+    """Return which module imports which of the others.
+
+    Args:
+        trees: module -> its tree.
+        packages: those of them that are folders.
+    """
+    graph = {}
+    for name, tree in trees.items():
+        package = name if name in packages else name.rpartition(".")[0]
+        named = set(imports(tree, package))
+        # "from a import b" with a module a.b runs a first, as any import of a.b does: only b is named
+        parents = {module.rpartition(".")[0] for module in named if module in trees}
+        graph[name] = {module for module in named if module in trees and module not in parents} - {name}
+    return graph
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+def figures(package: Path = PACKAGE) -> dict[str, Any]:
+    """Return all figures of a package, and the length of the README beside it."""
+    folders: dict[str, Counts] = {}
     trees: dict[str, ast.AST] = {}
-    lengths, functions, signatures = [], [], []
-    counts: Counter[str] = Counter()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    packages, whole = set[str](), Counts()
+    for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         trees[name] = tree
-        lines = text.splitlines()
-        folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
-        folders[folder].update(files=1, lines=len(lines))
-        lengths.append(len(lines))
-        counts["lines beyond 120 columns"] += sum(len(line) > LONG_LINE for line in lines)
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
-                signatures.append(parameters(node))
-        for _, first in docstrings(tree):
-            counts["docstrings"] += 1
-            counts["docstrings whose first line does not stand alone"] += not stands_alone(first)
-    counts["signatures beyond 8 parameters"] = sum(n > MANY_PARAMETERS for n in signatures)
-    modules = {name: tree for name, tree in trees.items() if name != "megatron_sp"}
+        if path.name == "__init__.py":
+            packages.add(name)
+        for counts in (folders.setdefault(path.relative_to(package).parts[0] if path.parent != package else ".", Counts()), whole):
+            counts.add(text, tree)
+    readme = package.parent / "README.md"
     return {
-        "folders": {name: dict(count) for name, count in folders.items()},
-        "lines of a file": spread(lengths), "lines of a function": spread(functions), "parameters of a signature": spread(signatures),
-        "circles": circles(modules), **counts,
-        "lines of the README": len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()),
+        "folders": {name: counts.to_json() for name, counts in folders.items()}, "all": whole.to_json(),
+        "circles": circles(import_graph(trees, packages)),
+        "readme_lines": len(readme.read_text(encoding="utf-8").splitlines()) if readme.exists() else 0,
     }  # fmt: skip
 
 
-def main() -> int:
+def show(found: dict[str, Any]) -> str:
+    """Return the figures as one table, and two lines about the whole."""
+
+    def cells(name: str, counts: dict[str, Any]) -> list[str]:
+        spreads = ("lines_of_a_file", "lines_of_a_function", "parameters")
+        files, functions, signature = (" / ".join(map(str, counts[key].values())) if counts[key] else "-" for key in spreads)
+        return [
+            name, f"{counts['files']:,}", f"{counts['lines']:,}", files, f"{counts['functions']:,}", functions, signature,
+            *(f"{counts[key]:,}" for key in ("wide_signatures", "long_lines", "docstrings", "not_alone")),
+        ]  # fmt: skip
+
+    head = [
+        "folder", "files", "lines", "lines of a file", "functions", "lines of a function", "parameters", f"beyond {MANY_PARAMETERS}",
+        f"lines beyond {LONG_LINE}", "docstrings", "not alone",
+    ]  # fmt: skip
+    rows = [cells(name, counts) for name, counts in [*found["folders"].items(), ("all", found["all"])]]
+    under = ["p50 / p90 / max" if title.startswith(("lines of", "parameters")) else "" for title in head]
+    table = [head, under, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(row[1:], widths[1:], strict=True))]) for row in table]
+    groups = "; ".join(", ".join(group) for group in found["circles"]) or "none"
+    return "\n".join([*lines, f"import circles: {groups}", f"README: {found['readme_lines']:,} lines"])
+
+
+def list_docstrings(package: Path) -> Iterator[str]:
+    """Yield the place and first line of each docstring that does not stand alone."""
+    for path in sorted(package.rglob("*.py")):
+        for line, first in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            if not stands_alone(first):
+                yield f"{path.relative_to(package.parent)}:{line}: {first}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--docstrings", action="store_true", help="list docstrings that do not stand alone")
-    options = parser.parse_args()
+    parser.add_argument("--package", type=Path, default=PACKAGE, metavar="FOLDER", help="default: megatron_sp")
+    options = parser.parse_args(argv)
+    package = options.package.resolve()
     if options.docstrings:
-        for path in sorted(PACKAGE.rglob("*.py")):
-            for line, first in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
-                if not stands_alone(first):
-                    print(f"{path.relative_to(ROOT)}:{line}: {first}")
+        for line in list_docstrings(package):
+            print(line)
         return 0
-    found = figures()
-    for name, count in found.pop("folders").items():
-        print(f"{name:<12} {count['files']:>4} files {count['lines']:>6} lines")
-    for name, value in found.items():
-        print(f"{name}: {value}")
+    found = figures(package)
+    print(json.dumps(found, indent=1) if options.json else show(found))
     return 0
 
 
