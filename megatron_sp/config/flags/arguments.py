@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -284,69 +284,140 @@ def _arity(name: str) -> int:
 # ------------------------------------------------------------------------------------------------------- applying
 
 
+@dataclass
+class _Draft:
+    """A configuration that is being filled in, setting by setting, and what has to wait for the last of them.
+
+    Attributes:
+        config: the configuration so far.
+        problems: everything that is wrong so far; one error lists it all.
+        features: families of refused flags whose feature one of the settings requests.
+        given: where each field was set, by (group, name).
+        weak: settings that yield to an explicit one of the same field, also to a later one.
+        tokens: lengths in tokens; their conversion needs the batch size and the sequence length.
+        ignored: reasons why flags have no meaning here, by the flag as it was spelled.
+        deepspeed_file: path of DeepSpeed's JSON.
+    """
+
+    config: Config
+    problems: list[str]
+    features: list[dialect.Family]
+    given: Given = field(default_factory=dict)
+    weak: list[Setting] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    deepspeed_file: str | None = None
+
+
 def _apply(settings: list[Setting], problems: list[str], world_size: int) -> Config:
     """Return the configuration that ``settings`` describe. Raises a ConfigError that lists all problems."""
     config = Config()
-    problems = [*problems, *_start_from_preset(config, settings)]
-    weak: list[Setting] = []
-    tokens: dict[str, int] = {}
-    ignored: dict[str, str] = {}
-    given: Given = {}
-    deepspeed_file: str | None = None
-    asked = _features_asked_for(settings)
-
-    def assign(setting: Setting) -> None:
-        target = targets()[setting.name]
-        given[target.group, target.name] = setting.where
-        setattr(getattr(config, target.group), target.name, _value(setting, target))
-
+    draft = _Draft(config, [*problems, *_start_from_preset(config, settings)], _features_asked_for(settings))
     for setting in settings:
-        name, words, where = setting
         try:
-            if name in targets():
-                assign(setting)
-            elif name in dialect.REWRITTEN:
-                rewrite = dialect.REWRITTEN[name]
-                if rewrite.takes_value or _is_on(words):
-                    pieces = [Setting(flag, words if value is None else (value,), where) for flag, value in rewrite.to]
-                    for piece in pieces:
-                        weak.append(piece) if rewrite.weak else assign(piece)
-            elif name in dialect.TOKEN_FLAGS:
-                tokens[name] = FieldKind("int").parse(words)
-            elif name in _DEEPSPEED:
-                deepspeed_file = FieldKind("str").parse(words)
-            elif name == "preset":
-                pass  # it came first
-            elif name == "profile-steps":
-                for piece in _profile_steps(setting):
-                    assign(piece)
-            elif (family := next((each for each in dialect.FAMILIES if each.has(name)), None)) is not None:
-                if family not in asked:
-                    ignored[where] = family.reason
-            elif (reason := _ignored_because(name, words)) is not None:
-                if name not in dialect.IGNORED_SWITCHES or _is_on(words):
-                    ignored[where] = reason
-            elif not (_refusal(name) and _is_off(words)):
-                problems.append(_unusable(name, words, where))
+            handle = next(handle for is_of_kind, handle in _HANDLERS if is_of_kind(setting))
+            handle(draft, setting)
         except ValueError as error:
-            problems.append(f"{where}: {error}{_known_elsewhere(setting)}")
-    for setting in weak:
-        if targets()[setting.name][:2] not in given:
-            assign(setting)
-    if deepspeed_file is not None:
-        found = read_deepspeed_config(deepspeed_file)
-        problems += settle(found, config, given, world_size)
-    problems += _count_tokens(config, tokens) if not problems else []
-    raise_all(problems)
-    _settle_preset(config, given)
-    config.ignored_flags = tuple(f"{where} ({reason})" for where, reason in ignored.items())
-    if deepspeed_file is not None:
-        config.ignored_flags += (*found.overruled, *([note] if (note := found.note()) else []))
+            draft.problems.append(f"{setting.where}: {error}{_known_elsewhere(setting)}")
+    for setting in draft.weak:
+        if targets()[setting.name][:2] not in draft.given:
+            _assign(draft, setting)
+    overruled = _settle_deepspeed(draft, world_size)
+    if not draft.problems:
+        draft.problems += _count_tokens(config, draft.tokens)
+    raise_all(draft.problems)
+    _settle_preset(config, draft.given)
+    config.ignored_flags = (*(f"{where} ({reason})" for where, reason in draft.ignored.items()), *overruled)
     return config
 
 
+def _assign(draft: _Draft, setting: Setting) -> None:
+    target = targets()[setting.name]
+    draft.given[target.group, target.name] = setting.where
+    setattr(getattr(draft.config, target.group), target.name, _value(setting, target))
+
+
+def _rewrite(draft: _Draft, setting: Setting) -> None:
+    rewrite = dialect.REWRITTEN[setting.name]
+    if not rewrite.takes_value and not _is_on(setting.words):
+        return
+    for flag, value in rewrite.to:
+        ours = Setting(flag, setting.words if value is None else (value,), setting.where)
+        if rewrite.weak:
+            draft.weak.append(ours)
+        else:
+            _assign(draft, ours)
+
+
+def _keep_tokens(draft: _Draft, setting: Setting) -> None:
+    draft.tokens[setting.name] = FieldKind("int").parse(setting.words)
+
+
+def _keep_deepspeed_file(draft: _Draft, setting: Setting) -> None:
+    draft.deepspeed_file = FieldKind("str").parse(setting.words)
+
+
+def _skip_preset(draft: _Draft, setting: Setting) -> None:
+    """Do nothing: ``_start_from_preset`` has applied it before all settings."""
+
+
+def _split_profile_steps(draft: _Draft, setting: Setting) -> None:
+    """Assign Megatron-DeepSpeed's "first,last" to our two flags."""
+    steps = FieldKind("str").parse(setting.words).split(",")
+    if len(steps) != 2:
+        raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
+    for flag, step in zip(("profile-step-start", "profile-step-end"), steps, strict=True):
+        _assign(draft, Setting(flag, (step,), setting.where))
+
+
+def _ignore_companion(draft: _Draft, setting: Setting) -> None:
+    family = _family_of(setting)
+    assert family is not None
+    if family not in draft.features:  # otherwise the flag that requests the feature is rejected, with the reason
+        draft.ignored[setting.where] = family.reason
+
+
+def _ignore(draft: _Draft, setting: Setting) -> None:
+    reason = _ignored_because(setting)
+    assert reason is not None
+    if setting.name not in dialect.IGNORED_SWITCHES or _is_on(setting.words):
+        draft.ignored[setting.where] = reason
+
+
+def _reject(draft: _Draft, setting: Setting) -> None:
+    if not (_refusal(setting.name) and _is_off(setting.words)):
+        draft.problems.append(_unusable(setting))
+
+
+_Handler = Callable[[_Draft, Setting], None]
+_HANDLERS: tuple[tuple[Callable[[Setting], bool], _Handler], ...] = (  # the first kind that a setting is of
+    (lambda setting: setting.name in targets(), _assign),
+    (lambda setting: setting.name in dialect.REWRITTEN, _rewrite),
+    (lambda setting: setting.name in dialect.TOKEN_FLAGS, _keep_tokens),
+    (lambda setting: setting.name in _DEEPSPEED, _keep_deepspeed_file),
+    (lambda setting: setting.name == "preset", _skip_preset),
+    (lambda setting: setting.name == "profile-steps", _split_profile_steps),
+    (lambda setting: _family_of(setting) is not None, _ignore_companion),
+    (lambda setting: _ignored_because(setting) is not None, _ignore),
+    (lambda setting: True, _reject),
+)
+
+
+def _settle_deepspeed(draft: _Draft, world_size: int) -> list[str]:
+    """Reconcile DeepSpeed's JSON, if there is one, with the settings; return notes about its keys that have no effect."""
+    if draft.deepspeed_file is None:
+        return []
+    found = read_deepspeed_config(draft.deepspeed_file)
+    draft.problems += settle(found, draft.config, draft.given, world_size)
+    return [*found.overruled, *filter(None, [found.note()])]
+
+
+def _family_of(setting: Setting) -> dialect.Family | None:
+    return next((family for family in dialect.FAMILIES if family.has(setting.name)), None)
+
+
 def _features_asked_for(settings: list[Setting]) -> list[dialect.Family]:
-    """Return the flag families whose feature is requested by one of their flags; all flags of such a family are rejected."""
+    """Return the flag families whose feature is requested by one of their flags."""
 
     def asks(setting: Setting) -> bool:
         harmless = (*dialect.HARMLESS_VALUES.get(setting.name, ()), "0")
@@ -427,21 +498,15 @@ def _is_off(words: tuple[str, ...]) -> bool:
     return bool(words) and words[0].lower() in ("false", "no", "off")
 
 
-def _profile_steps(setting: Setting) -> list[Setting]:
-    """Convert Megatron-DeepSpeed's "first,last" to our two flags."""
-    steps = FieldKind("str").parse(setting.words).split(",")
-    if len(steps) != 2:
-        raise ValueError(f"expected two integers joined by a comma, got '{','.join(steps)[:40]}'")
-    return [Setting(flag, (step,), setting.where) for flag, step in zip(("profile-step-start", "profile-step-end"), steps, strict=True)]
-
-
-def _ignored_because(name: str, words: tuple[str, ...]) -> str | None:
+def _ignored_because(setting: Setting) -> str | None:
+    name, words, _ = setting
     if words and all(word in dialect.HARMLESS_VALUES.get(name, ()) for word in words):
         return "asks for what happens anyway"
     return dialect.IGNORED_SWITCHES.get(name) or dialect.IGNORED_VALUES.get(name)
 
 
-def _unusable(name: str, words: tuple[str, ...], where: str) -> str:
+def _unusable(setting: Setting) -> str:
+    name, words, where = setting
     reason = _refusal(name)
     if reason:
         return f"{where}{' ' + ' '.join(words) if 0 < len(words) < 4 else ''} is not supported: {reason}"
