@@ -1,8 +1,9 @@
 # style: reformat; checks: everything but the tests; test: checks and tests; test-all: with the tests that are
 # too many for every run (20 minutes); test-full: every layout with everything (hours);
-# test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages
+# test-gpu: those that need a GPU; mutants: see that breaking the parallel layers turns a test red (minutes); docs: generated pages;
+# docs-site: the documentation as a site in build/site, which opens from the folder
 PYTHON := .venv/bin/python
-.PHONY: env style checks test test-all test-full test-gpu mutants docs
+.PHONY: env style checks test test-all test-full test-gpu mutants docs docs-site
 
 env:
 	bash scripts/setup_env.sh dev
@@ -35,6 +36,9 @@ test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
 docs: env
 	$(PYTHON) tools/dev/make_flag_docs.py
 	$(PYTHON) tools/dev/make_zoo_docs.py
+
+docs-site: env
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 mutants: env
 	$(PYTHON) tests/support/mutants.py --write

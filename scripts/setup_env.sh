@@ -21,7 +21,7 @@ die() { say "$*"; exit 1; }
 wanted="${1:-runtime}"
 case "$wanted" in
 runtime) extras="plot" ;;
-dev) extras="dev,plot" ;;
+dev) extras="dev,docs,plot" ;;
 *) die "unknown argument '$wanted': expected runtime or dev" ;;
 esac
 key="$(cksum <setup.py | tr ' ' '-') $PWD" # an editable install and the scripts in bin/ know the absolute path

@@ -10,13 +10,17 @@ step() { printf '== %s\n' "$1"; shift; "$@"; }
 
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check --quiet . || { echo "run: make style"; exit 1; }
-types="$(mktemp)"
-trap 'rm -f "$types"' EXIT
-"$python" -m mypy >"$types" 2>&1 & # half a minute on a fresh clone: beside the first tests
+beside="$(mktemp -d)" # what runs beside the first tests
+trap 'rm -rf "$beside"' EXIT
+"$python" -m mypy >"$beside/mypy" 2>&1 & # half a minute on a fresh clone
 mypy=$!
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --site-dir "$beside/site" >"$beside/docs" 2>&1 & # 20 seconds of one core
+docs=$!
 step "codespell" "$python" -m codespell_lib
 # three workers at least: half of the tests wait for processes of their own, or for a disk; more only where there are cores for those
 workers="$("$python" -c 'import os; print(max(3, (os.cpu_count() or 2) // 2))')" # nproc is not everywhere
 step "pytest" "$python" -m pytest -q --durations=10 -n "$workers" --dist worksteal "$@"
-wait "$mypy" || { printf '== mypy\n'; cat "$types"; exit 1; }
-step "mypy" cat "$types"
+wait "$mypy" || { printf '== mypy\n'; cat "$beside/mypy"; exit 1; }
+step "mypy" cat "$beside/mypy"
+wait "$docs" || { printf '== documentation site\n'; grep -v '^INFO' "$beside/docs"; exit 1; }
+step "documentation site" tail -n 1 "$beside/docs"

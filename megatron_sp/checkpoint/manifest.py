@@ -43,9 +43,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Size of all files together."""
         return sum(record.num_bytes for record in self.files.values())
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Global shape and dtype of each tensor, by name."""
         from megatron_sp.checkpoint.safetensors_file import DTYPES  # a look at a run's checkpoints need not load torch
 
         return {name: (shape, DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}

@@ -30,6 +30,7 @@ class Rect(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.sizes)
 
 
@@ -41,6 +42,7 @@ class Piece(NamedTuple):
 
     @property
     def rect(self) -> Rect:
+        """Place of the tensor in the global one."""
         return Rect(tuple(self.offsets), tuple(self.tensor.shape))
 
 

@@ -55,6 +55,7 @@ class NamedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor."""
         return self.piece.tensor.numel() * self.piece.tensor.element_size()
 
 

@@ -40,6 +40,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -133,9 +133,11 @@ class CheckedGroup:
         self._number = 0
 
     def size(self) -> int:
+        """Number of ranks."""
         return self.process_group.size()
 
     def rank(self) -> int:
+        """This rank in the group."""
         return self.process_group.rank()
 
     def check(self, call: Call) -> None:

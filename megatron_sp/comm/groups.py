@@ -53,6 +53,7 @@ class Launch:
 
     @classmethod
     def from_env(cls) -> Launch:
+        """Read what torchrun puts into the environment; without it, a single process."""
         env = os.environ
         return cls(
             rank=int(env.get("RANK", 0)),
@@ -122,22 +123,27 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
+        """This rank in the world."""
         return self.world.rank()
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.world.size()
 
     @property
     def tp_rank(self) -> int:
+        """This rank in its tp group."""
         return self.tp.rank()
 
     @property
     def sp_rank(self) -> int:
+        """This rank in its sp group."""
         return self.sp.rank()
 
     @property
     def dp_rank(self) -> int:
+        """This rank in its dp group."""
         return self.dp.rank()
 
     @property
@@ -147,6 +153,7 @@ class ParallelGroups:
 
     @property
     def dp_size(self) -> int:
+        """Number of ranks in the dp group."""
         return self.dp.size()
 
 

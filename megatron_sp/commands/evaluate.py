@@ -32,6 +32,7 @@ INSTEAD = {name: "and this tool wants a GPT or a BERT" for name in ("GPT", "BERT
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -30,6 +30,7 @@ INSTEAD = {
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -103,6 +104,7 @@ def baseline(stored: Stored) -> str:
 
 
 def read_texts(options: argparse.Namespace) -> list[str]:
+    """Texts of the command line, or of the lines of standard input. Raises DataError if there is none."""
     texts: list[str] = options.text or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
         raise DataError(f"there is no text: use --text TEXT, or write one on each line of stdin, with {MASK} in place of a word")

@@ -113,6 +113,7 @@ def read(options: argparse.Namespace, table: TextTable, say: Callable[[str], Non
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
+    """Train a classifier; flags of this command and of training may be mixed."""
     from megatron_sp.data.classification import check_labels, labels_of
 
     options, rest = parse(argv, prog)

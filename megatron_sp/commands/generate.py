@@ -35,6 +35,7 @@ INSTEAD = {
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser)
     prompts = parser.add_argument_group("prompts (one of these; default: one prompt a line from stdin)").add_mutually_exclusive_group()

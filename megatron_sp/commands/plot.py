@@ -146,6 +146,7 @@ def _short(value: float) -> str:
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or metrics.jsonl files")
     parser.add_argument(
@@ -180,6 +181,7 @@ def run_tool(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Draw the metrics of runs; return the exit code."""
     options = parse(argv, prog)
     try:
         run_tool(options)

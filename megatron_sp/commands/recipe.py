@@ -53,6 +53,7 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
+        """Number of processes."""
         return self.variables.layout[2]
 
     @property

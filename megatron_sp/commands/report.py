@@ -18,6 +18,7 @@ from megatron_sp.utils.format import format_bytes
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -28,6 +29,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Na
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Write the report page; return the exit code."""
     options = parse(argv, prog)
     output: Path = options.output or options.run / "report.html"
     try:

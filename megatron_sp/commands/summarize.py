@@ -58,6 +58,7 @@ def _summary_of_sound_records(run: Path) -> list[tuple[str, str]]:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Print the summary of a run; return the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description="The result of a run in a few lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=VALUE", help="a further row; may be repeated")

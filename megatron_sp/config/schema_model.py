@@ -119,6 +119,7 @@ class ModelConfig:
 
     @property
     def is_bert(self) -> bool:
+        """True for BERT, False for GPT."""
         return self.model_family == "bert"
 
     @property
@@ -140,6 +141,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of an attention head."""
         return self.kv_channels or _required(self.hidden_size) // _required(self.num_attention_heads)
 
     @property
@@ -197,6 +199,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
+        """Number of positions of the model; the sequence length where not given."""
         return self.max_position_embeddings or _required(self.seq_length)
 
     @property

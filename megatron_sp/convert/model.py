@@ -88,6 +88,7 @@ class Model:
 
     @property
     def has_optimizer(self) -> bool:
+        """True if the store has the optimizer's tensors."""
         return any(name.startswith(OPTIMIZER) for name in self.store.tensors())
 
 

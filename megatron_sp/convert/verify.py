@@ -87,6 +87,7 @@ class Result(NamedTuple):
 
     @property
     def error(self) -> float:
+        """Largest difference relative to the largest value."""
         return self.difference / self.scale if self.scale else self.difference
 
 

@@ -71,6 +71,7 @@ class BERTOptions:
 
     @property
     def rule(self) -> SampleRule:
+        """Rule by which sentences become samples."""
         return SampleRule(self.max_length, self.short_seq_prob, self.seed, 2 if self.binary_head else 1)
 
 

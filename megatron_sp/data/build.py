@@ -41,6 +41,7 @@ class Datasets:
 
     @property
     def fingerprint(self) -> str:
+        """Fingerprint of the first data set that there is; empty without any."""
         present = [d for d in (self.train, self.valid, self.test) if d is not None]
         return present[0].fingerprint() if present else ""
 

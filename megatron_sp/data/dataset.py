@@ -35,7 +35,9 @@ class FileDataset(Dataset, Protocol):
     """Samples of one ``.bin``/``.idx`` pair."""
 
     @property
-    def indexed(self) -> IndexedDataset: ...
+    def indexed(self) -> IndexedDataset:
+        """Data set on disk that the samples come from."""
+        ...
 
 
 def make_sample(stretch: np.ndarray, masked_eod: int | None) -> Sample:

@@ -49,18 +49,22 @@ class Header(NamedTuple):
 
     @property
     def lengths_at(self) -> int:
+        """Offset of the sequence lengths in the file."""
         return HEADER.size
 
     @property
     def pointers_at(self) -> int:
+        """Offset of the sequence pointers in the file."""
         return self.lengths_at + 4 * self.num_sequences
 
     @property
     def documents_at(self) -> int:
+        """Offset of the document index in the file."""
         return self.pointers_at + 8 * self.num_sequences
 
     @property
     def file_size(self) -> int:
+        """Size that the file must have."""
         return self.documents_at + 8 * self.num_document_entries
 
 

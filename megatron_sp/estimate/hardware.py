@@ -86,6 +86,7 @@ class Link:
 
     @property
     def gbs(self) -> float:
+        """Achieved bandwidth in GB/s."""
         return self.peak_gbs * self.achieved
 
 

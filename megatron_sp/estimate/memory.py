@@ -48,6 +48,7 @@ class Form(Sizes):
     """Memory at each candidate for the peak of a step."""
 
     def plan(self, optimizer: str) -> MemoryPlan:
+        """Memory of a rank: what stays, and the moments that may be the peak."""
         zero = self.zero
         kept = zero.num_params // zero.parts * self.wide
         data = self.num_micro_batches * self.all_tokens * (8 + 8 + 4 + 8 * self.model.is_bert)

@@ -68,6 +68,7 @@ class PieceForm:
         return self.stream if self.tp > 1 else 0
 
     def forward(self) -> list[Named]:
+        """Buffers of the forward pass of one piece."""
         ahead = self.stream + self._whole if self.parts > 1 else 0
         return [
             ("MLP, a piece", self.wide + self.inner), ("MLP, a piece's input", self._whole),

@@ -33,6 +33,7 @@ class Moment:
 
     @cached_property
     def num_bytes(self) -> int:
+        """Memory that is taken at this moment beside what stays."""
         return sum(line.num_bytes for line in self.lines)
 
 
@@ -52,14 +53,17 @@ class MemoryPlan:
 
     @property
     def resident(self) -> int:
+        """Memory that stays for the whole run."""
         return sum(line.num_bytes for line in self.stays)
 
     @cached_property
     def worst(self) -> Moment:
+        """Moment that takes the most."""
         return max(self.moments, key=lambda m: m.num_bytes)
 
     @property
     def peak(self) -> int:
+        """Largest memory of a rank at any moment."""
         return self.resident + self.worst.num_bytes
 
     def peak_of(self, phase: str) -> int:
@@ -76,6 +80,7 @@ class MemoryPlan:
         return "\n".join([*made, f"peak: {self.peak / _MIB:.2f} MiB"])
 
     def as_dict(self) -> dict[str, Any]:
+        """Plan for ``--dry-run json``."""
         return {
             "resident": self.resident, "peak": self.peak, "host": self.host,
             "phases": {p: self.peak_of(p) for p in ("forward", "backward", "update")},

@@ -233,11 +233,13 @@ class Sizes:
 
     @property
     def uses_reference(self) -> bool:
+        """True if attention is computed by the plain form, with its matrix of scores."""
         plain = self.kernels.attention_backend in ("unfused", "local")
         return plain or (self.kernels.attention_backend == "auto" and not self.cuda and self.model.attention_dropout > 0)
 
     @cached_property
     def attention_keeps(self) -> list[Line]:
+        """Activations that the attention of a block saves."""
         joined = self.out_whole if self.joins else 0
         keys = 2 * 4 * self.tp_seq_tokens if self.dropout else 0
         return [
@@ -248,6 +250,7 @@ class Sizes:
 
     @cached_property
     def mlp_keeps(self) -> list[Line]:
+        """Activations that the MLP of a block saves."""
         wide = 0 if self.chunked else self.sp_tokens * self.ffn_in * self.e
         return [Line("residual stream", 0 if self.parallel_residual else self.stream), Line("MLP, in front of the activation", wide)]
 
@@ -258,6 +261,7 @@ class Sizes:
 
     @property
     def block_keeps(self) -> list[Line]:
+        """Activations that a block saves."""
         return [*self.attention_keeps, self._norm_behind, *self.mlp_keeps, self._norm_behind]
 
     @property
@@ -288,6 +292,7 @@ class Sizes:
 
     @property
     def empties(self) -> bool:
+        """True if storages can be emptied while their tensors live on: on GPUs."""
         return self.cuda
 
     @property

@@ -62,6 +62,7 @@ class ZeroForm:
 
     @property
     def stage(self) -> int:
+        """ZeRO stage."""
         return self.parallel.zero_stage
 
     @property

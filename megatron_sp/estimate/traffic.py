@@ -60,17 +60,21 @@ class TrafficPlan:
 
     @property
     def number(self) -> int:
+        """Number of collectives in a step."""
         return sum(flow.number for flow in self.flows)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes that a rank sends in a step."""
         return sum(flow.num_bytes for flow in self.flows)
 
     @property
     def can_hide(self) -> int:
+        """Bytes of a step that can be sent under computation."""
         return sum(flow.can_hide for flow in self.flows)
 
     def as_dict(self) -> dict[str, Any]:
+        """Plan for ``--dry-run json``."""
         totals = {"number": self.number, "num_bytes": self.num_bytes, "can_hide": self.can_hide}
         return {**totals, "flows": [asdict(flow) for flow in self.flows]}
 

@@ -167,7 +167,7 @@ def generate(
 
 
 def complete(model: GPTModel, prompts: Sequence[Sequence[int]], *, num_samples: int = 1, **options: object) -> list[list[list[int]]]:
-    """Call ``generate`` and collect the new token ids as [prompt][sample] (including an ``eod`` that ended a sequence)."""
+    """Call ``generate`` and collect the new token ids as ``[prompt][sample]`` (including an ``eod`` that ended a sequence)."""
     results: list[list[list[int]]] = [[[] for _ in range(num_samples)] for _ in prompts]
     for new in generate(model, prompts, num_samples=num_samples, **options):  # type: ignore[arg-type]
         results[new.prompt][new.sample].append(new.token)

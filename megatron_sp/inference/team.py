@@ -53,10 +53,12 @@ class Team:
 
     @property
     def rank(self) -> int:
+        """This rank."""
         return self.launch.rank
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.launch.world_size
 
     def say(self, line: str) -> None:

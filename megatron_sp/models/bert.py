@@ -68,6 +68,7 @@ class Dense(nn.Module):
         return self._specs
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: [s, b, h] -> [s, b, h]."""
         return column_linear(x, self.weight, self.bias, main_grad=self.main_grad)[0]
 
 
@@ -83,6 +84,7 @@ class MaskedHead(nn.Module):
         self.activation = config.head_activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform hidden states for the output layer: [s, b, h] -> [s, b, h]."""
         wide = self.dense(x)
         if self.activation == "relu":
             return self.layernorm(F.relu(wide))
@@ -98,6 +100,7 @@ class Pooler(nn.Module):
         self.dense = Dense("pooler.dense", config.hidden_size, config.hidden_size, config.init_method_std, seed, dtype, layout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Transform the state of [CLS]: [b, h] -> [b, h]."""
         return torch.tanh(self.dense(x))
 
 

@@ -122,6 +122,7 @@ class LanguageModel(nn.Module):
 
     @property
     def stack(self) -> Stack:
+        """Stack of transformer blocks."""
         return cast("Stack", getattr(self, self.stack_name))
 
     def _build_head(self, seed: int, dtype: torch.dtype) -> None:

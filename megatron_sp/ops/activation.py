@@ -24,6 +24,7 @@ class Activation:
 
     @property
     def width_factor(self) -> int:
+        """Width of the input relative to the output: 2 with a gate."""
         return 2 if self._is_gated else 1
 
     @property

@@ -68,10 +68,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the parameter."""
         return self.shape.numel()
 
     @property
     def stop(self) -> int:
+        """End of the parameter in the flat buffer."""
         return self.start + self.numel
 
     def view(self, flat: Tensor) -> Tensor:
@@ -229,22 +231,27 @@ class FlatUnit:
 
     @property
     def slots(self) -> list[Slot]:
+        """Places of the parameters."""
         return self.layout.slots
 
     @property
     def numel(self) -> int:
+        """Number of elements, padding included."""
         return self.layout.numel
 
     @property
     def num_decayed(self) -> int:
+        """Number of elements with weight decay; they come first."""
         return self.layout.num_decayed
 
     @property
     def shard(self) -> range:
+        """Range of the flat buffer that this rank keeps."""
         return self.layout.shard
 
     @property
     def grads(self) -> Tensor:
+        """Flat gradient buffer; taken at the first use."""
         if self._grads is None:
             self._grads = empty((self.numel,), dtype=self.grad_dtype, device=self.device)
             self.layout.zero_padding(self._grads)
@@ -252,6 +259,7 @@ class FlatUnit:
 
     @property
     def grad_shard(self) -> Tensor:
+        """This rank's range of the gradients, after their reduction."""
         if self.zero.stage == 0:
             return self.grads
         assert self._grad_shard is not None, f"the gradients of {self.name} have not been reduced"

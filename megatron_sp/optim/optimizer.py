@@ -157,6 +157,7 @@ class LossScaler:
         return ordinary
 
     def state(self) -> dict[str, float]:
+        """State for a checkpoint."""
         return {"dynamic": self.dynamic, "scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state(self, state: dict[str, float]) -> None:
@@ -167,4 +168,5 @@ class LossScaler:
 
 
 def is_finite(*values: float) -> bool:
+    """Return whether all values are finite."""
     return all(math.isfinite(v) for v in values)

@@ -63,6 +63,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width, dtype=dtype)) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize: [s, b, h] -> [s, b, h]."""
         return norm(x, self.weight, self.bias, self.spec, main_grad=self.main_grad)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
@@ -190,6 +191,7 @@ class Table(nn.Module):
         return {"weight": self.spec}
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up rows: ids [...] -> [..., h]."""
         return embedding(ids, self.weight, tp=NO_TP, main_grad=self.main_grad)
 
 

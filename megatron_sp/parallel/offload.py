@@ -54,6 +54,7 @@ class ActivationOffload:
         return host_empty((num_bytes,), torch.uint8, self.device)
 
     def give_back(self, buffer: Tensor) -> None:
+        """Return a host buffer for the next use."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def forward_pass(self, shared: Iterable[Tensor]) -> OffloadPass:

@@ -58,6 +58,7 @@ class ParallelContext:
         cls, groups: ParallelGroups, *, tp_seq: bool = False, mode: OverlapMode = "none", num_chunks: int = 1, overlap: bool = False,
         recorder: Recorder | None = None,
     ) -> ParallelContext:  # fmt: skip
+        """Context of a rank's groups, for a model outside of any layer."""
         tp, sp = TensorParallel(groups.tp, tp_seq and groups.tp.size() > 1), SequenceParallel(groups.sp, overlap)
         return cls(tp, sp, mode, num_chunks, recorder).in_layer(None)
 

@@ -78,6 +78,7 @@ class KeptResults:
 
     @classmethod
     def gathered(cls, x: Tensor, group: Group, dim: int) -> Tensor:
+        """Gather along a dim, or return the result kept from the forward pass."""
         kept: KeptResults | None = getattr(cls._current, "kept", None)
         if kept is not None and not kept._records and kept._results:
             return kept._results.popleft()

@@ -39,10 +39,12 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
+        """Number of ranks that share a layer's weights."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
+        """This rank in the tp group."""
         return self.group.rank()
 
     @property

@@ -77,10 +77,12 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
+        """Number of ranks that share a sequence."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
+        """This rank in the sp group."""
         return self.group.rank()
 
     def mark(self, label: str) -> None:

@@ -28,6 +28,7 @@ class Change(NamedTuple):
 
     @property
     def fits(self) -> bool:
+        """True if the memory suffices after the change."""
         return self.needs <= self.have
 
 

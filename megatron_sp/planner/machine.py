@@ -44,10 +44,12 @@ class Machine:
 
     @property
     def per_node(self) -> int:
+        """GPUs of a node."""
         return self.gpus // self.nodes
 
     @property
     def is_cpu(self) -> bool:
+        """True if there are no GPUs: processes on CPUs."""
         return self.gpu.units == 0
 
     def ranks_on_node(self, group: str, ranks: int, tp: int) -> int:

@@ -49,6 +49,7 @@ class ParallelPlan:
     micro_batch: int = 1
 
     def dp(self, gpus: int) -> int:
+        """Data-parallel size on so many GPUs."""
         return gpus // (self.tp * self.sp)
 
     def words(self, gpus: int) -> str:

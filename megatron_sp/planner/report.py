@@ -84,6 +84,7 @@ def _candidate_dict(candidate: Candidate, extra: Sequence[str]) -> dict[str, Any
 
 
 def as_json(*args: Any) -> str:
+    """Result as JSON text; arguments are those of ``as_dict``."""
     return json.dumps(as_dict(*args), indent=1)
 
 

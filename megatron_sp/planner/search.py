@@ -46,14 +46,17 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
+        """Predicted tokens per second of all GPUs together."""
         return self.tokens / self.time.seconds
 
     @property
     def mfu(self) -> float:
+        """Predicted model FLOPs utilization: useful FLOPs relative to the peak of the GPUs."""
         return self.model_flops / self.time.seconds / (self.machine.gpu.peak_tflops * 1e12 * self.machine.gpus)
 
     @property
     def needs(self) -> int:
+        """Memory that a GPU needs, with the reserve."""
         return self.memory.peak + self.reserve
 
     @property

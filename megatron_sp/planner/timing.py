@@ -48,6 +48,7 @@ class Exchange:
 
     @property
     def exposed(self) -> float:
+        """Time that is not hidden under computation."""
         return self.seconds - self.hidden
 
 
@@ -77,10 +78,12 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
+        """Time of all exchanges that is not hidden."""
         return sum(exchange.exposed for exchange in self.exchanges)
 
     @property
     def seconds(self) -> float:
+        """Predicted time of a step."""
         return self.products + self.attention + self.memory + self.update + self.host + self.overlap + self.copies + self.exposed
 
     @property

@@ -46,12 +46,14 @@ class Pass:
 
     @property
     def seconds(self) -> float:
+        """Time of the pass."""
         return self.products + self.attention + self.memory
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def times(self, count: float) -> Pass:
+        """The pass, so many times."""
         return Pass(*(getattr(self, name) * count for name in self.__dataclass_fields__))
 
 
@@ -92,14 +94,17 @@ class Work:
     # matrix products
 
     def qkv(self) -> list[Product]:
+        """Matrix products of the q, k, v projection."""
         form = self.form
         return [(form.sp_tokens, form.qkv_rows // self.pieces, form.h)] * self.pieces
 
     def out(self) -> list[Product]:
+        """Matrix products of the output projection."""
         form, parts = self.form, len(self.form.chunks)
         return [(form.sp_tokens, form.h, form.proj_columns // parts)] * parts
 
     def mlp(self) -> list[Product]:
+        """Matrix products of the MLP."""
         form, pieces = self.form, self.form.kernels.mlp_chunks
         tokens = -(-form.sp_tokens // pieces)
         return [(tokens, form.ffn_in, form.h), (tokens, form.h, form.ffn)] * pieces

@@ -51,6 +51,7 @@ class RunFiles:
     notes: list[str] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[Record]:
+        """Records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @cached_property

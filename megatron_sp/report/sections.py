@@ -22,14 +22,17 @@ class Section(NamedTuple):
 
 
 def section(key: str, title: str, *children: object) -> Section:
+    """Section of the page with its heading."""
     return Section(key, title, tag("section", tag("h2", title), *children, id=key))
 
 
 def card(title: str, *children: object) -> Html:
+    """Box with a heading."""
     return tag("div", tag("h3", title), *children, class_="card")
 
 
 def quiet(text: str) -> Html:
+    """Paragraph in a muted color."""
     return tag("p", text, class_="quiet")
 
 

@@ -114,6 +114,7 @@ def header(run: RunFiles, others: Sequence[RunFiles], now: float) -> Html:
 
 
 def pill(state: State) -> Html:
+    """Badge with the state of a run."""
     return tag(
         "span", tag("span", SIGNS[state.look], aria_hidden="true"), " ", state.word, class_=f"pill {state.look}", title=state.why or None
     )

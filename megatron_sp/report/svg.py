@@ -47,13 +47,16 @@ class Chart:
 
     @property
     def height(self) -> int:
+        """Height in pixels."""
         return 340 if self.wide else 220
 
     @property
     def drawn(self) -> list[Curve]:
+        """Curves that have points."""
         return [c for c in self.curves if c.x]
 
     def to_json(self) -> dict[str, Any]:
+        """Data for the page's script."""
         return {
             "key": self.key, "kind": self.kind, "zero": self.from_zero, "noisy": self.noisy, "h": self.height,
             "curves": [c.to_json() for c in self.drawn], "levels": [[v, t] for v, t in self.levels if math.isfinite(v)],

@@ -31,6 +31,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """Length of the span."""
         return self.end - self.begin
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    """Build the data sets of the flags, with so many samples of each split."""
     assert config.model.seq_length
     return build_bert_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
@@ -32,6 +33,7 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
 
 
 def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
+    """Build the BERT of the configuration; with ``on_unit`` it is sharded unit by unit."""
     return BertModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
 
 

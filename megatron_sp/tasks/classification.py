@@ -67,6 +67,7 @@ class Classification:
         )  # fmt: skip
 
     def build_model(self, config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
+        """Build the classifier of the configuration."""
         return BertClassifier(
             config.model, config.kernels, num_classes=len(self.labels), seed=config.batch.seed, dtype=dtype_of(config), layout=layout,
             on_unit=on_unit,

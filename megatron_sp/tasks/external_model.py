@@ -64,6 +64,7 @@ class ExternalModel(nn.Module):
         self._hooks.sharded = units if sharded else []
 
     def train(self, mode: bool = True) -> ExternalModel:
+        """Set training mode; the model's own switch follows."""
         super().train(mode)
         self.model.training = mode
         return self

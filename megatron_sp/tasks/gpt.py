@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 def tokenizer_provider(config: Config) -> Tokenizer:
+    """Build the tokenizer of the flags."""
     return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    """Build the data sets of the flags, with so many samples of each split."""
     assert config.model.seq_length
     return build_datasets(
         config.data, seq_length=config.model.seq_length, seed=config.batch.seed, tokenizer=tokenizer,
@@ -33,6 +35,7 @@ def dataset_provider(config: Config, tokenizer: Tokenizer, num_samples: tuple[in
 
 
 def model_provider(config: Config, layout: ParallelContext, on_unit: OnUnit | None = None) -> nn.Module:
+    """Build the GPT of the configuration; with ``on_unit`` it is sharded unit by unit."""
     return GPTModel(config.model, config.kernels, seed=config.batch.seed, dtype=dtype_of(config), layout=layout, on_unit=on_unit)
 
 

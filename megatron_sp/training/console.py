@@ -21,6 +21,7 @@ class Console:
         self._wants_bar = progress_bar and self._speaks and sys.stdout.isatty()
 
     def line(self, text: str = "") -> None:
+        """Print a line, above the progress bar if there is one. Only rank 0 prints."""
         if not self._speaks:
             return
         if self._bar is not None:
@@ -43,10 +44,12 @@ class Console:
         self._bar.start()
 
     def progress(self, done: int, status: str) -> None:
+        """Move the progress bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, status=status)
 
     def close(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -70,6 +70,7 @@ class MetricsLog:
             self._guard(what, lambda sink=sink: sink(record))  # type: ignore[misc]
 
     def close(self) -> None:
+        """Close all logs, the last opened first; failures are warnings."""
         while self._closers:  # what was opened last is closed first
             self._guard(*self._closers.pop())
 

@@ -55,6 +55,7 @@ class RunStatus:
         self.explain_memory: Callable[[], list[str]] | None = None  # lines about what the memory of a rank is for, once that is known
 
     def open(self, run_dir: Path) -> None:
+        """Begin to keep the status in a run folder."""
         self.path = run_dir / "run_status.json"
         if (saved := saved_step(run_dir)) is not None:
             self.fields.setdefault("saved_step", saved)  # it stays known until there is a newer one

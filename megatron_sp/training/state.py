@@ -46,6 +46,7 @@ class Progress:
     skipped_steps: int = 0  # all non-finite steps so far
 
     def to_dict(self) -> dict[str, int]:
+        """Counters for a checkpoint."""
         return dict(vars(self))
 
     def load(self, state: dict[str, Any], next_batch: Callable[[int], int]) -> None:

@@ -45,6 +45,7 @@ class Watchdog:
         self._deadline = time.monotonic() + self._timeout_s
 
     def close(self) -> None:
+        """Stop the watching thread and wait for it."""
         self._stop.set()
         self._thread.join()
 

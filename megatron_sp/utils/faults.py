@@ -44,6 +44,7 @@ class FaultPlan:
 
     @classmethod
     def none(cls) -> FaultPlan:
+        """Plan without faults."""
         return cls()
 
     @classmethod

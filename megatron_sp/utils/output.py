@@ -41,6 +41,7 @@ class Stream:
         self.error: OSError | None = None  # the first
 
     def write(self, text: str) -> int:
+        """Write text; what cannot be encoded is replaced, and a failure ends the stream."""
         try:
             self._opened().write(text)
         except UnicodeEncodeError as error:
@@ -50,10 +51,12 @@ class Stream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
+        """Write each line."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
+        """Flush; a failure ends the stream."""
         try:
             if self._stream is not None:
                 self._stream.flush()
@@ -61,12 +64,14 @@ class Stream:
             self._failed(error)
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
         try:
             return self._stream is not None and bool(self._stream.isatty())
         except (OSError, ValueError):
             return False
 
     def fileno(self) -> int:
+        """File descriptor of the stream."""
         return int(self._opened().fileno())
 
     def __getattr__(self, name: str) -> Any:

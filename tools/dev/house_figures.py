@@ -18,6 +18,7 @@ import ast
 import json
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ PACKAGE = ROOT / "megatron_sp"
 CONTINUES = re.compile(r"(Of|What|Whether|Where|That|Which|Who|With|From|By|Before|After|Around|Behind|So that|Is|Has|Does|Can) ")
 LONG_LINE, MANY_PARAMETERS = 120, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement holds others
 
 
@@ -81,6 +83,79 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def stands_alone(first_line: str) -> bool:
     """Return True if a docstring's first line can be read without the name above it."""
     return CONTINUES.match(first_line) is None
+
+
+class Documented:
+    """Search for public names without a docstring in a package.
+
+    Three kinds need none: a method that a base class in the package documents; one of a Protocol that documents it, in a class that has all
+    members of this Protocol; and a rule of the dry run (its argument is a ``Step``), which bears the name of torch's function.
+    """
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
+        nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.classes: dict[str, list[ast.ClassDef]] = defaultdict(list)
+        for node in nodes:
+            self.classes[node.name].append(node)
+        self._known: dict[ast.ClassDef, set[str]] = {}
+        self.protocols = [(node, self._members(node)) for node in nodes if "Protocol" in map(ast.unparse, node.bases)]
+
+    def missing(self) -> list[tuple[str, int, str]]:
+        """(file, line, name) of each public module, class, function and method without one."""
+        found = []
+        for path, tree in self.trees.items():
+            where = path.relative_to(self.package.parent).as_posix()
+            found += [(where, 1, "the module")] if ast.get_docstring(tree) is None else []
+            found += [(where, line, name) for line, name in self._search(tree.body, None, "")]
+        return found
+
+    def _search(self, body: list[ast.stmt], owner: ast.ClassDef | None, prefix: str) -> Iterator[tuple[int, str]]:
+        for node in body:
+            if not isinstance(node, (ast.ClassDef, *FUNCTION)) or node.name.startswith("_"):
+                continue
+            if ast.get_docstring(node) is None and not (isinstance(node, FUNCTION) and self._needs_none(node, owner)):
+                yield node.lineno, prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from self._search(node.body, node, f"{prefix}{node.name}.")
+
+    def _needs_none(self, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> bool:
+        first = function.args.args[:1]
+        if first and first[0].annotation and ast.unparse(first[0].annotation) == "Step":
+            return True
+        if any(ast.unparse(decorator).endswith(".setter") for decorator in function.decorator_list):
+            return True
+        if owner is None:
+            return False
+        members = self._members(owner)
+        promised = [*self._bases(owner), *(protocol for protocol, wanted in self.protocols if wanted <= members)]
+        return any(
+            isinstance(node, FUNCTION) and node.name == function.name and ast.get_docstring(node) for base in promised for node in base.body
+        )
+
+    def _bases(self, owner: ast.ClassDef) -> Iterator[ast.ClassDef]:
+        for base in owner.bases:
+            for found in self.classes.get(ast.unparse(base).split("[")[0].rpartition(".")[2], ()):
+                if found.name != owner.name:
+                    yield found
+                    yield from self._bases(found)
+
+    def _members(self, owner: ast.ClassDef) -> set[str]:
+        """Public names of a class: functions, fields, and what methods set on ``self``."""
+        if owner in self._known:
+            return self._known[owner]
+        found = set()
+        for part in (owner, *self._bases(owner)):
+            for node in ast.walk(part):
+                if isinstance(node, FUNCTION):
+                    found.add(node.name)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    found.add(node.id)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    found.add(node.attr)
+        self._known[owner] = {name for name in found if not name.startswith("_")}
+        return self._known[owner]
 
 
 def parameters(function: Function) -> int:

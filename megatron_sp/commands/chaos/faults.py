@@ -52,12 +52,14 @@ class Scene:
         time.sleep(self.rng.random() * min(steps[-1] if steps else 0.02, 5.0))
 
     def hit(self, pid: int, number: int) -> None:
+        """Send a signal to a process of the job, if both are still there."""
         if pid in self.job.processes() and not self.job.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 self.struck = True
 
     def kill_all(self) -> None:
+        """Kill all processes of the job at once."""
         self.struck = not self.job.has_ended()
         self.job.kill()
 
@@ -72,6 +74,7 @@ Fault = Callable[[Scene], str]  # returns what went wrong, "" if nothing did; a 
 
 
 def rank_killed(scene: Scene) -> str:
+    """Kill one rank; the others end with an error."""
     scene.some_steps_pass()
     scene.hit(scene.some_rank(), signal.SIGKILL)
     return scene.ends("a rank was killed")
@@ -94,6 +97,7 @@ def _in_the_making(checkpoints: Path) -> set[str]:
 
 
 def all_killed(scene: Scene) -> str:
+    """Kill all processes at once, as a power failure does."""
     scene.some_steps_pass()
     scene.kill_all()
     return ""

@@ -46,6 +46,7 @@ class Watch:
         return self.records
 
     def of(self, kind: str) -> list[dict[str, Any]]:
+        """Records of a kind that the metrics have so far."""
         return [record for record in self.look() if record.get("kind") == kind]
 
 
@@ -116,6 +117,7 @@ class Job:
             time.sleep(_POLL_S)
 
     def text(self) -> str:
+        """Output of the job so far; empty if there is none."""
         with contextlib.suppress(OSError):
             return self.output.read_text(errors="replace")
         return ""
@@ -156,6 +158,7 @@ def start_built_in(ranks: int, run: Path, output: Path) -> Job:
 
 
 def save_flags(run: Path) -> list[str]:
+    """Flags that let a job save to a run folder and continue from it."""
     return ["--save", str(run), "--auto-resume", "--resume-fallback"]
 
 

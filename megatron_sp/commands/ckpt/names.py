@@ -31,10 +31,12 @@ def weights_of(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def num_elements(shape: Iterable[int]) -> int:
+    """Number of elements of a shape."""
     return math.prod(shape)
 
 
 def num_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Size of a tensor in bytes."""
     return num_elements(shape) * ITEM_BYTES[dtype]
 
 
@@ -47,6 +49,7 @@ class Total:
     num_bytes: int = 0
 
     def add(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Count a tensor."""
         self.tensors += 1
         self.elements += num_elements(shape)
         self.num_bytes += num_bytes(dtype, shape)

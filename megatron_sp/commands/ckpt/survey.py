@@ -46,6 +46,7 @@ class Entry:
 
     @property
     def is_complete(self) -> bool:
+        """True if nothing is wrong with the folder."""
         return not self.problems
 
 
@@ -70,10 +71,12 @@ class Survey:
 
     @property
     def steps(self) -> list[Entry]:
+        """Step folders."""
         return [entry for entry in self.entries if entry.kind == STEP]
 
     @property
     def leftovers(self) -> list[Entry]:
+        """Everything else: partial, abandoned and replaced folders."""
         return [entry for entry in self.entries if entry.kind != STEP]
 
     @property

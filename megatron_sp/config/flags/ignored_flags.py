@@ -26,6 +26,7 @@ class Rewrite:
 
     @property
     def takes_value(self) -> bool:
+        """True if the value given is passed on to one of our flags."""
         return any(value is None for _, value in self.to)
 
 
@@ -328,6 +329,7 @@ class Family(NamedTuple):
 
     @property
     def reason(self) -> str:
+        """Explanation shown for an ignored flag."""
         return f"without --{self.asks[0]} it has no effect"
 
 

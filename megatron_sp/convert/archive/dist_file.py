@@ -87,6 +87,7 @@ class DistFolder:
         self.close()
 
     def close(self) -> None:
+        """End the reader process, if it is our own."""
         if self._own_reader is not None:
             self._own_reader.close()
 

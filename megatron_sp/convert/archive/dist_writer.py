@@ -61,6 +61,7 @@ class DistFolderWriter:
         self.close()
 
     def close(self) -> None:
+        """Close the files, whatever state they are in."""
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()

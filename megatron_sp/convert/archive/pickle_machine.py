@@ -77,6 +77,7 @@ class Machine:
             action(self)
 
     def take(self, count: int) -> bytes:
+        """Read bytes. Raises Refused at the end of the data."""
         end = self.at + count
         if end > len(self.data):
             raise Refused(f"ends at byte {len(self.data):,} of its pickle in the middle of a value: it is cut short")
@@ -84,24 +85,29 @@ class Machine:
         return part
 
     def number(self, layout: str) -> int:
+        """Read a number in a format of ``struct``."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]  # type: ignore[no-any-return]
 
     def text(self, count: int) -> str:
+        """Read UTF-8 text of so many bytes."""
         try:
             return self.take(count).decode("utf-8")
         except UnicodeDecodeError:
             raise Refused("has a string that is not UTF-8") from None
 
     def line(self) -> str:
+        """Read text up to the end of the line."""
         end = self.data.find(b"\n", self.at, self.at + 1000)
         if end < 0:
             raise Refused("has a name without an end: it is damaged")
         return self.text(end + 1 - self.at)[:-1]
 
     def push(self, value: Node) -> None:
+        """Put a value on the stack."""
         self.stack.append(value)
 
     def pop(self) -> Node:
+        """Take a value from the stack. Raises Refused if it is empty."""
         if not self.stack:
             raise Refused("takes a value from an empty stack: it is damaged")
         return self.stack.pop()
@@ -114,44 +120,53 @@ class Machine:
         return node
 
     def pop_mark(self) -> list[Node]:
+        """Return the values since the last mark and go back to the stack before it."""
         if not self.outer:
             raise Refused("ends a group that it did not begin: it is damaged")
         items, self.stack = self.stack, self.outer.pop()
         return items
 
     def global_(self, module: str, name: str) -> None:
+        """Push the name of a class or function; nothing is imported. Raises Refused if it is not on the list."""
         full = names.full_name(module, name)
         if full is None:
             raise Refused(f"names {f'{module}.{name}'[:200]!r}, which is no part of the checkpoints that are read here")
         self.push(["g", full])
 
     def remember(self, index: int) -> None:
+        """Store the top of the stack in the memo."""
         self.memo[index] = self.pop()
         self.push(self.memo[index])
 
     def recall(self, index: int) -> None:
+        """Push a value of the memo."""
         if index not in self.memo:
             raise Refused("refers to a value that it does not have: it is damaged")
         self.push(self.memo[index])
 
     def mark(self) -> None:
+        """Begin a group of values."""
         self.outer.append(self.stack)
         self.stack = []
 
     def duplicate(self) -> None:
+        """Push the top of the stack once more."""
         self.remember(-1)
         self.push(self.memo[-1])
 
     def tuple_of(self, count: int) -> None:
+        """Replace the top values by a tuple of them."""
         items = [self.pop() for _ in range(count)]
         self.push(["(", *reversed(items)])
 
     def long(self, count: int) -> None:
+        """Push an integer of so many bytes. Raises Refused if it is too large."""
         if count > MAX_LONG_BYTES:
             raise Refused(f"has an integer of {count:,} bytes")
         self.push(int.from_bytes(self.take(count), "little", signed=True))
 
     def stack_global(self) -> None:
+        """Push the name whose module and own name are on the stack."""
         name, module = self.pop(), self.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise Refused("has a name that is no string: it is damaged")
@@ -166,9 +181,11 @@ class Machine:
             self.push(data)
 
     def append(self, items: list[Node]) -> None:
+        """Append to the list on top of the stack."""
         self.top("[o", "appends to what is no list").extend(items)
 
     def set_items(self, items: list[Node]) -> None:
+        """Set keys and values of the dict on top of the stack."""
         if len(items) % 2:
             raise Refused("has a key without a value: it is damaged")
         self.top("{o", "sets an item of what is no dict").extend(items)

@@ -26,6 +26,7 @@ from megatron_sp.convert.archive.pickle_machine import Machine, Refused, check
 
 
 def main() -> None:
+    """Give up all rights, then answer requests on standard input until it ends."""
     headroom_bytes, cpu_seconds = int(sys.argv[1]), int(sys.argv[2])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     _give_up_everything(headroom_bytes, cpu_seconds)

@@ -82,6 +82,7 @@ class TorchFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file and end the reader process, if it is our own."""
         if self._own_reader is not None:
             self._own_reader.close()
         self._is_closed = True

@@ -41,6 +41,7 @@ class Window:
         self.fd, self.start, self.size, self.where = fd, start, size, where
 
     def read(self, at: int, count: int) -> bytes:
+        """Return bytes of the entry. Raises an error if they are not all within it."""
         data = bytearray(self._checked(at, count))
         self.read_into(memoryview(data), at)
         return bytes(data)

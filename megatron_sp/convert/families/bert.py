@@ -143,4 +143,6 @@ class Bert:
 
 
 class MegatronBert(Bert):
+    """transformers' MegatronBert: BERT with norms in front of the layers."""
+
     model_type, placement, name = "megatron-bert", "pre", "MegatronBert"

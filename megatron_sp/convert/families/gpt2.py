@@ -15,6 +15,8 @@ _TURNED = (("self_attention.linear_proj", "attn.c_proj"), ("mlp.linear_fc1", "ml
 
 
 class GPT2:
+    """transformers' GPT-2."""
+
     model_type, prefix = "gpt2", "transformer."
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:

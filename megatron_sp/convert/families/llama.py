@@ -17,6 +17,8 @@ _ROTARY = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 class Llama:
+    """transformers' Llama 1 to 3.2; base of the families that differ from it in few entries."""
+
     model_type, prefix, name = "llama", "model.", "Llama"
     groups_if_absent: int | None = None
 

@@ -18,6 +18,8 @@ _LINEAR = (
 
 
 class GPTNeoX:
+    """transformers' GPT-NeoX (Pythia)."""
+
     model_type, prefix = "gpt_neox", "gpt_neox."
 
     def config(self, settings: Settings, tensors: Tensors) -> ModelConfig:

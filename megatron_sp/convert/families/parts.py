@@ -25,6 +25,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Sizes:
+        """Sizes of a configuration that has all of them."""
         assert config.hidden_size and config.num_attention_heads and config.vocab_size
         return cls(config.hidden_size, config.num_attention_heads, config.num_groups, config.head_dim, config.ffn_size, config.vocab_size)
 

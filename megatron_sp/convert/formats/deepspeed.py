@@ -34,6 +34,8 @@ _OLD_ORDERS: dict[float, QkvOrder] = {0.0: "v0", 1.0: "v1"}
 
 
 class MegatronDeepSpeed:
+    """Checkpoints of Megatron-DeepSpeed: ZeRO stages, pipelines and universal ones."""
+
     name = "megatron-deepspeed"
     holds_optimizer = True
 

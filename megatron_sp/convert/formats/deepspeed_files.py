@@ -93,6 +93,7 @@ class Stored:
 
     @property
     def info(self) -> TensorInfo:
+        """Shape and dtype."""
         return TensorInfo(self.shape, self.dtype)
 
 

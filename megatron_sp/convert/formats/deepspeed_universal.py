@@ -48,6 +48,7 @@ class Share:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the share."""
         if not self.record.shape:
             return ()
         found = list(self.record.shape)
@@ -56,6 +57,7 @@ class Share:
 
     @property
     def info(self) -> TensorInfo:
+        """Shape and dtype of the share."""
         return TensorInfo(self.shape, dtype_of(self.path, self.record))
 
     @property

@@ -42,6 +42,7 @@ class Flat(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the flat tensor."""
         return math.prod(self.record.shape)
 
 

@@ -37,6 +37,8 @@ _DTYPES = "hf_dtypes"  # of the tensors, whatever config.json says of them
 
 
 class HuggingFace:
+    """Folders of transformers: config.json and safetensors (or old ``.bin``) files."""
+
     name, holds_optimizer = "hf", False
 
     def recognises(self, path: Path) -> bool:

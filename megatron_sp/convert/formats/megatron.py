@@ -31,6 +31,8 @@ _ORDERS: dict[float, QkvOrder] = {0.0: "v0", 1.0: "v1", 2.0: "interleaved", 3.0:
 
 
 class Megatron:
+    """Checkpoints of Megatron-LM with one ``.pt`` file for each rank."""
+
     name = "megatron"
     holds_optimizer = True
 

@@ -41,6 +41,8 @@ _OTHER = {
 
 
 class MegatronDist:
+    """Checkpoints of Megatron-LM in the format ``torch_dist``."""
+
     name = "megatron-dist"
     holds_optimizer = True
 

@@ -53,6 +53,7 @@ class ModelChunk:
         return len(numbers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by name."""
         return {name: stored.record.shape for name, stored in self.tensors.items()}
 
 
@@ -64,6 +65,7 @@ class RankFiles:
         self.checks: dict[str, tuple[str, Stored]] = {}  #: compared before a tensor is read: a weight and its copy in fp32
 
     def add(self, name: str, stored: Stored) -> None:
+        """Add a tensor under a new name."""
         assert name not in self.stored
         self.stored[name] = stored
 
@@ -124,14 +126,17 @@ class Opened:
 
     @property
     def tp(self) -> int:
+        """Tensor-parallel size of the files."""
         return 1 + max(file.rank.tp_rank for file in self.files)
 
     @property
     def pp(self) -> int:
+        """Pipeline-parallel size of the files."""
         return 1 + max(file.rank.pp_rank for file in self.files)
 
     @property
     def is_legacy(self) -> bool:
+        """True if the names are those of Megatron-LM before its core."""
         shown = (stored.shown for chunk in self.chunks for stored in chunk.tensors.values())
         return any(names.is_legacy(name.rsplit(":", 1)[-1]) for name in shown)
 

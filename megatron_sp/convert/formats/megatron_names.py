@@ -52,6 +52,7 @@ def extra_states(names: Iterable[str]) -> list[str]:
 
 
 def is_legacy(name: str) -> bool:
+    """Return whether a name is one of Megatron-LM before its core."""
     return name.startswith(("language_model.", "word_embeddings_for_head."))
 
 

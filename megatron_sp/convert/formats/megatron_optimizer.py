@@ -50,6 +50,7 @@ class Parameter(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
         return self.weight.record.shape
 
 

@@ -69,6 +69,7 @@ class Cut:
 
     @property
     def is_gated(self) -> bool:
+        """True if the MLP has a gate."""
         return self.config.swiglu
 
     def is_replicated(self, name: str) -> bool:

@@ -180,6 +180,7 @@ def _written(name: str, place: Shard, plan: Plan, names: Names) -> str:
 
 
 def lazy(store: Scattered, name: str, progress: Progress) -> LazyTensor:
+    """Return a tensor of the store that is computed when it is written."""
     info: TensorInfo = store.tensors()[name]
 
     def make() -> Tensor:

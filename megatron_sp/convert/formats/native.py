@@ -36,6 +36,8 @@ _NOTE = (
 
 
 class Native:
+    """Checkpoints of this project."""
+
     name, holds_optimizer = "megatron_sp", True
 
     def recognises(self, path: Path) -> bool:

@@ -63,12 +63,15 @@ class Files:
             return self.cast(file.get_tensor(known))
 
     def get_if(self, name: str) -> Tensor | None:
+        """Return a tensor, or None if there is no such name."""
         return None if self.find(name) is None else self.get(name)
 
     def linear(self, name: str) -> Linear:
+        """Weight and bias of a linear layer."""
         return Linear(self.get(f"{name}.weight"), self.get_if(f"{name}.bias"))
 
     def scale(self, name: str) -> Scale:
+        """Weight and bias of a norm."""
         return Scale(self.get(f"{name}.weight"), self.get_if(f"{name}.bias"))
 
 

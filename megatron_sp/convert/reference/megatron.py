@@ -73,10 +73,12 @@ class Part:
         return found
 
     def get_if(self, *names: str) -> Tensor | None:
+        """Return the tensor under the first of these names that is there, or None."""
         known = next((name for name in names if name in self.records), None)
         return None if known is None else self.cast(self.file.read(self.records[known]))
 
     def layers(self) -> int:
+        """Number of layers in this part."""
         found = {int(match[1]) for name in self.records if (match := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
         return len(found)
 
@@ -127,6 +129,7 @@ class DistPart:
         return made
 
     def layers(self) -> int:
+        """Number of layers; they are stored one by one, or stacked."""
         numbered = {int(match[2]) for name in self.records if (match := _LAYER.fullmatch(name))}
         return len(numbered) or max((t.shape[0] for name, t in self.records.items() if ".layers." in name), default=0)
 

@@ -82,7 +82,9 @@ class Foreign(Protocol):
     """A model that is read from its files."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """Hyperparameters."""
+        ...
 
     def embed(self, tokens: Tensor, types: Tensor) -> Tensor:
         """Embed tokens, [b, s] -> [b, s, h], including positions, segments and the embedding norm, where present."""

@@ -32,6 +32,7 @@ class LibraryTokenizer:
         self._tokenizer, self.vocab_size, self._fingerprint = tokenizer, vocab_size, fingerprint
 
     def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
         ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
         return ids
 
@@ -53,4 +54,5 @@ class LibraryTokenizer:
         return str(self._tokenizer.id_to_token(token))
 
     def fingerprint(self) -> str:
+        """Hash of the tokenizer's files."""
         return self._fingerprint

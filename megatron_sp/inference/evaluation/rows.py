@@ -27,6 +27,7 @@ class ScoredTokens(NamedTuple):
 
     @property
     def num_scored(self) -> int:
+        """Number of tokens that are scored."""
         return len(self.tokens) - 1 - self.first
 
 

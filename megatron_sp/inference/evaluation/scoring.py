@@ -39,6 +39,7 @@ class Progress:
         self.began = self.told = time.monotonic()
 
     def at(self, done: int) -> None:
+        """Report progress, at most once in an interval."""
         now = time.monotonic()
         if now - self.told >= self.every_s and done < self.total:
             self.told = now

@@ -84,6 +84,7 @@ class Engine:
     # from any thread
 
     def start(self) -> None:
+        """Start the engine's thread."""
         self._thread.start()
 
     def submit(self, spec: Completion, emit: Callable[[Event], None]) -> Job:

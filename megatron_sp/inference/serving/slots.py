@@ -45,6 +45,7 @@ class Slots:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows in the batch."""
         return len(self._cache.lengths)
 
     def read(self, tokens: list[int], keep: bool, everywhere: bool, more: bool = False) -> Tensor:

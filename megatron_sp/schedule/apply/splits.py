@@ -36,6 +36,7 @@ class Split:
     copies: int = 1
 
     def same_as(self, other: Split) -> bool:
+        """Return whether two splits give each rank the same elements."""
         return (self.dim, self.blocks, self.padded, self.copies) == (other.dim, other.blocks, other.padded, other.copies)
 
 

@@ -40,10 +40,12 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+        """Record of a call: shapes of its result, factors, and numbers among its arguments."""
         return cls(name, shapes(result), factors(name, args, kwargs), _numbers((*args, *kwargs.values()), (int, float)))
 
 
 def in_place(func: Any) -> bool:
+    """Return whether a function works in place, by its name."""
     return bool(func.__name__.endswith("_")) and not func.__name__.startswith("__")
 
 
@@ -54,10 +56,12 @@ def plain(name: str) -> str:
 
 
 def shapes(value: Any) -> Shapes:
+    """Shapes of all tensors in a value."""
     return [tuple(t.shape) for t in tensors_in(value)]
 
 
 def on_meta(value: Any) -> Any:
+    """Copy a value with its tensors on the meta device."""
     if isinstance(value, Tensor):
         return value if value.is_meta else value.to("meta")
     if isinstance(value, (tuple, list)):
@@ -109,6 +113,7 @@ def converted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def integers(value: Any) -> Iterator[int]:
+    """All integers in nested tuples and lists."""
     if isinstance(value, int) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (tuple, list)) or type(value).__name__ == "Size":
@@ -117,6 +122,7 @@ def integers(value: Any) -> Iterator[int]:
 
 
 def named(result: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a result with names: keys, fields, or places."""
     if isinstance(result, Tensor):
         yield prefix or "0", result
     items: Any = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, (tuple, list)) else ()

@@ -129,6 +129,7 @@ def without_overlap(line: Directive) -> Directive:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for the dry run, of a batch."""
     return {name: input_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 

@@ -178,6 +178,7 @@ class Follower(TorchFunctionMode):
         return {str(name): self.known.get(t, WHOLE) for name, item in items for t in tensors_in(item)}
 
     def place(self) -> str:
+        """Path and class of the module that is running."""
         path, module = self.modules[-1] if self.modules else ("", self.model)
         return f"{path or 'the model'} ({type(module).__name__})"
 

@@ -37,10 +37,12 @@ class Lines:
 
     @cached_property
     def each(self) -> list[tuple[Directive, str, nn.Module]]:
+        """Each line with each module that it names."""
         return [(d, path, self.model.get_submodule(path)) for d in self.directives for path in expand(self.model, d.on)]
 
     @cached_property
     def at(self) -> dict[str, list[Directive]]:
+        """Lines by the path of the module that they name."""
         found = defaultdict(list)
         for directive, path, _ in self.each:
             found[path].append(directive)
@@ -56,6 +58,7 @@ class Lines:
             path = path.rpartition(".")[0]
 
     def of(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:
+        """Lines of some kinds, with each module that they name."""
         return (item for item in self.each if item[0].do in kinds)
 
     @cached_property

@@ -14,6 +14,7 @@ from megatron_sp.schedule.core.directives import Directive
 
 
 def input_of(value: Tensor) -> Tensor:
+    """Copy of an input on the CPU, detached from its graph."""
     return value.detach().cpu().requires_grad_(value.requires_grad)
 
 

@@ -45,6 +45,7 @@ class Step:
     module: nn.Module | None = None
 
     def arg(self, place: int, name: str, default: Any = None) -> Any:
+        """Argument by position or name."""
         if name == "dim" and "axis" in self.kwargs:  # numpy's word, which torch takes everywhere
             return self.kwargs["axis"]
         return self.kwargs[name] if name in self.kwargs else self.args[place] if place < len(self.args) else default
@@ -57,10 +58,12 @@ class Step:
         return list(given[0]) if given and isinstance(given[0], (tuple, list)) else list(given)
 
     def operand(self, place: int, name: str) -> Operand | None:
+        """Argument by position or name, as an operand; None if it is not a tensor."""
         value = self.arg(place, name)
         return self.look(value) if isinstance(value, Tensor) else None
 
     def operands(self) -> list[Operand]:
+        """All tensors among the arguments, as operands."""
         return [self.look(t) for t in tensors_in((self.args, self.kwargs))]
 
     @property
@@ -186,6 +189,7 @@ def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not f
 
 
 def cut(operands: Iterable[Operand]) -> list[Operand]:
+    """Operands that are shares."""
     return [o for o in operands if o.kind == "S"]
 
 

@@ -54,6 +54,7 @@ class Choice:
         return self.first()._value
 
     def decide(self, value: str, because: str) -> None:
+        """Settle the choice, for all that share it."""
         self.first()._value, self.first().because = value, because
 
     def join(self, other: Choice) -> None:
@@ -138,6 +139,7 @@ class Operand:
 
     @property
     def kind(self) -> str:
+        """Letter of the placement: I, R, S or P, or ? while it is open."""
         return self.placement.kind
 
     @property

@@ -111,9 +111,11 @@ class Node:
 
     @property
     def copies(self) -> int:
+        """Number of modules that look like this one."""
         return len(self.paths)
 
     def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -154,6 +156,7 @@ class Survey:
     why_not: str = ""
 
     def at(self, path: str) -> Node:
+        """Node of a path."""
         return next(node for node in self.root.walk() if node.path == path)
 
     def folded(self) -> Node:

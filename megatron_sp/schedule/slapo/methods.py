@@ -56,10 +56,12 @@ class Primitive:
 
     @staticmethod
     def name() -> str:
+        """Name of the method on a schedule."""
         raise NotImplementedError
 
     @staticmethod
     def apply(sch: SlapoSchedule, *args: Any, **kwargs: Any) -> Any:
+        """Carry the primitive out; the result is what the method returns."""
         raise NotImplementedError
 
     @staticmethod

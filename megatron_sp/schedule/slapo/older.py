@@ -92,6 +92,7 @@ def is_by_channels(module: nn.Module) -> bool:
 
 
 def is_reshard(op: str) -> bool:
+    """Return whether an operation is one of the reshards of early versions, such as "RS->SR"."""
     return op in RESHARDS
 
 

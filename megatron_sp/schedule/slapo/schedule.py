@@ -75,18 +75,22 @@ class SlapoSchedule:
 
     @property
     def mod(self) -> nn.Module:
+        """Module that the schedule is about."""
         return self.schedule.model.get_submodule(self.path)
 
     @property
     def group(self) -> Group:
+        """Group of tp."""
         return self.schedule.mesh.tp
 
     @property
     def rank(self) -> int:
+        """This rank in the group."""
         return self.group.rank()
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self.group.size()
 
     @property

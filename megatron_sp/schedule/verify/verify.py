@@ -71,6 +71,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
+        """True if all comparisons agree."""
         return all(row.error <= self.tolerance for row in self.rows)
 
     def __str__(self) -> str:

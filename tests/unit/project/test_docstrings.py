@@ -1,4 +1,4 @@
-"""Docstrings of the package: each first line can be read without the name above it."""
+"""Docstrings of the package: every public name has one, and each first line can be read without the name above it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,36 @@ def test_every_first_line_stands_alone() -> None:
         if not figures.stands_alone(first)
     ]
     assert bad == []
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert figures.Documented(ROOT / "megatron_sp").missing() == []
+
+
+def test_names_without_a_docstring_are_found(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "a.py").write_text(
+        "class Shape(Protocol):\n"
+        '    """A shape."""\n'
+        "    def area(self):\n"
+        '        """Area."""\n'
+        "    def name(self): ...\n"
+        "class Circle:\n"
+        '    """A circle."""\n'
+        "    name = 'circle'\n"
+        "    def area(self): ...\n"
+        "    def radius(self): ...\n"
+        "    def _own(self): ...\n"
+        "class Ring(Circle):\n"
+        "    def area(self): ...\n"
+        "def conv2d(step: Step): ...\n"
+        "def tell(step: int): ...\n"
+    )
+    assert figures.Documented(package).missing() == [
+        ("package/a.py", 1, "the module"), ("package/a.py", 5, "Shape.name"), ("package/a.py", 10, "Circle.radius"),
+        ("package/a.py", 12, "Ring"), ("package/a.py", 15, "tell"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("line, alone", [
