@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT
