@@ -1,8 +1,8 @@
-"""Plan of the splits (which parameters, along which dim, into which rows), its checks, and the new parameters."""
+"""Splits of parameters: along which dim, into which rows of each rank, and the tensors with these rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,27 +40,43 @@ class Split:
         return (self.dim, self.blocks, self.padded, self.copies) == (other.dim, other.blocks, other.padded, other.copies)
 
 
-def make_split(
-    name: str, shape: tuple[int, ...], axis: int, blocks: int | Iterable[int] | None, heads: int | None, size: int, where: str,
-    *, padded: bool = False, replicas: bool = False,
-) -> Split:  # fmt: skip
-    """Check and create the split of one parameter.
+@dataclass(frozen=True)
+class SplitRequest:
+    """Request of a line to split one parameter.
 
-    Args:
+    Attributes:
+        axis: dim of the parameter; negative ones count from the end.
+        blocks: number of equal parts along it, or their sizes; None: one part.
+        heads: number of heads in the parameter; None: no heads.
         replicas: allow fewer heads than ranks: several ranks have the same one.
+        padded: the last ranks may have fewer rows (vocabularies).
+        where: file and line that asked for it.
+    """
+
+    axis: int
+    blocks: int | Iterable[int] | None = None
+    heads: int | None = None
+    replicas: bool = False
+    padded: bool = False
+    where: str = ""
+
+
+def make_split(name: str, shape: tuple[int, ...], request: SplitRequest, size: int) -> Split:
+    """Check and create the split of one parameter over ``size`` ranks.
+
     Raises:
         ConfigError: no such dim, parts that do not add up, or parts that the ranks cannot share evenly (E2).
     """
+    axis, blocks, heads, where = request.axis, request.blocks, request.heads, request.where
     if not -len(shape) <= axis < len(shape):
         raise ConfigError(f"{name} {list(shape)} has no axis {axis}: it has {len(shape)} ({where})")
     dim = axis % len(shape)
-    rows = shape[dim]
-    parts = _parts(name, rows, blocks, where)
+    parts = _parts(name, shape[dim], blocks, where)
     if heads is not None and heads < 1:
         raise ConfigError(f"{name}: heads must be a positive number, not {heads} ({where}, E2)")
-    if padded:
-        return Split(name, dim, None, None, True, where)
-    copies = size // heads if replicas and heads is not None and heads < size and size % heads == 0 else 1
+    if request.padded:
+        return Split(name, dim, padded=True, where=where)
+    copies = size // heads if request.replicas and heads is not None and heads < size and size % heads == 0 else 1
     for part in parts:
         if part % (size // copies):
             raise ConfigError(cannot(name, f"axis {dim}", part, size, where))
@@ -172,3 +188,42 @@ def replaced(old: nn.Parameter, part: Tensor) -> nn.Parameter:
     if (after := getattr(old, "_post_accumulate_grad_hooks", None)) is not None:
         new._post_accumulate_grad_hooks = after
     return new
+
+
+def split_tensors(model: nn.Module, splits: Mapping[str, Split], group: Group) -> None:
+    """Replace each split parameter, under all its names, and each split buffer by this rank's part."""
+    for names in names_of(model).values():
+        split = splits.get(names[0])
+        if split is None:
+            continue
+        path, _, last = names[0].rpartition(".")
+        old = model.get_submodule(path)._parameters[last]
+        assert old is not None
+        new = replaced(old, take(old.detach(), spec_of(split, tuple(old.shape), group), split, group.size()))
+        for name in names:
+            put(model, name, new)
+    for name, buffer in list(model.named_buffers()):
+        if name in splits:
+            path, _, last = name.rpartition(".")
+            spec = spec_of(splits[name], tuple(buffer.shape), group)
+            model.get_submodule(path)._buffers[last] = take(buffer, spec, splits[name], group.size())
+
+
+def shard_specs(
+    model: nn.Module, splits: Mapping[str, Split], shapes: Mapping[str, tuple[int, ...]], partial: Collection[str], group: Group
+) -> dict[str, ShardSpec]:
+    """Return the specs of all parameters, and of split buffers, by first name.
+
+    Args:
+        shapes: of the whole tensors.
+        partial: names of parameters that every rank has whole, and whose gradients are partial sums.
+    """
+    found = {}
+    buffers = [name for name, _ in model.named_buffers() if name in splits]
+    for name in (*(name for name, _ in model.named_parameters()), *buffers):
+        split = splits.get(name)
+        if split is not None:
+            found[name] = spec_of(split, shapes[name], group)
+        else:
+            found[name] = ShardSpec.whole(shapes[name], group.rank(), group.size(), summed=name in partial)
+    return found

@@ -131,7 +131,7 @@ def test_e3_the_sum_behind_a_bias() -> None:
     s["0"].column()
     s["1"].shard("weight", 1)
     s[""].sync("fwd_post", "all_reduce")
-    refused(s, "1 is split along its inputs, so each of tp (2) ranks would add its bias", "E3", data={"input": torch.zeros(3, 8)})
+    refused(s, "1 is split along its inputs, so each of the tp (2) ranks would add its bias", "E3", data={"input": torch.zeros(3, 8)})
 
 
 def test_e4_a_bias_that_is_not_split_along() -> None:

@@ -72,7 +72,7 @@ LINEAR = nn.Linear(4, 4)
         (lambda: nn.Conv1d(6, 6, 1, groups=3), shard(0), r"0.weight: groups \(3\) must be a multiple of tp \(2\)"),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), shard(1), "cannot be split along axis 1 with max_norm=1.0"),
         (lambda: nn.Embedding(4, 4, sparse=True, scale_grad_by_freq=True), shard(0), "with scale_grad_by_freq and sparse: leave the table"),
-        (lambda: nn.Embedding(4, 4), words, "all_gather .* would repeat them: say all_reduce, or split axis 1"),
+        (lambda: nn.Embedding(4, 4), words, "all_gather .* would repeat them: use all_reduce, or split axis 1"),
         (lambda: nn.Linear(4, 4), both_sides, "0.bias is split along its outputs and 0.weight is not"),
         (lambda: nn.Bilinear(4, 4, 4), one_input, "0 is split by its outputs .* no line sums it"),
         (lambda: Activated(4, 4), lambda s: s["0"].row(), "is a Activated with a forward of its own"),

@@ -1,0 +1,192 @@
+"""Plan of a split: which parameters are split, and along which dims. Made from the whole model, and checked, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from megatron_sp.schedule.apply.job import ApplyJob, joined
+from megatron_sp.schedule.apply.splits import Split, SplitRequest, check_tied, collect, make_split, names_of, tensor_of
+from megatron_sp.schedule.check.preconditions import no_parameter, require_plain, require_splittable
+from megatron_sp.schedule.core.directives import Directive
+from megatron_sp.schedule.core.kinds import Kind, find_kind, kind_of
+from megatron_sp.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The parameters that are split, and what follows for their layers.
+
+    Attributes:
+        splits: by name, under all names of tied parameters.
+        hooked: modules with hooks of the user's, by identity.
+    """
+
+    splits: dict[str, Split]
+    hooked: frozenset[int]
+
+    def is_split(self, path: str, name: str, dim: int) -> bool:
+        """Return whether a parameter is split along this dim."""
+        split = self.splits.get(joined(path, name))
+        return split is not None and split.dim == dim
+
+    def by_outputs(self, path: str, kind: Kind) -> bool:
+        """Return whether a layer is split by its outputs (columns)."""
+        return self.is_split(path, kind.main, kind.out_dims.get(kind.main, -1))
+
+    def by_inputs(self, path: str, kind: Kind) -> bool:
+        """Return whether a layer is split by its inputs (rows)."""
+        return self.is_split(path, kind.main, kind.in_dims.get(kind.main, -1))
+
+    def sums_itself(self, path: str, module: nn.Module) -> bool:
+        """Return whether a layer is split by rows and its forward sums; an embedding leaves the sum to hooks if it has any."""
+        kind = find_kind(module)
+        leaves_it = isinstance(module, nn.Embedding) and id(module) in self.hooked
+        return kind is not None and not leaves_it and self.by_inputs(path, kind)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Facts about the model before it is split.
+
+    Attributes:
+        shapes: of all parameters, and of the buffers that are split, by name.
+        counts: attributes that count what is split (groups, channels), by (id of the module, attribute).
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    counts: dict[tuple[int, str], int]
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: SplitPlan) -> WholeModel:
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in plan.splits}
+        kinds = [(module, find_kind(module)) for module in model.modules()]
+        counts = {(id(m), name): getattr(m, name) for m, kind in kinds if kind is not None for name in kind.divided}
+        return cls(shapes, counts)
+
+
+def plan_splits(job: ApplyJob) -> SplitPlan:
+    """Plan the splits that lines ask for.
+
+    Raises:
+        ConfigError: something cannot be split like this; tied parameters are treated differently (E9); a bias is forgotten (E4); a sum
+            is made twice (E5).
+    """
+    splits = collect(list(_requested(job)))
+    _extend_to_aliases(job.model, splits)
+    check_tied(job.model, splits)
+    plan = SplitPlan(splits, frozenset(id(module) for _, _, module in job.each("hook")))
+    _check_biases(job.model, plan)
+    _check_layers(job, plan)
+    return plan
+
+
+def sync_args(job: ApplyJob, plan: SplitPlan, line: Directive, path: str, module: nn.Module) -> dict[str, Any]:
+    """Return the arguments of a sync; behind an embedding split by words, which has summed already, reduce_scatter becomes scatter.
+
+    Raises:
+        ConfigError: an all_gather behind such an embedding (E5).
+    """
+    args = line.args
+    if args["mode"] != "fwd_post" or not isinstance(module, nn.Embedding) or job.tp_size == 1 or not plan.sums_itself(path, module):
+        return args
+    if args["op"] == "all_gather":
+        raise ConfigError(
+            f"{path} is split by its words: each rank looks up those it has, and the results are summed; all_gather ({line.where}) would"
+            " repeat them: use all_reduce, or split axis 1 (E5)"
+        )
+    return {**args, "op": "scatter"} if args["op"] == "reduce_scatter" else args
+
+
+def _requested(job: ApplyJob) -> Iterator[Split]:
+    """Yield all splits that lines ask for."""
+    for line, path, module in job.each("shard", "column", "row", "vocab_parallel"):
+        if line.do == "shard":
+            yield _split_of(job, path, module, line.args["tensor"], _request(line, line.args["axis"]))
+        else:
+            yield from _splits_of_layer(job, line, path, module)
+
+
+def _request(line: Directive, axis: int) -> SplitRequest:
+    args = line.args
+    return SplitRequest(
+        axis, args.get("blocks"), args.get("heads"), bool(args.get("replicas")), padded=line.do == "vocab_parallel", where=line.where
+    )
+
+
+def _splits_of_layer(job: ApplyJob, line: Directive, path: str, module: nn.Module) -> Iterator[Split]:
+    """Yield the splits of a whole layer."""
+    kind = kind_of(module, path)
+    if kind.main not in module._buffers and module._parameters.get(kind.main) is None:
+        raise ConfigError(no_parameter(path, module, kind.main, line.where))
+    for name, dim in _dims(line, path, module, kind).items():
+        if tensor_of(module, name) is not None:
+            yield _split_of(job, path, module, name, _request(line, dim))
+
+
+def _dims(line: Directive, path: str, module: nn.Module, kind: Kind) -> dict[str, int]:
+    """Return the dim along which a line splits each parameter of a layer. Raises ConfigError if it cannot split this layer."""
+    main, is_table = module._parameters.get(kind.main), isinstance(module, nn.Embedding)
+    if line.do == "column":
+        return kind.out_dims
+    if line.do == "row":
+        if kind.product is None:
+            raise ConfigError(f"{path} is a {type(module).__name__}, which cannot be split by rows ({line.where})")
+        return kind.in_dims
+    is_head = kind.product is not None and kind.main == "weight" and getattr(main, "ndim", 0) == 2
+    if not is_table and not is_head:
+        name = type(module).__name__
+        raise ConfigError(f"{path} is a {name}: vocab_parallel is for an embedding, or the layer over the vocabulary ({line.where})")
+    return kind.in_dims if is_table else kind.out_dims
+
+
+def _split_of(job: ApplyJob, path: str, module: nn.Module, name: str, request: SplitRequest) -> Split:
+    parameter = tensor_of(module, name)
+    if parameter is None:
+        raise ConfigError(no_parameter(path, module, name, request.where))
+    require_splittable(path, module, name, request.axis, job.tp_size, request.where)
+    return make_split(joined(path, name), tuple(parameter.shape), request, job.tp_size)
+
+
+def _extend_to_aliases(model: nn.Module, splits: dict[str, Split]) -> None:
+    """Split the other names of a split parameter along with it, in modules that compute nothing with it themselves."""
+    for names in names_of(model).values():
+        chosen = [splits[name] for name in names if name in splits]
+        for name in names:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            same = any(owner is model.get_submodule(split.name.rpartition(".")[0]) for split in chosen)
+            if chosen and name not in splits and (same or find_kind(owner) is None):
+                splits[name] = replace(chosen[0], name=name)
+
+
+def _check_biases(model: nn.Module, plan: SplitPlan) -> None:
+    """Raise ConfigError if outputs are split and the bias that is added to them is not (E4)."""
+    for name, split in plan.splits.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        kind = find_kind(module)
+        if kind is None or kind.out_dims.get(last) != split.dim:
+            continue
+        for other, dim in kind.out_dims.items():
+            if tensor_of(module, other) is not None and not plan.is_split(path, other, dim):
+                raise ConfigError(
+                    f"{name} is split along its outputs and {joined(path, other)} is not ({split.where}): add"
+                    f' .shard("{other}", axis={dim}), or use .column() (E4)'
+                )
+
+
+def _check_layers(job: ApplyJob, plan: SplitPlan) -> None:
+    """Raise ConfigError if a layer computes more than the forward that replaces its own, or a sum is repeated (E5)."""
+    heads = {id(module) for _, _, module in job.each("vocab_parallel")}
+    for path, module in job.model.named_modules():
+        kind = find_kind(module)
+        if isinstance(module, nn.Embedding):
+            continue  # it keeps a forward of its own, around the lookup
+        if kind is not None and job.tp_size > 1 and (plan.sums_itself(path, module) or id(module) in heads):
+            require_plain(path, module, kind, plan.splits[joined(path, kind.main)].where)
+    for line, path, module in job.each("sync"):
+        sync_args(job, plan, line, path, module)
