@@ -221,7 +221,7 @@ class OurBlock:
         from megatron_sp.parallel.forward_context import ForwardContext
         from megatron_sp.parallel.layers import Norm
         from megatron_sp.parallel.parallel_context import ParallelContext
-        from megatron_sp.parallel.ulysses import SequenceParallel
+        from megatron_sp.parallel.sequence_parallel import SequenceParallel
 
         config = model_config(shape)
         layout = ParallelContext(sp=SequenceParallel(group, overlap), mode=mode, num_chunks=chunks)
@@ -237,11 +237,11 @@ class OurBlock:
 
     def once(self, x: Any, grad: Any) -> list[Any]:
         from megatron_sp.comm.collectives import Handle
-        from megatron_sp.parallel import ulysses
+        from megatron_sp.parallel import sequence_parallel
 
-        real = ulysses.all_to_all_async
+        real = sequence_parallel.all_to_all_async
         if not self.exchanges:
-            ulysses.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
+            sequence_parallel.all_to_all_async = lambda send, a, receive, c, group: Handle(None, receive, "nothing")  # type: ignore[assignment]
         try:
             x = x.detach().requires_grad_()
             for param in self.params:
@@ -249,7 +249,7 @@ class OurBlock:
             y, _ = self.attention(x, self.ctx, self.norm.in_front(), None)
             y.backward(grad)
         finally:
-            ulysses.all_to_all_async = real
+            sequence_parallel.all_to_all_async = real
         return [y.detach(), x.grad, *(p.grad for p in self.params)]
 
 

@@ -123,14 +123,14 @@ class _Copy:
 @contextmanager
 def exchanges_by(engine: CopyEngine) -> Iterator[None]:
     """Our layers' exchanges go through ``engine``."""
-    from megatron_sp.parallel import ulysses
+    from megatron_sp.parallel import sequence_parallel
 
-    real = ulysses.all_to_all_async
-    ulysses.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
+    real = sequence_parallel.all_to_all_async
+    sequence_parallel.all_to_all_async = engine.all_to_all_async  # type: ignore[assignment]
     try:
         yield
     finally:
-        ulysses.all_to_all_async = real
+        sequence_parallel.all_to_all_async = real
 
 
 class Replay:
@@ -149,7 +149,7 @@ class Replay:
         from megatron_sp.optim.gradients import FlatGradients
         from megatron_sp.parallel.layers import attach_main_grad
         from megatron_sp.parallel.parallel_context import ParallelContext
-        from megatron_sp.parallel.ulysses import SequenceParallel
+        from megatron_sp.parallel.sequence_parallel import SequenceParallel
 
         config = ModelConfig(
             num_layers=shape["num_layers"], hidden_size=shape["hidden_size"], num_attention_heads=shape["num_heads"],

@@ -214,7 +214,7 @@ class MLP(nn.Module):
     def _chunked(self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int, onto: Tensor | None) -> Tensor:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         assert fc2.activation is not None
-        plan = MLPPlan(None if norm is None else norm.spec, fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
+        plan = MLPPlan(fc2.activation, chunks, fc1.layout.tp, 0.0 if dropout is None else dropout.rate)
         row_keys = None if dropout is None else dropout.row_keys
         return chunked_mlp(
             x, norm, (fc1.weight, fc1.bias), (fc2.weight, fc2.bias), plan, row_keys=row_keys, onto=onto, main_grad=fc1.main_grad

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from megatron_sp.ops.dropout import keep_mask
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product
 from megatron_sp.ops.memory import empty
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm_backward
-from megatron_sp.parallel.linear import column_sum, multiply, normed_by, rows_of
+from megatron_sp.parallel.linear import column_sum, multiply, norm_in_front, normed_by, rows_of
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 
@@ -40,14 +40,12 @@ class MLPPlan:
     """Options of a chunked MLP.
 
     Attributes:
-        spec: the norm before the MLP; None if there is none.
         activation: activation between fc1 and fc2.
         chunks: number of chunks, limited to one per position.
         tp: the tp group.
         rate: rate of the dropout after the MLP.
     """
 
-    spec: NormSpec | None
     activation: Activation
     chunks: int
     tp: TensorParallel = NO_TP
@@ -77,35 +75,83 @@ def chunked_mlp(
     Returns:
         [s/parts, b, h].
     """
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    return _ChunkedMLP.apply(x, weight, bias, *fc1, *fc2, onto, row_keys, plan, main_grad)
+    norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
+    params = _Params(*norm_params, *fc1, *fc2)
+    return _ChunkedMLP.apply(_Options(None if norm is None else norm.spec, plan, main_grad), x, onto, row_keys, *params)
+
+
+class _Options(NamedTuple):
+    """Arguments of the op that are not tensors."""
+
+    norm_spec: NormSpec | None
+    plan: MLPPlan
+    main_grad: MainGrad | None
+
+
+class _Params(NamedTuple):
+    """The parameters, in the order of the op's arguments."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+
+
+class _Needs(NamedTuple):
+    """Flags of the tensors that need a gradient."""
+
+    x: bool
+    onto: bool
+    row_keys: bool
+    norm_weight: bool
+    norm_bias: bool
+    w1: bool
+    b1: bool
+    w2: bool
+    b2: bool
+
+
+class _Grads(NamedTuple):
+    """Gradients for autograd, in the order of the op's tensors; None for one that is not needed or is in the main_grad."""
+
+    x: Tensor | None
+    onto: Tensor | None
+    row_keys: None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    w1: Tensor | None
+    b1: Tensor | None
+    w2: Tensor | None
+    b2: Tensor | None
 
 
 class _ChunkedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-        b2: Tensor | None, onto: Tensor | None, row_keys: Tensor | None, plan: MLPPlan, main_grad: MainGrad | None,
+        ctx: Any, options: _Options, x: Tensor, onto: Tensor | None, row_keys: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, row_keys)
+        params, plan = _Params._make(tensors), options.plan
+        ctx.save_for_backward(x, row_keys, params.norm_weight, params.norm_bias, params.w1, params.b1, params.w2)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.params = norm_weight, norm_bias, w1, b1, w2, b2
-        ctx.plan, ctx.main_grad, ctx.apart = plan, main_grad, onto is not None
+        ctx.params, ctx.options, ctx.has_onto = params, options, onto is not None
         stream = x if onto is None else onto
         plan.tp.mark("mlp")
         y = empty(x.shape, dtype=x.dtype, device=x.device)
-        late_bias = None if plan.tp.size == 1 else b2
+        late_bias = None if plan.tp.size == 1 else params.b2
         under_way: tuple[slice, Handle] | None = None
-        for piece, entered in _entering(x, norm_weight, norm_bias, plan):
+        norm = norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias)
+        for piece, entered in _entering(x, norm, plan):
             a = entered.wait()
-            inner = plan.activation.forward(_wide(a, w1, b1))
+            inner = plan.activation.forward(_fc1(a, params.w1, params.b1))
             del a, entered
             if plan.tp.size == 1 and plan.rate == 0.0:  # nothing stands between the product and what is added to it
-                multiply(rows_of(inner), w2, b2, rows_of(stream[piece]), out=rows_of(y[piece]))
+                multiply(rows_of(inner), params.w2, params.b2, rows_of(stream[piece]), out=rows_of(y[piece]))
                 del inner
                 continue
-            part = empty((*inner.shape[:-1], w2.shape[0]), dtype=x.dtype, device=x.device)
-            multiply(rows_of(inner), w2, b2 if plan.tp.size == 1 else None, out=rows_of(part))
+            part = empty((*inner.shape[:-1], params.w2.shape[0]), dtype=x.dtype, device=x.device)
+            multiply(rows_of(inner), params.w2, params.b2 if plan.tp.size == 1 else None, out=rows_of(part))
             del inner
             left = plan.tp.leave_async(part)
             del part
@@ -119,22 +165,22 @@ class _ChunkedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _Backward(ctx, grad.contiguous()).run()
+        return None, *_Backward(ctx, grad.contiguous()).run()
 
 
-def _entering(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: MLPPlan) -> Iterator[tuple[slice, Handle]]:
+def _entering(x: Tensor, norm: NormInFront | None, plan: MLPPlan) -> Iterator[tuple[slice, Handle]]:
     """Yield each chunk with the handle of its normed, gathered positions; the gather is started one chunk ahead if there is one."""
     pieces = plan.pieces(x.shape[0])
     ahead = plan.tp.parts > 1
     coming: list[Handle] = []
     for index, piece in enumerate(pieces):
         for other in pieces[index + len(coming) : index + 1 + ahead]:
-            coming.append(plan.tp.enter_async(normed_by(x[other], weight, bias, plan.spec)[0]))
+            coming.append(plan.tp.enter_async(normed_by(x[other], norm)[0]))
         yield piece, coming.pop(0)
 
 
-def _wide(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute fc1."""
+def _fc1(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute fc1, [..., h] -> [..., f], 2f if it is gated."""
     u = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
     multiply(rows_of(a), weight, bias, out=rows_of(u))
     return u
@@ -152,50 +198,59 @@ def _join(left: tuple[slice, Handle], x: Tensor, y: Tensor, bias: Tensor | None,
         torch.addcmul(x[piece], branch, kept, value=1.0 / (1.0 - rate), out=y[piece])
 
 
+class _Entered(NamedTuple):
+    """Handles of a chunk's normed input and of the gradient of fc2's output, which its products in backward need; the norm's statistics."""
+
+    normed: Handle
+    grad: Handle
+    stats: tuple[Tensor, ...]
+
+
 class _Backward:
     """State of one backward pass: the sums over the chunks, and the chunk whose reduction is in flight."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
-        self.x, self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.row_keys = ctx.saved_tensors
-        self.plan, self.main_grad, self.grad, self.params = ctx.plan, ctx.main_grad, grad, ctx.params
-        self.passes = None if ctx.apart else grad  # to x, beside what comes through the branch
-        self.grad_onto = grad if ctx.needs_input_grad[7] else None
-        self.need_x, self.need = ctx.needs_input_grad[0], ctx.needs_input_grad[1:7]
-        self.need_back = self.need_x or self.need[0] or self.need[1]
-        self.sums: list[Tensor | None] = [None] * 6  # by parameter; of the two weights only without a main_grad
-        self.weights = {i: _WeightGrad(self.main_grad, self.params[i]) for i in (2, 4) if self.need[i]}
-        self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need_x else None
+        self.x, self.row_keys, norm_weight, norm_bias, self.w1, self.b1, self.w2 = ctx.saved_tensors
+        options: _Options = ctx.options
+        self.plan, self.main_grad, self.params, self.grad = options.plan, options.main_grad, ctx.params, grad
+        self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
+        self.need = _Needs._make(ctx.needs_input_grad[1:])
+        self.need_normed = self.need.x or self.need.norm_weight or self.need.norm_bias
+        self.passed = None if ctx.has_onto else grad  # to x, beside what comes through the branch
+        self.sums: dict[str, Tensor] = {}  # over the chunks: gradients of the biases and of the norm's parameters, by name
+        self.w1_grad = _WeightGrad(self.main_grad, self.params.w1) if self.need.w1 else None
+        self.w2_grad = _WeightGrad(self.main_grad, self.params.w2) if self.need.w2 else None
+        self.grad_x = empty(self.x.shape, dtype=grad.dtype, device=grad.device) if self.need.x else None
 
-    def run(self) -> tuple[Tensor | None, ...]:
+    def run(self) -> _Grads:
         plan = self.plan
         plan.tp.mark("mlp")
-        pieces, coming = plan.pieces(self.x.shape[0]), list[tuple[Handle, Handle, tuple[Tensor, ...]]]()
+        pieces, coming = plan.pieces(self.x.shape[0]), list[_Entered]()
         under_way: tuple[slice, Handle, tuple[Tensor, ...]] | None = None
         ahead = plan.tp.parts > 1
         for index, piece in enumerate(pieces):
             for other in pieces[index + len(coming) : index + 1 + ahead]:
                 coming.append(self._enter(other))
-            entered, entered_grad, stats = coming.pop(0)
-            reduced = self._products(entered.wait(), entered_grad.wait())
-            del entered, entered_grad
+            entered = coming.pop(0)
+            reduced, stats = self._products(entered.normed.wait(), entered.grad.wait()), entered.stats
+            del entered
             if under_way is not None:
                 self._norm(*under_way)
             under_way = None if reduced is None else (piece, reduced, stats)
             del reduced
         if under_way is not None:
             self._norm(*under_way)
-        found = [None if s is None else put_grad(self.main_grad, p, s) for p, s in zip(self.params, self.sums, strict=True)]
-        for i, weight in self.weights.items():
-            found[i] = weight.result()
-        return self.grad_x, *found, self.grad_onto, None, None, None
+        norm_weight, norm_bias, b1, b2 = (self._put(name) for name in ("norm_weight", "norm_bias", "b1", "b2"))
+        w1, w2 = (None if g is None else g.result() for g in (self.w1_grad, self.w2_grad))
+        return _Grads(self.grad_x, self.grad if self.need.onto else None, None, norm_weight, norm_bias, w1, b1, w2, b2)
 
-    def _enter(self, piece: slice) -> tuple[Handle, Handle, tuple[Tensor, ...]]:
-        """Start the gathers of a chunk; return (handle of its normed input, handle of fc2's output gradient, the norm's statistics)."""
+    def _enter(self, piece: slice) -> _Entered:
+        """Start the gathers of a chunk."""
         grad = self._behind_dropout(piece)
-        if self.need[5]:
-            self._add(5, column_sum(rows_of(grad)))
-        normed, stats = normed_by(self.x[piece], self.norm_weight, self.norm_bias, self.plan.spec)
-        return self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats
+        if self.need.b2:
+            self._add("b2", column_sum(rows_of(grad)))
+        normed, stats = normed_by(self.x[piece], self.norm)
+        return _Entered(self.plan.tp.enter_async(normed), self.plan.tp.enter_async(grad), stats)
 
     def _behind_dropout(self, piece: slice) -> Tensor:
         """Return the gradient of a chunk's branch, before dropout."""
@@ -206,45 +261,50 @@ class _Backward:
 
     def _products(self, a: Tensor, grad: Tensor) -> Handle | None:
         """Compute a chunk's products: fc1 again, both weight gradients, and the normed input's gradient, whose reduction is started."""
-        activation: Activation = self.plan.activation
+        activation = self.plan.activation
         grad2, reduced = rows_of(grad), None
-        u = _wide(a, self.w1, self.b1)
-        if 4 in self.weights:
-            self.weights[4].add_product(grad2, rows_of(activation.forward(u)))
+        u = _fc1(a, self.w1, self.b1)
+        if self.w2_grad is not None:
+            self.w2_grad.add_product(grad2, rows_of(activation.forward(u)))
         inner = empty((*u.shape[:-1], self.w2.shape[1]), dtype=u.dtype, device=u.device)
         torch.mm(grad2, self.w2, out=rows_of(inner))
         wide = activation.backward_(inner, u)
         del inner, u
-        if self.need_back:
+        if self.need_normed:
             grad_a = empty(a.shape, dtype=grad.dtype, device=grad.device)
             torch.mm(rows_of(wide), self.w1, out=rows_of(grad_a))
             reduced = self.plan.tp.leave_async(grad_a)
             del grad_a
-        if self.need[3]:
-            self._add(3, column_sum(rows_of(wide)))
-        if 2 in self.weights:
-            self.weights[2].add_product(rows_of(wide), rows_of(a))
+        if self.need.b1:
+            self._add("b1", column_sum(rows_of(wide)))
+        if self.w1_grad is not None:
+            self.w1_grad.add_product(rows_of(wide), rows_of(a))
         return reduced
 
     def _norm(self, piece: slice, reduced: Handle, stats: tuple[Tensor, ...]) -> None:
         """Compute the gradient of a chunk's input, including that of the residual branch."""
-        need = self.need_x, self.need[0], self.need[1]
-        passed = None if self.passes is None else self.passes[piece]
-        if self.plan.spec is None:
+        need, norm, x = (self.need.x, self.need.norm_weight, self.need.norm_bias), self.norm, self.x[piece]
+        passed = None if self.passed is None else self.passed[piece]
+        if norm is None:
             if self.grad_x is not None:
                 found = reduced.wait()
                 self.grad_x[piece].copy_(found) if passed is None else torch.add(found, passed, out=self.grad_x[piece])
             return
-        part, *sums = norm_backward(reduced.wait(), self.x[piece], self.norm_weight, self.norm_bias, stats, self.plan.spec, need, passed)
+        part, weight, bias = norm_backward(reduced.wait(), x, norm.weight, norm.bias, stats, norm.spec, need, passed)
         if self.grad_x is not None and part is not None:
             self.grad_x[piece] = part
-        for i, total in enumerate(sums):
-            if total is not None:
-                self._add(i, total)
+        if weight is not None:
+            self._add("norm_weight", weight)
+        if bias is not None:
+            self._add("norm_bias", bias)
 
-    def _add(self, i: int, total: Tensor) -> None:
-        known = self.sums[i]
-        self.sums[i] = total if known is None else known.add_(total)
+    def _add(self, name: str, total: Tensor) -> None:
+        known = self.sums.get(name)
+        self.sums[name] = total if known is None else known.add_(total)
+
+    def _put(self, name: str) -> Tensor | None:
+        """Put a parameter's sum in the main_grad; return it if it goes through autograd."""
+        return put_grad(self.main_grad, getattr(self.params, name), self.sums[name]) if name in self.sums else None
 
 
 class _WeightGrad:

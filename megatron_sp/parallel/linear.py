@@ -14,11 +14,12 @@ Backward of the column-parallel layer:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.main_grad import MainGrad, put_grad, put_weight_grad
 from megatron_sp.ops.memory import empty
@@ -48,8 +49,8 @@ def column_linear(
         (y [s, ..., out/tp], x for the residual branch, whose gradient is added inside this op).
     Source: arXiv:1909.08053 (f and g), arXiv:2205.05198 (tp_seq, and gathering again in backward).
     """
-    norm_weight, norm_bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
-    return _ColumnLinear.apply(x, weight, bias, norm_weight, norm_bias, spec, tp, main_grad)
+    params = (None, None) if norm is None else (norm.weight, norm.bias)
+    return _ColumnLinear.apply(x, weight, bias, *params, _ColumnOptions(None if norm is None else norm.spec, tp, main_grad))
 
 
 def row_linear(
@@ -79,19 +80,37 @@ def row_linear(
     return _RowLinear.apply(x, weight, bias, residual, activation, tp, main_grad)
 
 
+class _ColumnOptions(NamedTuple):
+    """Arguments of the column-parallel op that are not tensors."""
+
+    norm_spec: NormSpec | None
+    tp: TensorParallel
+    main_grad: MainGrad | None
+
+
+class _ColumnGrads(NamedTuple):
+    """Gradients for autograd, in the order of the op's arguments; None for one that is not needed or is in the main_grad."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        spec: NormSpec | None, tp: TensorParallel, main_grad: MainGrad | None,
+        options: _ColumnOptions,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        tp = options.tp
         ctx.save_for_backward(x, weight, norm_weight, norm_bias)
         # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
-        ctx.params = weight, bias, norm_weight, norm_bias
-        ctx.spec, ctx.tp, ctx.main_grad = spec, tp, main_grad
+        ctx.params, ctx.options = (weight, bias, norm_weight, norm_bias), options
         ctx.set_materialize_grads(False)
         tp.mark("mlp")
-        normed, _ = normed_by(x, norm_weight, norm_bias, spec)
+        normed, _ = normed_by(x, norm_in_front(options.norm_spec, norm_weight, norm_bias))
         a = tp.enter_async(normed).wait()
         # the result must not be a view of something made in here: autograd would forbid the rotation of q and k in place
         y = empty((*a.shape[:-1], weight.shape[0]), dtype=a.dtype, device=a.device)
@@ -100,34 +119,41 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if grad is None:  # only the residual branch was used
-            return passed, None, None, None, None, None, None, None
-        x, weight, norm_weight, norm_bias = ctx.saved_tensors
-        tp: TensorParallel = ctx.tp
-        tp.mark("mlp")
-        need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = ctx.needs_input_grad[:5]
-        grad2, grad_weight, grad_bias, reduced = rows_of(grad), None, None, None
-        need_back = need_x or need_norm_weight or need_norm_bias
-        normed, stats = normed_by(x, norm_weight, norm_bias, ctx.spec) if need_weight or need_back else (x, ())
-        gathered = tp.enter_async(normed) if need_weight else None
-        if need_back:
-            grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
-            torch.mm(grad2, weight, out=rows_of(grad_a))
-            reduced = tp.leave_async(grad_a)
-            del grad_a
-        if need_bias:
-            grad_bias = put_grad(ctx.main_grad, ctx.params[1], column_sum(grad2))
-        if gathered is not None:
-            grad_weight = put_weight_grad(ctx.main_grad, ctx.params[0], grad2, rows_of(gathered.wait()))
-        del normed, gathered
-        if reduced is None:
-            return passed if need_x else None, grad_weight, grad_bias, None, None, None, None, None
-        if ctx.spec is None:
-            grad_x = reduced.wait() if passed is None else reduced.wait().add_(passed)
-            return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        # without a gradient of y only the residual branch was used
+        grads = _ColumnGrads(x=passed) if grad is None else _column_backward(ctx, grad, passed)
+        return *grads, None
+
+
+def _column_backward(ctx: Any, grad: Tensor, passed: Tensor | None) -> _ColumnGrads:
+    params, tp, main_grad = ctx.params, ctx.options.tp, ctx.options.main_grad
+    x, weight, norm_weight, norm_bias = ctx.saved_tensors
+    norm = norm_in_front(ctx.options.norm_spec, norm_weight, norm_bias)
+    tp.mark("mlp")
+    need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = ctx.needs_input_grad[:5]
+    need_back = need_x or need_norm_weight or need_norm_bias
+    grad2 = rows_of(grad)
+    grad_x = grad_weight = grad_bias = grad_norm_weight = grad_norm_bias = None
+    normed, stats = normed_by(x, norm) if need_weight or need_back else (x, ())
+    gathered = tp.enter_async(normed) if need_weight else None
+    reduced: Handle | None = None
+    if need_back:
+        grad_a = empty((*grad.shape[:-1], weight.shape[1]), dtype=grad.dtype, device=grad.device)
+        torch.mm(grad2, weight, out=rows_of(grad_a))
+        reduced = tp.leave_async(grad_a)
+        del grad_a
+    if need_bias:
+        grad_bias = put_grad(main_grad, params[1], column_sum(grad2))
+    if gathered is not None:
+        grad_weight = put_weight_grad(main_grad, params[0], grad2, rows_of(gathered.wait()))
+    del normed, gathered
+    if reduced is not None and norm is None:
+        grad_x = reduced.wait() if passed is None else reduced.wait().add_(passed)
+    elif reduced is not None and norm is not None:
         need = need_x, need_norm_weight, need_norm_bias
-        normed_x, norms = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, need, passed)
-        return normed_x, grad_weight, grad_bias, *norms, None, None, None
+        grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
+            norm, reduced.wait(), x, stats, need, passed, params=params[2:], main_grad=main_grad
+        )
+    return _ColumnGrads(grad_x, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -190,22 +216,40 @@ def multiply(a: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
         torch.mm(a, weight.t(), out=out)
 
 
-def norm_gradients(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...],
-    need: tuple[bool, bool, bool], passed: Tensor | None,
-) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """Backward of a preceding norm: (gradient of x plus that of the residual branch, gradients of the norm's parameters for autograd)."""
-    grad_x, *grads = norm_backward(grad, x, weight, bias, stats, ctx.spec, need, passed)
-    first, second = (None if g is None else put_grad(ctx.main_grad, p, g) for g, p in zip(grads, ctx.params[-2:], strict=True))
-    return grad_x, (first, second)
-
-
-def normed_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the normed x and the norm's statistics; without a norm (x, ())."""
+def norm_in_front(spec: NormSpec | None, weight: Tensor | None, bias: Tensor | None) -> NormInFront | None:
+    """Return the norm of these tensors, which an autograd function has to take one by one; None without a norm."""
     if spec is None:
-        return x, ()
+        return None
     assert weight is not None
-    return norm_forward(x, weight, bias, spec)
+    return NormInFront(spec, weight, bias)
+
+
+def normed_by(x: Tensor, norm: NormInFront | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the normed x and the norm's statistics; without a norm (x, ())."""
+    return (x, ()) if norm is None else norm_forward(x, norm.weight, norm.bias, norm.spec)
+
+
+def norm_gradients(
+    norm: NormInFront, grad: Tensor, x: Tensor, stats: tuple[Tensor, ...], need: tuple[bool, bool, bool], passed: Tensor | None, *,
+    params: tuple[Tensor | None, Tensor | None], main_grad: MainGrad | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Run backward of a norm in front of a linear layer.
+
+    Args:
+        norm: the norm, with the values of its weights.
+        grad: gradient of the normed x.
+        x: its input.
+        stats: its statistics, from ``normed_by``.
+        need: flags of x, weight and bias that need a gradient.
+        passed: another gradient of x, from the residual branch, which is added.
+        params: weight and bias as the main_grad knows them.
+        main_grad: receives the gradients of weight and bias.
+    Returns:
+        Gradients of x, weight and bias for autograd; None for one that is not needed or is in the main_grad.
+    """
+    grad_x, *sums = norm_backward(grad, x, norm.weight, norm.bias, stats, norm.spec, need, passed)
+    weight, bias = (None if g is None or p is None else put_grad(main_grad, p, g) for g, p in zip(sums, params, strict=True))
+    return grad_x, weight, bias
 
 
 def rows_of(x: Tensor) -> Tensor:

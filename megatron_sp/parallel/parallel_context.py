@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.comm.recorder import Recorder
 from megatron_sp.parallel.heads import HeadChunk, OverlapMode, plan_heads
+from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import NO_SP, SequenceParallel
 from megatron_sp.utils.numbers import round_up
 
 

@@ -20,20 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_sp.comm.collectives import Handle, all_to_all_async
-from megatron_sp.comm.groups import SINGLE_RANK, Group
-from megatron_sp.comm.recorder import CallSite
+from megatron_sp.comm.collectives import Handle
 from megatron_sp.ops.backward import gradients_of
-from megatron_sp.ops.main_grad import MainGrad, put_grad, put_product, put_weight_grad, weight_product
+from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import empty
-from megatron_sp.ops.norm import NormInFront
+from megatron_sp.ops.norm import NormInFront, NormSpec
 from megatron_sp.parallel.heads import HeadChunk, Message, Share, runs_of
-from megatron_sp.parallel.linear import column_sum, multiply, norm_gradients, normed_by, project_back, rows_of
+from megatron_sp.parallel.linear import column_sum, norm_gradients, norm_in_front, normed_by, rows_of
+from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
+from megatron_sp.parallel.split_projection import Piece, RowWiseGrad, project_pieces, project_to_ranks, put_grad_of_columns, take
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
 
 _FEW = 4  # pieces, up to which a product for each is cheaper than putting them side by side
@@ -59,39 +60,6 @@ class Core(Protocol):
     @property
     def parameters(self) -> Sequence[Tensor]:
         """Parameters that ``prepare`` uses and no main_grad holds; their gradients go through autograd."""
-
-
-@dataclass(frozen=True)
-class SequenceParallel:
-    """The sp group, and how its exchanges are run.
-
-    Attributes:
-        group: ranks over which each sequence is split.
-        overlap: overlap exchanges with computation; else wait for each at once.
-        recorder: records every exchange and the computation between them.
-    """
-
-    group: Group = SINGLE_RANK
-    overlap: bool = False
-    recorder: CallSite | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank in the sp group."""
-        return self.group.rank()
-
-    def mark(self, label: str) -> None:
-        """Record that the computation named ``label`` begins, if there is a recorder."""
-        if self.recorder is not None:
-            self.recorder.mark(label)
-
-
-NO_SP = SequenceParallel()
 
 
 @dataclass(frozen=True)
@@ -131,82 +99,179 @@ def attention_block(
     Returns:
         (the result, of the shape of x; x for a residual branch outside, whose gradient is added inside this op).
     """
-    weight, bias, spec = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.spec)
-    return _AttentionBlock.apply(x, weight, bias, *qkv, *proj, spec, core, plan, main_grad, torch.is_grad_enabled(), *core.parameters)
+    norm_params: tuple[Tensor | None, Tensor | None] = (None, None) if norm is None else (norm.weight, norm.bias)
+    options = _Options(None if norm is None else norm.spec, plan, main_grad)
+    # whether backward may follow is known here only: inside forward autograd is always off
+    return _AttentionBlock.apply(options, core, torch.is_grad_enabled(), x, *_Params(*norm_params, *qkv, *proj), *core.parameters)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of the op that backward needs and that are not tensors."""
+
+    norm_spec: NormSpec | None
+    plan: AttentionPlan
+    main_grad: MainGrad | None
+
+
+class _Params(NamedTuple):
+    """The block's parameters, in the order of the op's arguments."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    w_qkv: Tensor
+    b_qkv: Tensor | None
+    w_proj: Tensor
+    b_proj: Tensor | None
+
+
+class _Grads(NamedTuple):
+    """Gradients of x and of the parameters for autograd; None for one that is not needed or is in the main_grad."""
+
+    x: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    w_qkv: Tensor | None = None
+    b_qkv: Tensor | None = None
+    w_proj: Tensor | None = None
+    b_proj: Tensor | None = None
+
+
+class _Needs(NamedTuple):
+    """Flags of x and of the parameters that need a gradient."""
+
+    x: bool
+    norm_weight: bool
+    norm_bias: bool
+    w_qkv: bool
+    b_qkv: bool
+    w_proj: bool
+    b_proj: bool
+
+    @property
+    def normed(self) -> bool:
+        """True if the input of the QKV projection needs a gradient."""
+        return self.x or self.norm_weight or self.norm_bias
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, w_qkv: Tensor, b_qkv: Tensor | None, w_proj: Tensor,
-        b_proj: Tensor | None, spec: Any, core: Core, plan: AttentionPlan, main_grad: MainGrad | None, train: bool, *core_params: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, options: _Options, core: Core, train: bool, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        params, plan = _Params._make(tensors[: len(_Params._fields)]), options.plan
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.plan, ctx.main_grad, ctx.core_params = spec, plan, main_grad, core_params
         plan.sp.mark(PROJECTION)
-        normed, _ = normed_by(x, norm_weight, norm_bias, spec)
+        normed, _ = normed_by(x, norm_in_front(options.norm_spec, params.norm_weight, params.norm_bias))
         a = plan.tp.enter_async(normed).wait()  # [s/sp, b, h]
         del normed
-        ctx.run = run = _Run(plan, core, a, train and any(ctx.needs_input_grad))
-        going = run.forward(rows_of(a), w_qkv, b_qkv)
+        run = _Run(plan, core, a, train and any(ctx.needs_input_grad))
+        going = run.forward(rows_of(a), params.w_qkv, params.b_qkv)
         del a
-        y, outs = _project(run.outputs(going), x, w_proj, b_proj, plan)
-        ctx.columns = [columns for columns, _ in outs]
+        residual = x if plan.add_input else None
+        y, pieces = project_pieces(run.outputs(going), (params.w_proj, params.b_proj), residual, plan.tp, batch=x.shape[1])
         if train:
-            ctx.save_for_backward(x, norm_weight, norm_bias, w_qkv, w_proj, *(out for _, out in outs))
+            outs = (piece for _, piece in pieces)
+            ctx.save_for_backward(x, params.norm_weight, params.norm_bias, params.w_qkv, params.w_proj, *outs)
+        ctx.options, ctx.run, ctx.columns = options, run, [columns for columns, _ in pieces]  # the core lives as long as the run
+        # the main_grad knows parameters by identity; recomputation hands saved tensors back as copies
+        ctx.params, ctx.core_params = params, core.parameters
         plan.sp.mark(OTHER)
-        ctx.params = w_qkv, b_qkv, w_proj, b_proj, norm_weight, norm_bias
         return y, x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        nothing: tuple[None, ...] = (None,) * (11 + len(ctx.core_params))
         if grad is None:  # only the residual branch was used
-            return passed, *nothing
+            grads = _Grads(x=passed)
+            of_core: list[Tensor | None] = [None] * len(ctx.core_params)
+        else:
+            grads, of_core = _Backward(ctx).run_phases(grad, passed)
+        return None, None, None, *grads, *of_core
+
+
+class _Backward:
+    """One backward pass of the block: output projection, attention chunk by chunk, QKV projection message by message, norm."""
+
+    def __init__(self, ctx: Any) -> None:
         if ctx.run is None:
             raise RuntimeError("the attention block's backward ran already: its tensors are gone (retain_graph is not supported)")
-        (run, ctx.run), plan, main_grad = (ctx.run, None), ctx.plan, ctx.main_grad
-        x, norm_weight, norm_bias, w_qkv, w_proj, *outs = ctx.saved_tensors
-        param_qkv, param_b_qkv, param_proj, param_b_proj = ctx.params[:4]
-        need_x, need_norm_w, need_norm_b, need_qkv, need_b_qkv, need_proj, need_b_proj = ctx.needs_input_grad[:7]
-        need_back = need_x or need_norm_w or need_norm_b
-        plan.sp.mark(OUTPUT_PROJECTION)
+        self.run: _Run
+        self.run, ctx.run = ctx.run, None
+        options: _Options = ctx.options
+        self.plan, self.main_grad = options.plan, options.main_grad
+        self.params: _Params = ctx.params
+        self.core_params: Sequence[Tensor] = ctx.core_params
+        self.needs = _Needs._make(ctx.needs_input_grad[3 : 3 + len(_Needs._fields)])
+        self.x, norm_weight, norm_bias, self.w_qkv, self.w_proj, *outs = ctx.saved_tensors
+        self.norm = norm_in_front(options.norm_spec, norm_weight, norm_bias)
+        self.pieces = list(zip(ctx.columns, outs, strict=True))
+
+    def run_phases(self, grad: Tensor, passed: Tensor | None) -> tuple[_Grads, list[Tensor | None]]:
+        """Return the gradients of x and the parameters, and those of the core's parameters.
+
+        Args:
+            grad: gradient of the block's result.
+            passed: gradient of x from the residual branch outside, or None.
+        """
+        self.plan.sp.mark(OUTPUT_PROJECTION)
         grad = grad.contiguous()
         # the input may get two gradients from outside: they meet at the end, so that their sum does not live through all of this
         late: Tensor | None = None
-        if plan.add_input:
+        if self.plan.add_input:
             passed, late = (grad, None) if passed is None else (passed, grad)
-        gathered = plan.tp.enter_async(grad)
-        g_b_proj = put_grad(main_grad, param_b_proj, column_sum(rows_of(grad))) if need_b_proj else None
-        grad2 = rows_of(gathered.wait())
+        b_proj, heads = self._output_projection_and_attention(grad)
+        w_qkv = b_qkv = x = norm_weight = norm_bias = None
+        if heads.arriving:
+            w_qkv, b_qkv, reduced, stats = self._qkv_projection(heads.arriving)
+            if reduced is not None:
+                x, norm_weight, norm_bias = self._norm(reduced, stats, passed, late)
+        self.plan.sp.mark(OTHER)
+        return _Grads(x, norm_weight, norm_bias, w_qkv, b_qkv, heads.overlapped, b_proj), heads.of_core
+
+    def _output_projection_and_attention(self, grad: Tensor) -> tuple[Tensor | None, HeadGrads]:
+        """Return the gradient of the projection's bias, and the heads' gradients with its weight's as the overlapped work."""
+        needs, params = self.needs, self.params
+        gathered = self.plan.tp.enter_async(grad)
+        b_proj = None
+        if needs.b_proj:
+            assert params.b_proj is not None
+            b_proj = put_grad(self.main_grad, params.b_proj, column_sum(rows_of(grad)))
+        grad2 = rows_of(gathered.wait())  # [s/sp * b, h]
 
         def weight_of_proj() -> Tensor | None:
-            return _grad_of_columns(main_grad, param_proj, grad2, list(zip(ctx.columns, outs, strict=True))) if need_proj else None
+            return put_grad_of_columns(self.main_grad, params.w_proj, grad2, self.pieces) if needs.w_proj else None
 
-        needs_qkv = need_back or need_qkv or need_b_qkv or any(p.requires_grad for p in ctx.core_params)
-        if not needs_qkv:
-            g_proj = weight_of_proj()
-            plan.sp.mark(OTHER)
-            return add(passed, late) if need_x else None, None, None, None, None, g_proj, g_b_proj, *nothing[6:]
-        arriving, g_proj, g_core = run.backward_to_messages(grad2, w_proj, weight_of_proj)
-        del gathered
+        if needs.normed or needs.w_qkv or needs.b_qkv or any(p.requires_grad for p in self.core_params):
+            return b_proj, self.run.backward_to_messages(grad2, self.w_proj, weight_of_proj)
+        return b_proj, HeadGrads([], weight_of_proj(), [None] * len(self.core_params))
+
+    def _qkv_projection(
+        self, arriving: list[tuple[Message, Handle]]
+    ) -> tuple[Tensor | None, Tensor | None, Handle | None, tuple[Tensor, ...]]:
+        """Compute the gradients of the QKV projection from those of the heads, message by message as they arrive.
+
+        Returns:
+            (gradient of the weight, of the bias, handle of that of the normed x or None if it is not needed, the norm's statistics).
+        """
+        needs, w_qkv, plan = self.needs, self.w_qkv, self.plan
         plan.sp.mark(PROJECTION)
-        normed, stats = normed_by(x, norm_weight, norm_bias, ctx.spec)
+        normed, stats = normed_by(self.x, self.norm)
         a = plan.tp.enter_async(normed)
+        a2: Tensor | None = None  # [s/sp * b, h], gathered during the first message's product with the weight
+        grad_a = empty((self.run.tokens, w_qkv.shape[1]), dtype=w_qkv.dtype, device=w_qkv.device) if needs.normed else None
+        weight_grad = RowWiseGrad(self.main_grad, self.params.w_qkv, self.run.whole_weight) if needs.w_qkv else None
+        bias_grad = None
+        if needs.b_qkv:
+            assert self.params.b_qkv is not None
+            bias_grad = RowWiseGrad(self.main_grad, self.params.b_qkv, self.run.whole_weight)
         reduced: Handle | None = None
-        grad_a = empty((run.tokens, w_qkv.shape[1]), dtype=grad.dtype, device=grad.device) if need_back else None
-        weight_grad = _RowWiseGrad(main_grad, param_qkv, run.whole_weight) if need_qkv else None
-        bias_grad = _RowWiseGrad(main_grad, param_b_qkv, run.whole_weight) if need_b_qkv else None
-        a2: Tensor | None = None
         first = True
         for index, (message, handle) in enumerate(arriving):
-            pieces = run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]
+            pieces = self.run.by_rows(handle.wait(), message)  # of rows of the weight, [s/sp * b, rows]
             if grad_a is not None:
                 for rows, d_heads in pieces:
                     torch.addmm(grad_a, d_heads, take(w_qkv, rows), beta=0.0 if first else 1.0, out=grad_a)
                     first = False
                 if index == len(arriving) - 1:
-                    reduced = plan.tp.leave_async(grad_a.view(-1, *x.shape[1:]))
+                    reduced = plan.tp.leave_async(grad_a.view(-1, *self.x.shape[1:]))
             for rows, d_heads in pieces:
                 if bias_grad is not None:
                     bias_grad.put(column_sum(d_heads), rows)
@@ -215,19 +280,33 @@ class _AttentionBlock(torch.autograd.Function):
                     weight_grad.put_product(d_heads, a2, rows)
         if a2 is None:
             a.wait()
-        del a2, normed
-        g_qkv, g_b_qkv = (None if g is None else g.result() for g in (weight_grad, bias_grad))
-        if reduced is None:
-            plan.sp.mark(OTHER)
-            return add(passed, late) if need_x else None, None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
-        if ctx.spec is None:
-            plan.sp.mark(OTHER)
-            return add(add(passed, reduced.wait()), late), None, None, g_qkv, g_b_qkv, g_proj, g_b_proj, *nothing[6:11], *g_core
-        grad_x, g_norm = norm_gradients(ctx, reduced.wait(), x, norm_weight, norm_bias, stats, (need_x, need_norm_w, need_norm_b), passed)
+        w_grad, b_grad = (None if g is None else g.result() for g in (weight_grad, bias_grad))
+        return w_grad, b_grad, reduced, stats
+
+    def _norm(self, reduced: Handle, stats: tuple[Tensor, ...], passed: Tensor | None, late: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, including those from outside, and of the norm's parameters, from that of the normed x."""
+        if self.norm is None:
+            return add(add(passed, reduced.wait()), late), None, None
+        needs, params = self.needs, (self.params.norm_weight, self.params.norm_bias)
+        need = needs.x, needs.norm_weight, needs.norm_bias
+        grad_x, *of_norm = norm_gradients(self.norm, reduced.wait(), self.x, stats, need, passed, params=params, main_grad=self.main_grad)
         if late is not None and grad_x is not None:
             grad_x.add_(late)
-        plan.sp.mark(OTHER)
-        return grad_x, *g_norm, g_qkv, g_b_qkv, g_proj, g_b_proj, None, None, None, None, None, *g_core
+        return grad_x, *of_norm
+
+
+class HeadGrads(NamedTuple):
+    """Gradients of the heads on their way to the ranks of their positions.
+
+    Attributes:
+        arriving: each message with the handle of its exchange, in the order in which they were started.
+        overlapped: result of the work that was overlapped with the first exchange.
+        of_core: gradients of the core's parameters.
+    """
+
+    arriving: list[tuple[Message, Handle]]
+    overlapped: Tensor | None
+    of_core: list[Tensor | None]
 
 
 @dataclass
@@ -241,7 +320,10 @@ class _ChunkState:
 
 
 class _Run:
-    """One forward and backward pass of a block's heads through exchanges and attention."""
+    """One forward and backward pass of a block's heads through exchanges and attention.
+
+    Both passes have three phases for each chunk: project and send, attend, send back.
+    """
 
     def __init__(self, plan: AttentionPlan, core: Core, a: Tensor, train: bool) -> None:
         self.plan, self.core, self.train = plan, core, train
@@ -257,21 +339,21 @@ class _Run:
     def forward(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Run the forward pass on a [tokens, h]; return the handles of the exchanges back, one for each chunk."""
         chunks = self.plan.chunks
-        coming = [self._send_heads(chunks[0], a, weight, bias)]
+        coming = [self._project_and_send(chunks[0], a, weight, bias)]
         going: list[Handle] = []
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for index, chunk in enumerate(chunks):
             if index + 1 < len(chunks):
-                coming.append(self._send_heads(chunks[index + 1], a, weight, bias))
+                coming.append(self._project_and_send(chunks[index + 1], a, weight, bias))
             self.sp.mark(ATTENTION)
             recv_buffers = [handle.wait() for handle in coming[index]]
             coming[index] = []
             out = self._attend(chunk, recv_buffers, shared)
-            going.append(self._exchange("out", out, *self._counts_back(chunk)))
+            going.append(self.sp.exchange_async("out", out, *self._counts_back(chunk)))
         self.sp.mark(OUTPUT_PROJECTION)
         return going
 
-    def _send_heads(self, chunk: HeadChunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
+    def _project_and_send(self, chunk: HeadChunk, a: Tensor, weight: Tensor, bias: Tensor | None) -> list[Handle]:
         """Project a chunk's heads, message by message, and start their exchange."""
         handles = []
         self.sp.mark(PROJECTION)
@@ -280,7 +362,7 @@ class _Run:
             send = empty((self.tokens * sum(widths),), dtype=a.dtype, device=a.device)
             project_to_ranks(a, take(weight, rows), None if bias is None else take(bias, rows), widths, send)
             counts = [self.tokens * width for width in widths]
-            handles.append(self._exchange(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
+            handles.append(self.sp.exchange_async(message.part, send, counts, [self.tokens * widths[self.sp.rank]] * self.sp.size))
         return handles
 
     def _attend(self, chunk: HeadChunk, recv_buffers: list[Tensor], shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
@@ -316,7 +398,7 @@ class _Run:
         whole[self.plan.seq_length :].zero_()
         return whole.view(-1)
 
-    def outputs(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
+    def outputs(self, going: list[Handle]) -> Iterator[Piece]:
         """Yield (columns of [tokens, n*d], contents of those columns) of the attention's output as it arrives.
 
         A few pieces are yielded as they arrive, so that the product with each overlaps with the next exchange. Many are concatenated
@@ -336,7 +418,7 @@ class _Run:
         assert whole is not None
         yield slice(0, n * d), whole
 
-    def _pieces(self, going: list[Handle]) -> Iterator[tuple[slice, Tensor]]:
+    def _pieces(self, going: list[Handle]) -> Iterator[Piece]:
         d = self.plan.head_dim
         for chunk, handle in zip(self.plan.chunks, going, strict=True):
             arrived, at = handle.wait(), 0
@@ -349,44 +431,35 @@ class _Run:
 
     # backward
 
-    def backward_to_messages(
-        self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None]
-    ) -> tuple[list[tuple[Message, Handle]], Tensor | None, list[Tensor | None]]:
+    def backward_to_messages(self, grad: Tensor, w_proj: Tensor, under_first_exchange: Callable[[], Tensor | None]) -> HeadGrads:
         """Compute the gradients of the heads from that of the output, and start sending them to the ranks of their positions.
 
         Args:
             grad: [tokens, h].
             w_proj: [h, n*d].
             under_first_exchange: independent work to overlap with the first exchange.
-        Returns:
-            ([(message, handle)] in the order in which they were started; the result of that work; gradients of the core's parameters).
         """
-        chunks = self.plan.chunks
-        order = list(reversed(range(len(chunks))))
-        coming = {order[0]: self._send_grad(chunks[order[0]], grad, w_proj)}
-        found = under_first_exchange()
+        chunks, (last, *others) = self.plan.chunks, reversed(range(len(self.plan.chunks)))
+        coming = {last: self._project_grad_and_send(chunks[last], grad, w_proj)}
+        overlapped = under_first_exchange()
         arriving: list[tuple[Message, Handle]] = []
         d_shared: dict[int, list[Tensor]] = {}
-        of_params: list[Tensor | None] = [None] * len(self.core.parameters)
-        for place, index in enumerate(order):
-            if place + 1 < len(order):
-                coming[order[place + 1]] = self._send_grad(chunks[order[place + 1]], grad, w_proj)
+        of_core: list[Tensor | None] = [None] * len(self.core.parameters)
+        for index, following in zip_longest([last, *others], others):
+            if following is not None:
+                coming[following] = self._project_grad_and_send(chunks[following], grad, w_proj)
             self.sp.mark(ATTENTION)
             d_out = coming.pop(index).wait()
             chunk, (state, self.states[index]) = chunks[index], (self.states[index], None)
             d_recv_buffers: list[Tensor] = [grad.new_empty(0) for _ in chunk.messages]
             if state is not None:
-                d_recv_buffers, more = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
-                of_params = [add(total, g) for total, g in zip(of_params, more, strict=True)]
-            # v first: its gradient needs no rotation, and whoever waits takes them in this order
-            for message, d_wire in reversed(list(zip(chunk.messages, d_recv_buffers, strict=True))):
-                widths = self._widths(message)
-                mine = [self.tokens * widths[self.sp.rank]] * self.sp.size
-                arriving.append((message, self._exchange(f"d {message.part}", d_wire, mine, [self.tokens * width for width in widths])))
-        return arriving, found, of_params
+                d_recv_buffers, of_chunk = self._attend_backward(state, d_out, chunk.shares[self.sp.rank], d_shared)
+                of_core = [add(total, g) for total, g in zip(of_core, of_chunk, strict=True)]
+            arriving += self._send_heads_grads_back(chunk, d_recv_buffers)
+        return HeadGrads(arriving, overlapped, of_core)
 
-    def _send_grad(self, chunk: HeadChunk, grad: Tensor, w_proj: Tensor) -> Handle:
-        """Start sending the gradient of a chunk's attention output to the ranks of its heads."""
+    def _project_grad_and_send(self, chunk: HeadChunk, grad: Tensor, w_proj: Tensor) -> Handle:
+        """Compute the gradient of a chunk's attention output, and start sending it to the ranks of its heads."""
         self.sp.mark(OUTPUT_PROJECTION)
         d = self.plan.head_dim
         to_me, from_me = self._counts_back(chunk)  # the way back, reversed
@@ -398,13 +471,13 @@ class _Run:
             blocks = send.view(ranks, self.tokens, -1)
             columns = w_proj.view(-1, ranks, apart)[:, :, starts[0] : starts[0] + blocks.shape[2]]
             torch.bmm(grad.expand(ranks, *grad.shape), columns.transpose(0, 1), out=blocks)
-            return self._exchange("d out", send, from_me, to_me)
+            return self.sp.exchange_async("d out", send, from_me, to_me)
         for share, count in zip(chunk.shares, from_me, strict=True):
             if count:
                 columns = w_proj[:, share.queries.start * d : share.queries.stop * d]
                 torch.mm(grad, columns, out=send[at : at + count].view(self.tokens, -1))
             at += count
-        return self._exchange("d out", send, from_me, to_me)
+        return self.sp.exchange_async("d out", send, from_me, to_me)
 
     def _attend_backward(
         self, state: _ChunkState, d_out: Tensor, share: Share, d_shared: dict[int, list[Tensor]]
@@ -425,6 +498,16 @@ class _Run:
         found = gradients_of([*state.recv_buffers, *parameters], outputs, gradients, allow_unused=True)
         d_recv_buffers = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.recv_buffers, strict=False)]
         return [self._padded(g) for g in d_recv_buffers], list(found[len(state.recv_buffers) :])
+
+    def _send_heads_grads_back(self, chunk: HeadChunk, d_recv_buffers: list[Tensor]) -> list[tuple[Message, Handle]]:
+        """Start sending the gradients of what this rank received for a chunk back to where it came from."""
+        started = []
+        # v first: its gradient needs no rotation, and whoever waits takes them in this order
+        for message, d_buffer in reversed(list(zip(chunk.messages, d_recv_buffers, strict=True))):
+            widths = self._widths(message)
+            mine, theirs = [self.tokens * widths[self.sp.rank]] * self.sp.size, [self.tokens * width for width in widths]
+            started.append((message, self.sp.exchange_async(f"d {message.part}", d_buffer, mine, theirs)))
+        return started
 
     def by_rows(self, arrived: Tensor, message: Message) -> list[tuple[list[slice], Tensor]]:
         """Split the received gradients of a message's heads into (rows of the weight, [tokens, those rows]), for each rank or in one piece.
@@ -469,80 +552,6 @@ class _Run:
         mine = len(chunk.shares[self.sp.rank].queries) * per_head
         return [mine] * self.sp.size, [len(share.queries) * per_head for share in chunk.shares]
 
-    def _exchange(self, name: str, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Handle:
-        receive = send if self.sp.size == 1 else empty((sum(receive_counts),), dtype=send.dtype, device=send.device)
-        flight = None
-        if self.sp.recorder is not None and self.sp.size > 1:
-            flight = self.sp.recorder.start("all_to_all", tuple(send_counts), tuple(receive_counts), send.dtype, name)
-        handle = all_to_all_async(send, send_counts, receive, receive_counts, self.sp.group).recorded(flight)
-        if self.sp.overlap or self.sp.size == 1:
-            return handle
-        return Handle(None, handle.wait(), "all_to_all")
-
-
-def _project(
-    pieces: Iterator[tuple[slice, Tensor]], x: Tensor, weight: Tensor, bias: Tensor | None, plan: AttentionPlan
-) -> tuple[Tensor, list[tuple[slice, Tensor]]]:
-    """Return (leave(sum of piece @ weight[:, columns].T) + bias, plus x with ``plan.add_input``; the pieces)."""
-    columns, out = next(pieces)
-    rest = iter(pieces)
-    second = next(rest, None)
-    residual = x if plan.add_input else None
-    if second is None:
-        return project_back(out.view(-1, x.shape[1], out.shape[1]), weight, bias, residual, plan.tp), [(columns, out)]
-    y = empty((out.shape[0] // x.shape[1], x.shape[1], weight.shape[0]), dtype=out.dtype, device=out.device)
-    kept = [(columns, out), second]
-    torch.mm(out, weight[:, columns].t(), out=rows_of(y))
-    torch.addmm(rows_of(y), second[1], weight[:, second[0]].t(), out=rows_of(y))
-    for columns, out in rest:
-        torch.addmm(rows_of(y), out, weight[:, columns].t(), out=rows_of(y))
-        kept.append((columns, out))
-    y = plan.tp.leave_async(y).wait()
-    if residual is not None:
-        y.add_(residual)
-    return (y if bias is None else y.add_(bias)), kept
-
-
-def _grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: list[tuple[slice, Tensor]]) -> Tensor | None:
-    """Compute the weight gradient of ``_project``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
-    if len(pieces) == 1:
-        return put_weight_grad(main_grad, weight, grad, pieces[0][1])
-    reserved = main_grad.reserve(weight) if main_grad is not None else None
-    view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
-    for columns, piece in pieces:
-        torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
-    return view if reserved is None else None
-
-
-class _RowWiseGrad:
-    """Gradient of a parameter computed message by message, each for some of its rows."""
-
-    def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
-        reserved = main_grad.reserve(param) if main_grad is not None else None
-        self._held = reserved is not None
-        self._view, fresh = reserved if reserved is not None else (torch.zeros_like(param), False)
-        if fresh and not rows_differ:
-            self._view.zero_()
-        self._overwrite = fresh and rows_differ  # every row comes exactly once
-
-    def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
-        """Add (or write first) grad_out.T @ x, whose rows go to ``rows`` in order."""
-        if len(rows) == 1:
-            put_product(self._view[rows[0]], grad_out, x, fresh=self._overwrite)
-        else:
-            self.put(weight_product(grad_out, x, self._view.dtype), rows)
-
-    def put(self, grad: Tensor, rows: list[slice]) -> None:
-        at = 0
-        for run in rows:
-            part = grad[at : at + run.stop - run.start]
-            self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
-            at += run.stop - run.start
-
-    def result(self) -> Tensor | None:
-        """Return the gradient for autograd; None if it is in the main_grad."""
-        return None if self._held else self._view
-
 
 class _Alias(torch.autograd.Function):
     """Alias of the same memory that is neither a leaf nor a view, so that it can be rotated in place and still have a gradient."""
@@ -554,34 +563,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
-
-
-def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], out: Tensor) -> None:
-    """Compute a @ weight.T + bias, with the columns for rank r as the r-th block of ``out``.
-
-    Args:
-        a: [tokens, h].
-        weight: [sum(widths), h].
-        out: flat; receives [tokens, width] for each rank, one after another.
-    """
-    tokens, ranks = a.shape[0], len(widths)
-    if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
-        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight.view(ranks, widths[0], -1).transpose(1, 2)
-        torch.bmm(a.expand(ranks, *a.shape), by_rank, out=blocks)
-        if bias is not None:
-            blocks.add_(bias.view(ranks, 1, -1))
-        return
-    at = column = 0
-    for width in widths:
-        columns = slice(column, column + width)
-        if width:
-            multiply(a, weight[columns], None if bias is None else bias[columns], out=out[at : at + tokens * width].view(tokens, width))
-        at, column = at + tokens * width, column + width
-
-
-def take(weight: Tensor, rows: list[slice]) -> Tensor:
-    """Return rows of a tensor, in order; a view if they are one run."""
-    return weight[rows[0]] if len(rows) == 1 else torch.cat([weight[run] for run in rows]) if rows else weight[:0]
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

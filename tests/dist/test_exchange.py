@@ -24,8 +24,9 @@ from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.heads import Share, key_of_each_query, plan_heads
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import lm_head_loss
+from megatron_sp.parallel.sequence_parallel import NO_SP, SequenceParallel
 from megatron_sp.parallel.tensor_parallel import NO_TP, TensorParallel
-from megatron_sp.parallel.ulysses import NO_SP, AttentionPlan, SequenceParallel, attention_block
+from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
 
 S, B, H = 12, 3, 5
 
@@ -189,9 +190,8 @@ def _linear_norm(patch: pytest.MonkeyPatch) -> None:
     """The norm in front of the region is not linear: leave it out."""
     patch.setattr(ulysses, "normed_by", lambda x, *_: (x, ()))
 
-    def gradients(ctx: Any, grad: Tensor, *rest: Any) -> tuple[Tensor, tuple[None, None]]:
-        passed = rest[-1]
-        return grad if passed is None else grad + passed, (None, None)
+    def gradients(norm: Any, grad: Tensor, x: Tensor, stats: Any, need: Any, passed: Tensor | None, **_: Any) -> tuple[Tensor, None, None]:
+        return grad if passed is None else grad + passed, None, None
 
     patch.setattr(ulysses, "norm_gradients", gradients)
 

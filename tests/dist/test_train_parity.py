@@ -9,7 +9,7 @@ import pytest
 from support.training import run_once, trace, train
 
 from megatron_sp.optim import gradients
-from megatron_sp.parallel import ulysses
+from megatron_sp.parallel import split_projection
 
 DOUBLE = ("--fp64", "--num-query-groups", 2, "--seq-length", 31, "--vocab-size", 61)
 LAYOUTS: dict[str, tuple[int, tuple[object, ...]]] = {
@@ -77,7 +77,7 @@ def test_verify_parallelism_says_that_a_layout_is_right(name: str, tmp_path: Pat
     "name, where, what, says",
     [
         ("tp2 seq", gradients.FlatGradients, "_sum_over_tp", "layernorm.weight"),
-        ("sp2", ulysses._RowWiseGrad, "put_product", "linear_qkv.weight"),
+        ("sp2", split_projection.RowWiseGrad, "put_product", "linear_qkv.weight"),
     ],
 )
 def test_verify_parallelism_finds_what_is_wrong(name: str, where: type, what: str, says: str, tmp_path: Path) -> None:

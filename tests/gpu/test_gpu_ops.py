@@ -20,7 +20,7 @@ from megatron_sp.ops.rotary import apply_rotary, rotary_tables
 from megatron_sp.parallel.embedding import embedding
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import default_chunk_tokens, lm_head_loss
-from megatron_sp.parallel.ulysses import project_to_ranks
+from megatron_sp.parallel.split_projection import project_to_ranks
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

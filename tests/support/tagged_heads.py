@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_sp.comm.groups import Group
 from megatron_sp.parallel.heads import OverlapMode, Share, plan_heads
-from megatron_sp.parallel.ulysses import AttentionPlan, SequenceParallel, _Run
+from megatron_sp.parallel.sequence_parallel import SequenceParallel
+from megatron_sp.parallel.ulysses import AttentionPlan, _Run
 from megatron_sp.utils.numbers import round_up
 
 STEP = float(2**20)

@@ -36,6 +36,7 @@ class ApplyJob:
 
     @property
     def tp_size(self) -> int:
+        """Number of ranks that parameters are split over."""
         return self.mesh.tp.size()
 
     def each(self, *kinds: str) -> Iterator[tuple[Directive, str, nn.Module]]:

@@ -62,6 +62,7 @@ class WholeModel:
 
     @classmethod
     def of(cls, model: nn.Module, plan: SplitPlan) -> WholeModel:
+        """Record the shapes and counts of a model before it is split."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in plan.splits}
         kinds = [(module, find_kind(module)) for module in model.modules()]

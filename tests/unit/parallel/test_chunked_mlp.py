@@ -37,7 +37,7 @@ def norm_of(t: dict[str, Tensor]) -> NormInFront | None:
 
 def pieces_of(t: dict[str, Tensor], activation: ActivationName, chunks: int, rate: float = 0.0, main_grad: Any = None) -> Tensor:
     norm, fc1, fc2 = norm_of(t), (t["w1"], t.get("b1")), (t["w2"], t.get("b2"))
-    plan = MLPPlan(None if norm is None else norm.spec, Activation(activation), chunks, rate=rate)
+    plan = MLPPlan(Activation(activation), chunks, rate=rate)
     return chunked_mlp(t["x"], norm, fc1, fc2, plan, row_keys=KEYS if rate else None, onto=t.get("onto"), main_grad=main_grad)
 
 
@@ -129,7 +129,7 @@ def test_the_largest_wide_tensor_is_one_piece(monkeypatch: pytest.MonkeyPatch) -
 def test_pieces_cover_all_positions_and_are_those_of_the_plan() -> None:
     for positions in (1, 2, 7, 8, 30):
         for chunks in (1, 2, 3, 8, 100):
-            runs = MLPPlan(LAYER, Activation("gelu"), chunks).pieces(positions)
+            runs = MLPPlan(Activation("gelu"), chunks).pieces(positions)
             assert [i for run in runs for i in range(run.start, run.stop)] == list(range(positions))
             sizes = [run.stop - run.start for run in runs]
             assert sizes == piece_sizes(positions, chunks) and max(sizes) - min(sizes) <= 1 and len(sizes) == min(chunks, positions)

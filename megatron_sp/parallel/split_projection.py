@@ -1,0 +1,124 @@
+"""Projections of which a part of the rows or columns at a time is known: the products around the exchanges of Ulysses.
+
+    to the heads     send buffer of rank r = a @ W[rows of rank r].T + b[rows of rank r]      rows of the fused QKV weight
+    from the heads   y = sum over pieces of piece @ W[:, columns of the piece].T              columns of the output projection's weight
+
+Weight gradients are computed for the same rows and columns, message by message (``RowWiseGrad``) and piece by piece
+(``put_grad_of_columns``). Nothing here communicates, except that ``project_pieces`` leaves the tensor-parallel region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from megatron_sp.ops.main_grad import MainGrad, put_product, put_weight_grad, weight_product
+from megatron_sp.ops.memory import empty
+from megatron_sp.parallel.linear import multiply, project_back, rows_of
+from megatron_sp.parallel.tensor_parallel import TensorParallel
+
+Piece = tuple[slice, Tensor]
+"""Columns of [tokens, n*d], and what is in them."""
+
+
+def project_to_ranks(a: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], out: Tensor) -> None:
+    """Compute a @ weight.T + bias, with the columns for rank r as the r-th block of ``out``.
+
+    Args:
+        a: [tokens, h].
+        weight: [sum(widths), h].
+        out: flat; receives [tokens, width] for each rank, one after another.
+    """
+    tokens, ranks = a.shape[0], len(widths)
+    if len(set(widths)) == 1 and ranks > 1:  # one batched GEMM; ``a`` is not copied for it
+        blocks, by_rank = out.view(ranks, tokens, widths[0]), weight.view(ranks, widths[0], -1).transpose(1, 2)
+        torch.bmm(a.expand(ranks, *a.shape), by_rank, out=blocks)
+        if bias is not None:
+            blocks.add_(bias.view(ranks, 1, -1))
+        return
+    at = column = 0
+    for width in widths:
+        columns = slice(column, column + width)
+        if width:
+            multiply(a, weight[columns], None if bias is None else bias[columns], out=out[at : at + tokens * width].view(tokens, width))
+        at, column = at + tokens * width, column + width
+
+
+def take(weight: Tensor, rows: list[slice]) -> Tensor:
+    """Return rows of a tensor, in order; a view if they are one run."""
+    return weight[rows[0]] if len(rows) == 1 else torch.cat([weight[run] for run in rows]) if rows else weight[:0]
+
+
+def project_pieces(
+    pieces: Iterator[Piece], proj: tuple[Tensor, Tensor | None], residual: Tensor | None, tp: TensorParallel, *, batch: int
+) -> tuple[Tensor, list[Piece]]:
+    """Compute leave(sum of piece @ weight[:, columns].T) + bias + residual; return it with the pieces, which backward needs.
+
+    Args:
+        pieces: columns of the input [s * b, n*d]; several are added up as they arrive.
+        proj: weight [h, n*d], bias [h] or None.
+        residual: [s/parts, b, h], or None.
+        tp: the tp group.
+        batch: b.
+    Returns:
+        ([s/parts, b, h], all pieces).
+    """
+    (weight, bias), first, second = proj, next(pieces), next(pieces, None)
+    columns, out = first
+    if second is None:
+        return project_back(out.view(-1, batch, out.shape[1]), weight, bias, residual, tp), [first]
+    y = empty((out.shape[0] // batch, batch, weight.shape[0]), dtype=out.dtype, device=out.device)
+    torch.mm(out, weight[:, columns].t(), out=rows_of(y))
+    kept = [first]
+    for columns, out in chain([second], pieces):
+        torch.addmm(rows_of(y), out, weight[:, columns].t(), out=rows_of(y))
+        kept.append((columns, out))
+    y = tp.leave_async(y).wait()
+    if residual is not None:
+        y.add_(residual)
+    return (y if bias is None else y.add_(bias)), kept
+
+
+def put_grad_of_columns(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
+    """Compute the weight gradient of ``project_pieces``, grad.T @ piece in each piece's columns; None if it is in the main_grad."""
+    if len(pieces) == 1:
+        return put_weight_grad(main_grad, weight, grad, pieces[0][1])
+    reserved = main_grad.reserve(weight) if main_grad is not None else None
+    view, fresh = (torch.zeros_like(weight), False) if reserved is None else reserved
+    for columns, piece in pieces:
+        torch.addmm(view[:, columns], grad.t(), piece, beta=0.0 if fresh else 1.0, out=view[:, columns])
+    return view if reserved is None else None
+
+
+class RowWiseGrad:
+    """Gradient of a parameter computed message by message, each for some of its rows."""
+
+    def __init__(self, main_grad: MainGrad | None, param: Tensor, rows_differ: bool) -> None:
+        reserved = main_grad.reserve(param) if main_grad is not None else None
+        self._held = reserved is not None
+        self._view, fresh = reserved if reserved is not None else (torch.zeros_like(param), False)
+        if fresh and not rows_differ:
+            self._view.zero_()
+        self._overwrite = fresh and rows_differ  # every row comes exactly once
+
+    def put_product(self, grad_out: Tensor, x: Tensor, rows: list[slice]) -> None:
+        """Add (or write first) grad_out.T @ x, whose rows go to ``rows`` in order."""
+        if len(rows) == 1:
+            put_product(self._view[rows[0]], grad_out, x, fresh=self._overwrite)
+        else:
+            self.put(weight_product(grad_out, x, self._view.dtype), rows)
+
+    def put(self, grad: Tensor, rows: list[slice]) -> None:
+        """Add (or write first) a gradient whose rows go to ``rows`` in order."""
+        at = 0
+        for run in rows:
+            part = grad[at : at + run.stop - run.start]
+            self._view[run].copy_(part) if self._overwrite else self._view[run].add_(part)
+            at += run.stop - run.start
+
+    def result(self) -> Tensor | None:
+        """Return the gradient for autograd; None if it is in the main_grad."""
+        return None if self._held else self._view
