@@ -36,6 +36,7 @@ test-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),env)
 docs: env
 	$(PYTHON) tools/dev/make_flag_docs.py
 	$(PYTHON) tools/dev/make_zoo_docs.py
+	$(PYTHON) tools/dev/make_flow_picture.py
 
 docs-site: env
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

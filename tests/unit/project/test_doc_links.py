@@ -31,6 +31,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}: {sorted(anchors(target))}"
 
 
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if not re.match("CHANGELOG|LOG|mutants", p.name)], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """Paths in code, of files and of tests, are those of the repository or of the package."""
+    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch|md|json|yml))\b[^`]*`", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not any((base / path).exists() for base in (ROOT, ROOT / "megatron_sp", ROOT / "docs"))] == []
+
+
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     linked = {(ROOT / "docs" / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", index)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -187,6 +188,15 @@ def modules() -> list[str]:
 
 def test_every_folder_has_a_level() -> None:
     assert {path.split("/")[0] for path in modules()} == {*LEVELS, "__init__.py", "__main__.py"}
+
+
+def test_the_design_note_has_the_same_levels() -> None:
+    level, noted = -1, {}
+    for line in (ROOT / "docs/design/001-frame.md").read_text(encoding="utf-8").splitlines():
+        if row := re.match(r"\| (?:L(\d))? ?\| `(\w+)/` \|", line):
+            level = int(row[1]) if row[1] else level
+            noted[row[2]] = level
+    assert noted == LEVELS
 
 
 def test_the_package_keeps_its_layers() -> None:
