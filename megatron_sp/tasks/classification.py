@@ -75,17 +75,17 @@ class Classification:
 
     def classify(self, run: Run) -> None:
         """Classify every validation example, log the scores, write ``predictions.tsv``. Collective."""
-        predicted = all_reduce(self._classified_here(run), run.groups.control).numpy()
-        if run.launch.rank != 0:
+        predicted = all_reduce(self._classified_here(run), run.context.groups.control).numpy()
+        if run.context.launch.rank != 0:
             return
         true = np.array([self.labels.index(example.label) for example in self.valid])
         found = scores(predicted, true, self.labels, [example.group for example in self.valid])
-        run.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        run.context.console.line(f"{len(true)} validation examples: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         confused = {"labels": self.labels, "confusion": confusion(predicted, true, len(self.labels)).tolist()}
         few = len(self.labels) <= _FEW_LABELS
         run.metrics.write("classification", step=run.state.progress.step, examples=len(true), **found, **(confused if few else {}))
         rows = [f"{i}\t{self.labels[p]}\t{self.labels[t]}" for i, (p, t) in enumerate(zip(predicted, true, strict=True))]
-        path = run.run_dir / "predictions.tsv"
+        path = run.context.run_dir / "predictions.tsv"
         try:
             atomic_write_text(path, "\n".join(["index\tpredicted\tlabel", *rows]) + "\n")
         except OSError as error:
@@ -95,16 +95,16 @@ class Classification:
     def _classified_here(self, run: Run) -> Tensor:
         """Return int64 [examples]: the predicted classes of the examples that this rank reports, 0 for all others."""
         found = torch.zeros(len(self.valid), dtype=torch.int64)
-        plan, groups, dataset = run.plan, run.groups, run.datasets.valid
+        plan, groups, dataset = run.plan.batches, run.context.groups, run.data.datasets.valid
         assert isinstance(dataset, ClassificationDataset)
         each = plan.full // (plan.micro_batch_size * plan.dp_size)
-        run.model.eval()
+        run.parts.model.eval()
         with BatchLoader(dataset, micro_batch_size=plan.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size) as loader:
             for start in range(0, len(dataset), plan.full):
-                run.watchdog.beat(f"classification, example {start}")
+                run.context.watchdog.beat(f"classification, example {start}")
                 batches = loader.step(start, each)
-                run.weights.start_step(len(batches), run.model.unit_order(backward=False))  # type: ignore[operator]
-                events = UnitWork(run.weights, None)
+                run.parts.weights.start_step(len(batches), run.parts.model.unit_order(backward=False))  # type: ignore[operator]
+                events = UnitWork(run.parts.weights, None)
                 for batch in batches:
                     real = batch["weight"] > 0
                     logits = _logits(run, {name: value.to(groups.device) for name, value in batch.items()}, events)
@@ -115,7 +115,7 @@ class Classification:
 
 def _logits(run: Run, batch: MicroBatch, events: UnitEvents) -> Tensor | None:
     context = micro_batch_context(batch, seed=0, step=0, drops=False, kernel=run.kernel.name, causal=False)
-    logits: Tensor | None = run.model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events).logits
+    logits: Tensor | None = run.parts.model(batch["tokens"], batch["types"], batch["label"], batch["weight"], context, events).logits
     return logits
 
 

@@ -1,1 +1,34 @@
-"""Training runs: setup, loop, step, state, logs, watchdog, self-checks."""
+"""Training runs: setup, loop, step, state, logs, watchdog, self-checks.
+
+The core, in reading order:
+    loop.py             a whole run: join the other ranks, build, then step, save, validate, stop
+    run.py              the parts of a run, in the order in which they are built; what may fail where
+    step.py             one optimizer step: micro-batches in, one update out
+    microbatches.py     global batch size and its ramp-up
+    state.py            what a checkpoint holds, and how it is restored
+
+Before the first step:
+    setup.py            device, threads, process group, run folder, exit codes
+    starting_point.py   which checkpoint to start from, if any
+    resume.py           the schedule and the data must be those of the checkpoint
+    run_tokenizer.py    so must the tokenizer; the run keeps a copy of it
+    sharding.py         the model becomes flat units, one by one
+    fingerprint.py      all ranks have the same initial model
+    probe.py            --sp-overlap-mode auto measures
+    memory_estimate.py  predicted memory against what there is
+    verify.py           --verify-parallelism: one step against one process
+
+While it runs:
+    saves.py            when checkpoints are written, and how that is reported
+    save_interval.py    --save-interval auto
+    sample_history.py   digests of the last steps' samples
+    finite.py           non-finite weights and losses
+    signals.py          graceful stop
+    watchdog.py         end of a rank that makes no progress
+    report.py           a line and a record for each logged step
+    metrics.py          metrics.jsonl, TensorBoard, Weights & Biases
+    console.py          lines and the progress bar
+    environment.py      versions, device, hosts
+    overlap.py          --report-overlap: measured shares of hidden communication
+    overlap_picture.py  the same as a picture
+"""

@@ -1,7 +1,8 @@
 """The training loop: a whole run, from top to bottom.
 
 Entry scripts call ``pretrain(config, task)``. It joins the process group, opens the run folder, builds everything
-(``training/run.py``), then repeats: take a step, log, save, validate, check whether to stop.
+(``training/run.py``), then repeats: take a step, log, save, validate, check whether to stop. The process ends with an exit code of
+``utils/errors.py``: 0 done, 75 stopped by a signal with everything saved, else what went wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NoReturn
 
 import torch
 
@@ -24,16 +27,21 @@ from megatron_sp.comm.peers import Peers, is_peer_failure
 from megatron_sp.config.schema import Config
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.parallel.forward_context import MicroBatch
+from megatron_sp.training.console import Console
 from megatron_sp.training.finite import require_finite_loss, require_finite_weights, require_sound_end
 from megatron_sp.training.report import dump_bad_step
-from megatron_sp.training.run import Run, Task
+from megatron_sp.training.run import Run, RunContext, Task, prepare
+from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, join, lock_run_dir, open_run_dir, run_main
 from megatron_sp.training.signals import StopSignals
 from megatron_sp.training.starting_point import require_kept_steps
 from megatron_sp.training.step import StepResult, evaluate_batches, on_device
 from megatron_sp.training.verify import verify_parallelism
-from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
+from megatron_sp.training.watchdog import Watchdog
+from megatron_sp.utils.errors import EXIT_DISK, EXIT_OK, EXIT_PEER, EXIT_PREEMPTED, NumericsError, PeerError, ReportedError
 from megatron_sp.utils.faults import FaultPlan
+
+Split = Literal["valid", "test"]
 
 
 def pretrain(config: Config, task: Task) -> NoReturn:
@@ -52,151 +60,176 @@ def _pretrain(config: Config, task: Task, launch: Launch, status: RunStatus) -> 
     launch = dataclasses.replace(launch, attempt=peers.attempt)
     if config.parallel.verify_parallelism:
         return verify_parallelism(config, task, launch, groups)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as closing:
         run_dir = open_run_dir(config, task.name, groups)
         with all_ranks_agree(groups.control):
             if launch.rank == 0:
-                stack.enter_context(contextlib.closing(lock_run_dir(run_dir)))
+                closing.enter_context(contextlib.closing(lock_run_dir(run_dir)))
                 require_kept_steps(run_dir)
                 status.open(run_dir)
                 status.write("running")
         status.open(run_dir)
-        run = Run(config, task, launch, groups, peers, run_dir, signals, faults, status)
-        stack.callback(run.close)
+        context = RunContext(
+            config=config, task=task, launch=launch, groups=groups, peers=peers, run_dir=run_dir, status=status,
+            console=Console(launch.rank, progress_bar=not config.logging.no_progress_bar),
+            watchdog=_start_watchdog(config, launch, run_dir, status), signals=signals, faults=faults,
+        )  # fmt: skip
+        closing.callback(context.watchdog.close)
+        saves: Saves | None = None
         try:
-            run.prepare()
-            code = train(run)
+            run = prepare(context, closing)
+            closing.callback(context.console.close)  # before the logs are closed: a bar would hide their warnings
+            if config.checkpoint.save is not None:
+                saves = Saves(run)
+                closing.callback(saves.close)
+            code = train(run, saves)
         except ReportedError as error:
-            if isinstance(error, PeerError) and run.saves is not None:
-                run.saves.abandon()
+            if isinstance(error, PeerError) and saves is not None:
+                saves.abandon()
             raise
         except Exception as error:
             if is_peer_failure(error):
-                if run.saves is not None:
-                    run.saves.abandon()
+                if saves is not None:
+                    saves.abandon()
                 raise PeerError(peers.explain(error, run_dir)) from error
             raise
     signals.restore()  # after a failure they stay: the launcher's SIGTERM would end this rank before it has said why
     return code
 
 
-def train(run: Run) -> int:
-    """Take the remaining steps, validate, test; return the exit code."""
-    config, progress = run.config, run.state.progress
+def _start_watchdog(config: Config, launch: Launch, run_dir: Path, status: RunStatus) -> Watchdog:
+    """Start the watchdog; it waits half as long again as the collectives, whose timeout ends the ranks that wait for another."""
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return Watchdog(
+        1.5 * timeout.total_seconds(), run_dir / f"stacks-rank{launch.rank}.txt", launch.rank,
+        lambda message: status.write("failed", EXIT_PEER, message),
+    )  # fmt: skip
+
+
+def train(run: Run, saves: Saves | None = None) -> int:
+    """Take the remaining steps, validate, test; return the exit code.
+
+    Args:
+        run: the prepared run.
+        saves: saves its checkpoints; None without --save.
+    """
+    context, progress, train_iters = run.context, run.state.progress, run.plan.train_iters
     code = EXIT_OK
-    if not config.batch.skip_train and progress.step < run.train_iters:
-        assert run.train_loader is not None
-        run.console.start_progress(run.train_iters, progress.step)
-        reason = _steps(run)
-        run.weights.settle()
-        if run.saves is not None:
-            run.saves.save_last()
-        else:  # a save has looked
-            require_finite_weights((unit.master for unit in run.units), run.groups, progress.step)
-        run.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, reason)}")
+    if not context.config.batch.skip_train and progress.step < train_iters:
+        context.console.start_progress(train_iters, progress.step)
+        reason = _steps(run, saves)
+        run.parts.weights.settle()
+        if saves is not None:
+            saves.save_last()
+        else:  # a save checks them, too
+            require_finite_weights((unit.master for unit in run.state.units), context.groups, progress.step)
+        context.console.line(f"stopped at step {progress.step}: {_STOP_REASONS[reason]}{_what_is_kept(run, saves, reason)}")
         if reason == "signal":
             code = EXIT_PREEMPTED
-    finished = progress.step >= run.train_iters or config.batch.skip_train
-    if (
-        code == EXIT_OK
-        and finished
-        and not (_evaluate_once(run, "valid", run.valid_loader) and _evaluate_once(run, "test", run.test_loader))
-    ):
+    finished = progress.step >= train_iters or context.config.batch.skip_train
+    if code == EXIT_OK and finished and not (_evaluate_once(run, "valid") and _evaluate_once(run, "test")):
         code = EXIT_PREEMPTED
-    if finished and not config.batch.skip_train:
+    if finished and not context.config.batch.skip_train:
         require_sound_end(progress.bad_steps, progress.step)
-    if code == EXIT_OK and finished and run.task.finish is not None:
-        run.watchdog.beat("finish")
-        run.task.finish(run)
-    if run.saves is not None and run.saves.failed:
-        run.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
-        run.console.line(
+    if code == EXIT_OK and finished and context.task.finish is not None:
+        context.watchdog.beat("finish")
+        context.task.finish(run)
+    if saves is not None and saves.failed:
+        context.status.write("failed", EXIT_DISK, "the last checkpoint could not be written", step=progress.step)
+        context.console.line(
             "error: the last checkpoint could not be written (see the warnings above): free some space and start again with --auto-resume"
         )
         return EXIT_DISK
-    run.status.write("preempted" if code == EXIT_PREEMPTED else "done", code, step=progress.step)
+    context.status.write("preempted" if code == EXIT_PREEMPTED else "done", code, step=progress.step)
     return code
 
 
-def _steps(run: Run) -> str:
-    """Run the loop; return the reason why it ended, a key of ``_STOP_REASONS``."""
-    batch, progress = run.config.batch, run.state.progress
-    made_up_for = not run.continues_own or not _is_validation_due(run) or _evaluate_once(run, "valid", run.valid_loader)
-    if not made_up_for:
+def _steps(run: Run, saves: Saves | None) -> str:
+    """Take steps until the run ends or is stopped; return the reason, a key of ``_STOP_REASONS``.
+
+    After each step, in this order: stop if any rank was asked to, write the overlap report, save, validate, stop at --exit-interval. Not
+    after the last step: ``train`` saves however the loop ends, and evaluates what is finished.
+    """
+    context, progress, train_iters = run.context, run.state.progress, run.plan.train_iters
+    exit_interval, overlap_report = context.config.batch.exit_interval, run.layout.overlap_report
+    # a former process may have ended between the save of this step and its validation
+    if run.continues_own and _is_validation_due(run) and not _evaluate_once(run, "valid"):
         return "signal"
-    with _profiler(run) as profiler:
-        while progress.step < run.train_iters:
-            result = _one_step(run)
-            profiler()
+    with _profiler(run) as after_step:
+        while progress.step < train_iters:
+            result = _one_step(run, saves)
+            after_step()
             if result.stop_requested:  # before anything that takes long: whoever sent the signal will not wait
                 return "signal" if _any_signal(run) else "duration"
-            last = progress.step >= run.train_iters or bool(batch.exit_interval and progress.step % batch.exit_interval == 0)
-            if run.overlap is not None and run.overlap.is_due(last=last):
-                run.watchdog.beat("overlap report")
-                run.weights.settle()
-                run.overlap.write()
+            is_last, exits = progress.step >= train_iters, bool(exit_interval and progress.step % exit_interval == 0)
+            if overlap_report is not None and overlap_report.is_due(last=is_last or exits):
+                context.watchdog.beat("overlap report")
+                run.parts.weights.settle()
+                overlap_report.write()
                 run.reporter.pause_ended()
-            if progress.step >= run.train_iters:
+            if is_last:
                 break
-            if run.saves is not None and run.saves.is_due():
-                run.saves.save()
+            if saves is not None and saves.is_due():
+                saves.save()
                 if _any_signal(run):
                     return "signal"
-            if _is_validation_due(run) and not _evaluate(run, "valid", run.valid_loader, progress.step):
+            if _is_validation_due(run) and not _evaluate(run, "valid"):
                 return "signal"
-            if batch.exit_interval and progress.step % batch.exit_interval == 0:
+            if exits:
                 return "interval"
     return "done"
 
 
 def _is_validation_due(run: Run) -> bool:
     """Return whether a validation is due after the last step, by --eval-interval."""
-    step, interval = run.state.progress.step, run.config.batch.eval_interval
+    step, interval = run.state.progress.step, run.context.config.batch.eval_interval
     return bool(interval and step > 0 and step % interval == 0)
 
 
-def _evaluate_once(run: Run, kind: str, loader: BatchLoader | None) -> bool:
-    """Call ``_evaluate``, unless a previous process of this run has already evaluated these weights."""
-    step = run.state.progress.step
-    if step == run.start.step and kind in run.evaluated:
-        run.console.line(f"{kind} at step {step}: done already, as metrics.jsonl says")
-        return True
-    return _evaluate(run, kind, loader, step)
-
-
-def _one_step(run: Run) -> StepResult:
-    assert run.train_loader is not None
-    progress, plan = run.state.progress, run.plan
-    size, count = plan.global_batch_size(progress.consumed_samples), plan.num_microbatches(progress.consumed_samples)
-    step, end = progress.step + 1, progress.consumed_samples + size
-    run.watchdog.beat(f"step {step}")
-    if run.saves is not None:
-        run.saves.poll()
-    micro_batches = _next_micro_batches(run, run.train_loader, progress.consumed_samples, count)
+def _one_step(run: Run, saves: Saves | None) -> StepResult:
+    """Take one step: read its batch, train on it, count it, report it. Collective."""
+    progress, plan, loader = run.state.progress, run.plan, run.data.train_loader
+    assert loader is not None
+    consumed = progress.consumed_samples
+    size, count = plan.batches.global_batch_size(consumed), plan.batches.num_microbatches(consumed)
+    step = progress.step + 1
+    run.context.watchdog.beat(f"step {step}")
+    if saves is not None:
+        saves.poll()
+    micro_batches = _next_micro_batches(run, loader, consumed, count)
     digests = [batch.pop("digests") for batch in micro_batches]
-    lr, weight_decay = run.schedule.lr(progress.scheduled_samples), run.schedule.weight_decay(progress.scheduled_samples)
+    schedule = plan.lr_schedule
+    lr, weight_decay = schedule.lr(progress.scheduled_samples), schedule.weight_decay(progress.scheduled_samples)
     result = run.train_step.run(micro_batches, step, lr=lr, weight_decay=weight_decay, stop=_wants_stop(run), digests=digests)
-    result.sample_ids = run.train_loader.global_sample_ids(progress.consumed_samples, count).tolist()
-    run.state.samples.add(step, progress.consumed_samples, result.sample_digests)
-    progress.step, progress.consumed_samples = step, end
+    result.sample_ids = loader.global_sample_ids(consumed, count).tolist()
+    run.state.samples.add(step, consumed, result.sample_digests)
+    progress.step, progress.consumed_samples = step, consumed + size
     progress.scheduled_samples += size if result.updated else 0
     progress.consumed_tokens += size * micro_batches[0]["tokens"].shape[1]
     _count_bad_steps(run, result)
-    run.reporter.step(progress, result, lr=lr, loss_scale=run.scaler.scale, optimizer=run.optimizer, size=size)
+    parts = run.parts
+    run.reporter.step(progress, result, lr=lr, loss_scale=parts.scaler.scale, optimizer=parts.optimizer, size=size)
     return result
 
 
 def _next_micro_batches(run: Run, loader: BatchLoader, consumed_samples: int, count: int) -> list[MicroBatch]:
+    """Return this rank's next ``count`` micro-batches, on its device."""
     try:
         micro_batches = loader.step(consumed_samples, count)
     except ReportedError as error:
         error.on_all_ranks = False  # the others are waiting in a collective already
         raise
-    return [on_device(micro, run.groups.device) for micro in micro_batches]
+    return [on_device(micro, run.context.groups.device) for micro in micro_batches]
 
 
 def _count_bad_steps(run: Run, result: StepResult) -> None:
-    progress, limit = run.state.progress, run.config.precision.max_bad_steps
+    """Count a step that was not finite, and dump it, unless it is an ordinary fp16 overflow. Collective.
+
+    Raises:
+        NumericsError: there were more than --max-bad-steps in a row.
+    """
+    context, progress = run.context, run.state.progress
+    limit = context.config.precision.max_bad_steps
     if result.updated:
         progress.bad_steps = 0
         return
@@ -204,8 +237,8 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
     if result.overflow:
         return
     progress.bad_steps += 1
-    report = dump_bad_step(run.run_dir, run.launch.rank, progress, result, run.optimizer)
-    run.console.line(
+    report = dump_bad_step(context.run_dir, context.launch.rank, progress, result, run.parts.optimizer)
+    context.console.line(
         f"warning: step {progress.step} is not finite (loss {result.losses[0]}, grad norm {result.grad_norm}): skipped, the weights are"
         f" unchanged; {progress.bad_steps} in a row; samples and norms in {report}"
     )
@@ -218,50 +251,62 @@ def _count_bad_steps(run: Run, result: StepResult) -> None:
 
 
 def _wants_stop(run: Run) -> bool:
-    limit = run.config.batch.exit_duration_in_mins
-    return run.signals.requested or (limit is not None and time.monotonic() - run.started > 60 * limit)
+    """Return whether this rank wants to stop after the step: a signal came, or --exit-duration-in-mins is over."""
+    limit = run.context.config.batch.exit_duration_in_mins
+    return run.context.signals.requested or (limit is not None and time.monotonic() - run.context.started > 60 * limit)
 
 
 def _any_signal(run: Run) -> bool:
     """Return whether any rank has received a signal; the same on every rank. Collective."""
-    flag = torch.tensor([float(run.signals.requested)])
-    return bool(all_reduce(flag, run.groups.control, "max") > 0)
+    flag = torch.tensor([float(run.context.signals.requested)])
+    return bool(all_reduce(flag, run.context.groups.control, "max") > 0)
 
 
-def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> bool:
-    """Log the mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one.
+def _evaluate_once(run: Run, kind: Split) -> bool:
+    """Call ``_evaluate``, unless a former process of this run has already evaluated these weights."""
+    step = run.state.progress.step
+    if step == run.plan.start.step and kind in run.evaluated:
+        run.context.console.line(f"{kind} at step {step}: done already, as metrics.jsonl says")
+        return True
+    return _evaluate(run, kind)
+
+
+def _evaluate(run: Run, kind: Split) -> bool:
+    """Log the mean loss over --eval-iters global batches; each validation takes the batches after those of the previous one. Collective.
 
     Returns:
         False if it was interrupted by a signal to any rank; nothing is logged then but that.
     """
-    batch = run.config.batch
+    context, step, batches = run.context, run.state.progress.step, run.plan.batches
+    batch, model, loss_of = context.config.batch, run.parts.model, context.task.loss
+    loader = run.data.valid_loader if kind == "valid" else run.data.test_loader
     if loader is None or batch.eval_iters == 0:
         return True
-    run.model.eval()
+    model.eval()
     passes_before = 0 if kind == "test" or batch.skip_train or not batch.eval_interval else (step - 1) // batch.eval_interval
-    start, full = passes_before * batch.eval_iters * run.plan.full, run.plan.full
+    first_sample, count = passes_before * batch.eval_iters * batches.full, batches.full // (batches.micro_batch_size * batches.dp_size)
     began = time.monotonic()
-    names = (*run.task.loss.names, *run.task.loss.metrics)
-    total = torch.zeros(2 * len(names), dtype=torch.float64, device=run.groups.device)
+    names = (*loss_of.names, *loss_of.metrics)
+    total = torch.zeros(2 * len(names), dtype=torch.float64, device=context.groups.device)
     for index in range(batch.eval_iters):
-        run.watchdog.beat(f"{kind} batch {index}")
-        run.faults.at(f"{kind}.batch", step)
-        micro_batches = _next_micro_batches(run, loader, start + index * full, full // (run.plan.micro_batch_size * run.plan.dp_size))
-        total += evaluate_batches(run.model, run.task.loss, micro_batches, run.kernel.name, run.groups, run.weights)
+        context.watchdog.beat(f"{kind} batch {index}")
+        context.faults.at(f"{kind}.batch", step)
+        micro_batches = _next_micro_batches(run, loader, first_sample + index * batches.full, count)
+        total += evaluate_batches(model, loss_of, micro_batches, run.kernel.name, context.groups, run.parts.weights)
         if _any_signal(run):
-            run.model.train()
-            run.console.line(f"{kind} at step {step}: broken off by a signal")
+            model.train()
+            context.console.line(f"{kind} at step {step}: broken off by a signal")
             return False
-    values = all_reduce(total, run.groups.world).tolist()
-    run.model.train()
+    values = all_reduce(total, context.groups.world).tolist()
+    model.train()
     means = [s / c if c > 0 else 0.0 for s, c in zip(values[: len(names)], values[len(names) :], strict=True)]
     loss, others = means[0], {name.replace(" ", "_"): value for name, value in zip(names[1:], means[1:], strict=True)}
     shown = [f"{name} {value:.4f}" for name, value in zip(names, means, strict=True)]
-    if run.task.loss.of_tokens:
+    if loss_of.of_tokens:
         others["perplexity"] = math.exp(min(loss, 700.0))
         shown.append(f"perplexity {others['perplexity']:.2f}")
-    run.faults.at(f"{kind}.record", step)
-    run.console.line(f"{kind} at step {step}: {', '.join(shown)}")
+    context.faults.at(f"{kind}.record", step)
+    context.console.line(f"{kind} at step {step}: {', '.join(shown)}")
     require_finite_loss(kind, loss, step)
     run.metrics.write(kind, step=step, loss=loss, loss_hex=loss.hex(), seconds=time.monotonic() - began, **others)
     run.reporter.pause_ended()
@@ -271,23 +316,24 @@ def _evaluate(run: Run, kind: str, loader: BatchLoader | None, step: int) -> boo
 @contextlib.contextmanager
 def _profiler(run: Run) -> Iterator[Callable[[], None]]:
     """Profile the steps of --profile-step-start/-end with torch's profiler; yields a function to call after each step."""
-    logging, rank = run.config.logging, run.launch.rank
-    if not logging.profile or rank not in logging.profile_ranks or run.state.progress.step >= logging.profile_step_end:
+    logging, rank, done = run.context.config.logging, run.context.launch.rank, run.state.progress.step
+    if not logging.profile or rank not in logging.profile_ranks or done >= logging.profile_step_end:
         yield lambda: None
         return
-    start, steps = max(logging.profile_step_start - run.state.progress.step, 0), logging.profile_step_end - logging.profile_step_start
+    start, steps = max(logging.profile_step_start - done, 0), logging.profile_step_end - logging.profile_step_start
     warmup = min(start, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # whoever asks for the very first step knows
         plan = torch.profiler.schedule(wait=start - warmup, warmup=warmup, active=max(steps, 1), repeat=1)
-    path = run.run_dir / f"profile-rank{rank}.json"
+    path = run.context.run_dir / f"profile-rank{rank}.json"
     with torch.profiler.profile(schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:
         yield profiler.step
 
 
-def _what_is_kept(run: Run, reason: str) -> str:
-    if run.saves is None or run.saves.saved_step != run.state.progress.step:
-        return "; nothing was saved" + (", for there is no --save" if run.config.checkpoint.save is None else " at this step")
+def _what_is_kept(run: Run, saves: Saves | None, reason: str) -> str:
+    """Return the end of the last message: what there is to go on from."""
+    if saves is None or saves.saved_step != run.state.progress.step:
+        return "; nothing was saved" + (", for there is no --save" if run.context.config.checkpoint.save is None else " at this step")
     return "; the same command with --auto-resume goes on from here" if reason == "signal" else ""
 
 

@@ -38,14 +38,14 @@ class StepReporter:
     Args:
         config, groups, console, metrics: objects of the run.
         train_iters: number of steps of the whole run.
-        foresight: the prediction that is compared with measurements after some steps.
+        memory: the prediction that is compared with measurements after some steps.
     """
 
     def __init__(
-        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, foresight: MemoryEstimate
+        self, config: Config, groups: ParallelGroups, console: Console, metrics: MetricsLog, train_iters: int, memory: MemoryEstimate
     ) -> None:
         self._config, self._groups, self._console, self._metrics = config, groups, console, metrics
-        self._train_iters, self._foresight, self._lengths = train_iters, foresight, list[float]()
+        self._train_iters, self._memory, self._lengths = train_iters, memory, list[float]()
         self._flops_causal, self._flops_full = step_flops_per_token(config.model, head_share(config))
         self._peak, self._peak_name = peak_tflops(config.logging.peak_tflops, groups.device, dtype_of(config))
         self._step_began = time.monotonic()
@@ -88,8 +88,8 @@ class StepReporter:
     def _compare(self, step: int) -> None:
         """Report prediction and measurement, once."""
         measured, length = memory_bytes(self._groups.device), statistics.median(self._lengths)
-        self._console.line(self._foresight.line(measured, length))
-        self._metrics.write("prediction", step=step, **self._foresight.record(measured, length))
+        self._console.line(self._memory.line(measured, length))
+        self._metrics.write("prediction", step=step, **self._memory.record(measured, length))
 
     def _record(
         self, progress: Progress, result: StepResult, rate: float, lr: float, loss_scale: float, optimizer: FlatOptimizer, size: int

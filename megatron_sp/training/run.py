@@ -1,12 +1,31 @@
-"""The objects of a run, built in the order in which errors are cheapest to find, and the checkpoint they start from."""
+"""A run and its parts: ``prepare`` builds them, ``training/loop.py`` takes the steps.
+
+``prepare`` is the list of what is built, in the order in which errors are cheapest to find: paths and flags first, then files, then what
+takes time and memory. Whatever may fail on one rank only fails on all of them (``comm/agree.py``), with an exit code of
+``utils/errors.py``:
+
+    open_checkpointer   6  the folder of --save cannot be written
+    find_origin         3  the checkpoint is missing, damaged, or another run's        2  its shape does not fit the flags
+    build_tokenizer     4  a file is missing, or is not the checkpoint's               3  the checkpoint is of another model
+    plan_steps          2  --train-samples is less than one step                       3  the checkpoint's counts are invalid
+    build_data          4  a data set is missing, damaged or too short
+    choose_layout       -  (--sp-overlap-mode auto measures here)
+    estimate_memory     2  the ranks of this host need more memory than it has
+    build_model         2  the ranks have different models; out of memory
+    load_checkpoint     3  tensors are missing or damaged    4  the training data differ    2  the learning-rate schedule differs
+    choose_attention    2  the requested kernel does not run here
+    announce            -  (metrics.jsonl says ``start``, run_status.json says "running")
+
+and everywhere 7 if another rank is lost. Resuming is checked in ``training/resume.py``.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +39,10 @@ from megatron_sp.comm.peers import Peers
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config
 from megatron_sp.data.build import Datasets
+from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
-from megatron_sp.ops.attention import choose_kernel
+from megatron_sp.ops.attention import AttentionKernel, choose_kernel
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.heads import OverlapMode
@@ -35,9 +55,9 @@ from megatron_sp.training.microbatches import BatchPlan
 from megatron_sp.training.overlap import OverlapReport
 from megatron_sp.training.probe import choice_from, choose_overlap
 from megatron_sp.training.report import StepReporter
+from megatron_sp.training.resume import resume_samples, resume_schedule
 from megatron_sp.training.run_tokenizer import find_tokenizer, keep_for_run, require_same
 from megatron_sp.training.sample_history import SampleHistory
-from megatron_sp.training.saves import Saves
 from megatron_sp.training.setup import RunStatus, dtype_of
 from megatron_sp.training.sharding import build_sharded
 from megatron_sp.training.signals import StopSignals
@@ -45,7 +65,7 @@ from megatron_sp.training.starting_point import starting_point
 from megatron_sp.training.state import Progress, TrainingState, adopt_checkpoint_args, check_structure, is_ahead
 from megatron_sp.training.step import Loss, StepOptions, StepParts, TrainStep
 from megatron_sp.training.watchdog import Watchdog
-from megatron_sp.utils.errors import EXIT_PEER, CheckpointError, ConfigError, DataError
+from megatron_sp.utils.errors import CheckpointError, ConfigError
 from megatron_sp.utils.faults import FaultPlan
 from megatron_sp.utils.format import format_count
 from megatron_sp.utils.run_log import evaluated
@@ -77,370 +97,486 @@ class Task:
     torch_dropout: bool = False
 
 
+@dataclass(frozen=True)
+class RunContext:
+    """Everything that is known before anything is built: what to train, on which ranks, into which folder, and how to end it.
+
+    Attributes:
+        config: configuration; ``prepare`` still sets the vocabulary size, and with --use-checkpoint-args the model's shape.
+        task: what is trained.
+        launch, groups, peers: this process and the others.
+        run_dir: the run's folder.
+        status: ``run_status.json``.
+        console: lines for the user, from rank 0.
+        watchdog: ends this process if it makes no progress.
+        signals: report that a signal asks for a stop.
+        faults: injected faults.
+        started: ``time.monotonic()`` of the start.
+    """
+
+    config: Config
+    task: Task
+    launch: Launch
+    groups: ParallelGroups
+    peers: Peers
+    run_dir: Path
+    status: RunStatus
+    console: Console
+    watchdog: Watchdog
+    signals: StopSignals
+    faults: FaultPlan
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        folder: its step folder.
+        stored: its ``state.json``.
+        goes_on: the run resumes from its own checkpoint, so all state is loaded, whatever the flags for --load say.
+        continues_own: the records in the run folder are this run's own, too.
+        finetunes: only the weights are loaded; the run starts anew.
+        adopts_tokenizer: no flag names a tokenizer, so the checkpoint's is used.
+    """
+
+    folder: Path
+    stored: dict[str, Any]
+    goes_on: bool
+    continues_own: bool
+    finetunes: bool
+    adopts_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The steps of a run: which ones, in which batches, at which learning rates.
+
+    Attributes:
+        batches: global batch size and number of micro-batches, as a function of consumed samples.
+        start: progress before the first step of this process.
+        train_iters: number of the run's last step.
+        lr_schedule: learning rate and weight decay, as a function of scheduled samples.
+    """
+
+    batches: BatchPlan
+    start: Progress
+    train_iters: int
+    lr_schedule: LRSchedule
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Data sets of a run, and a loader for each; None where there is no such split."""
+
+    datasets: Datasets
+    train_loader: BatchLoader | None
+    valid_loader: BatchLoader | None
+    test_loader: BatchLoader | None
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Division of the model among the ranks, as the layers see it and as a checkpoint records it.
+
+    Attributes:
+        parallel: what the layers are built with.
+        overlap: resolved overlap mode of the sp exchanges: {"mode", "chunks"}.
+        overlap_report: records the collectives of some steps (--report-overlap); None: no report.
+        record: ``layout`` of ``state.json``.
+    """
+
+    parallel: ParallelContext
+    overlap: dict[str, Any]
+    overlap_report: OverlapReport | None
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Run:
-    """The objects of a run; ``prepare`` builds them, ``training/loop.py`` uses them."""
+    """A prepared run: what the training loop is handed. Of all this only ``state`` and the tensors in ``parts`` change with the steps.
 
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        launch: Launch,
-        groups: ParallelGroups,
-        peers: Peers,
-        run_dir: Path,
-        signals: StopSignals,
-        faults: FaultPlan,
-        status: RunStatus,
-    ) -> None:
-        self.config, self.task, self.launch, self.groups, self.peers = config, task, launch, groups, peers
-        self.run_dir, self.signals, self.faults, self.status = run_dir, signals, faults, status
-        self.console = Console(launch.rank, progress_bar=not config.logging.no_progress_bar)
-        self.started = time.monotonic()
-        timeout_s = timedelta(minutes=config.parallel.distributed_timeout_minutes).total_seconds()
-        self.watchdog = Watchdog(
-            1.5 * timeout_s,
-            run_dir / f"stacks-rank{launch.rank}.txt",
-            launch.rank,
-            lambda message: status.write("failed", EXIT_PEER, message),
-        )
-        self.loaders: list[BatchLoader] = []
-        self.saves: Saves | None = None  # from ``prepare`` on
+    Attributes:
+        context: what the run was started with.
+        origin: checkpoint that was loaded; None: a fresh start.
+        checkpointer: reads and writes the run's checkpoints.
+        plan: the steps to take.
+        data: data sets and loaders.
+        layout: division of the model among the ranks.
+        memory_estimate: predicted memory of this rank.
+        parts: model, weights, gradients, optimizer and loss scaler.
+        state: progress, and everything else that a checkpoint holds.
+        kernel: attention kernel.
+        train_step: takes one step.
+        evaluated: what former processes of this run have evaluated at the step it starts from: "valid", "test".
+        metrics: writes ``metrics.jsonl``.
+        reporter: turns the results of steps into lines and records.
+    """
 
-    def prepare(self) -> None:
-        """Build everything and load the checkpoint, in the order in which errors are cheapest to find."""
-        config = self.config
-        for note in config.ignored_flags:
-            self.console.line(f"ignored: {note}")
-        self.checkpointer = Checkpointer(
-            self.run_dir, rank=self.launch.rank, world_size=self.launch.world_size, group=self.groups.control,
-            faults=self.faults, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every,
-        )  # fmt: skip
-        if config.checkpoint.save is not None:
-            self.checkpointer.prepare()
-        source = self._find_checkpoint()
-        stored = self.checkpointer.read_state(source) if source is not None else None
-        is_adopted = False
-        if stored is not None and config.checkpoint.use_checkpoint_args:
-            is_adopted = adopt_checkpoint_args(stored, config)
-            validate(normalize(config), self.launch.world_size)
-        self._build_tokenizer(source, stored, is_adopted)
-        self.plan = BatchPlan.from_config(config.batch, self.groups.dp_size)
-        # what a former part of the run consumed stays consumed, whatever the batch size was then
-        self.start = _where_it_starts(stored if not self._finetunes else None, self.plan)
-        self.train_iters = config.batch.train_iters or self.start.step + self.plan.steps_for(
-            config.batch.train_samples or 0, self.start.consumed_samples
-        )
-        if self.train_iters == 0 and not config.batch.skip_train:
-            raise ConfigError(
-                f"train_samples ({config.batch.train_samples}) is less than one step takes ({self.plan.global_batch_size(0)}):"
-                " raise --train-samples, or lower --global-batch-size"
-            )
-        self.schedule = LRSchedule.from_config(config.optimizer, config.batch, self.plan.samples_after)
-        self._build_data()
-        self._choose_layout(stored)
-        self.foresight = MemoryEstimate(
-            config, self.overlap_choice, self.launch.world_size, self.launch.local_world_size, self.groups.device
-        )
-        self.status.explain_memory = self.foresight.explain
-        if not config.batch.skip_train:
-            with all_ranks_agree(self.groups.control):
-                warning = self.foresight.warning()
-            for line in warning:
-                self.console.line(line)
-        self._build_model()
-        if source is not None and stored is not None:
-            self._load(source, stored)
-        self._build_step()
-        own = self.continues_own and not config.batch.skip_train
-        # what was made of these weights already: a kill between a save and the end of the validation leaves that to be made up for
-        done = evaluated(self.run_dir, self.state.progress.step) if own and self.launch.rank == 0 else []
-        self.evaluated: list[str] = broadcast_json(done, self.groups.control)
-        self._announce()
-        if config.checkpoint.save is not None:
-            self.saves = Saves(self, None if self._finetunes else stored)
-
-    def _build_tokenizer(self, source: Path | None, stored: dict[str, Any] | None, is_adopted: bool) -> None:
-        """Build the tokenizer, and keep a copy in the run folder with --save. On a resume it must be the checkpoint's."""
-        config, tell = self.config, self.console.line
-        resumed = None if self._finetunes or config.batch.skip_train else stored
-        with all_ranks_agree(self.groups.control):
-            if source is not None and stored is not None:
-                find_tokenizer(config.data, stored, source, goes_on=resumed is not None, is_adopted=is_adopted, tell=tell)
-            self.tokenizer = self.task.build_tokenizer(config)
-            settle_vocab_size(config, self.tokenizer)
-            if stored is not None:
-                self._differences = check_structure(stored, config)
-            if source is not None and resumed is not None:
-                require_same(self.tokenizer, resumed, source, accept=config.checkpoint.accept_data_change, tell=tell)
-        record = None
-        with all_ranks_agree(self.groups.control):
-            if config.checkpoint.save is not None and self.launch.rank == 0:
-                record = keep_for_run(self.run_dir, config.data, self.tokenizer, tell)
-        self.tokenizer_record: dict[str, Any] | None = broadcast_json(record, self.groups.control)
-
-    def _find_checkpoint(self) -> Path | None:
-        """Return the step folder to load; None for a fresh start, which is never a fallback."""
-        point = starting_point(
-            self.config, self.run_dir, has_checkpoint=self.checkpointer.has_checkpoint, is_vacant=self.checkpointer.is_vacant,
-            attempt=self.launch.attempt,
-        )  # fmt: skip
-        self.goes_on, self.continues_own = point.goes_on, point.continues_own
-        if point.note:
-            self.console.line(point.note)
-        if point.source is None:
-            return None
-        return self.checkpointer.find(point.source, point.ckpt_step, self.config.checkpoint.resume_fallback)
+    context: RunContext
+    origin: Origin | None
+    checkpointer: Checkpointer
+    plan: StepPlan
+    data: RunData
+    layout: RunLayout
+    memory_estimate: MemoryEstimate
+    parts: StepParts
+    state: TrainingState
+    kernel: AttentionKernel
+    train_step: TrainStep
+    evaluated: list[str]
+    metrics: MetricsLog
+    reporter: StepReporter
 
     @property
-    def _finetunes(self) -> bool:
-        """True if the run takes only the weights of the checkpoint and starts anew."""
-        return self.config.checkpoint.finetune and not self.goes_on
-
-    def _build_data(self) -> None:
-        batch, full = self.config.batch, self.plan.full
-        start = self.start
-        train = self.plan.samples_after(max(self.train_iters - start.step, 0), start.consumed_samples)
-        train = 0 if batch.skip_train else max(train, batch.train_samples or 0)  # a batch that is not full is dropped, but was asked for
-        last_step = max(self.train_iters, start.step, 1)  # a checkpoint may be beyond the end of a run that was made shorter
-        passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
-        samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
-        with all_ranks_agree(self.groups.control):
-            self.datasets = self.task.build_datasets(self.config, self.tokenizer, samples)
-        for warning in self.datasets.warnings:
-            self.console.line(f"warning: {warning}")
-        self.train_loader = self._loader(self.datasets.train, self.config.data.num_workers)
-        self.valid_loader = self._loader(self.datasets.valid, 0)
-        self.test_loader = self._loader(self.datasets.test, 0)
-
-    def _loader(self, dataset: Any, num_workers: int) -> BatchLoader | None:
-        if dataset is None:
-            return None
-        loader = BatchLoader(
-            dataset, micro_batch_size=self.config.batch.micro_batch_size, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size,
-            order=self.config.data.dataloader_type, seed=self.config.batch.seed, num_workers=num_workers,
-            pin_memory=self.groups.device.type == "cuda", digests=dataset is self.datasets.train,
-        )  # fmt: skip
-        self.loaders.append(loader)
-        return loader
-
-    def _choose_layout(self, stored: dict[str, Any] | None) -> None:
-        """Build the layers' parallel layout. --sp-overlap-mode auto is resolved here, as in the checkpoint if its layout is the same."""
-        parallel, overlap = self.config.parallel, self.config.parallel.overlaps_exchanges
-        chunks = parallel.sp_head_chunks or 2
-        mode: str = parallel.overlap_mode
-        if mode == "auto":
-            before = (stored or {}).get("layout")
-            if isinstance(before, dict) and {**before, "sp_overlap": None} == {**self.layout_record(), "sp_overlap": None}:
-                mode, chunks = choice_from(before.get("sp_overlap"))
-            if mode == "auto":
-                mode, chunks, report = choose_overlap(self.config, self.groups, dtype_of(self.config))
-                self.console.line(report)
-        assert mode in ("none", "split-qkv", "chunked")
-        self.overlap_choice = {"mode": mode, "chunks": chunks}
-        overlap = overlap and mode != "none"
-        steps = self.config.logging.report_overlap
-        self.overlap = None if steps is None else OverlapReport(steps, self.groups, self.run_dir, self.console.line)
-        self.layout = ParallelContext.of(
-            self.groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks, overlap=overlap,
-            recorder=None if self.overlap is None else self.overlap.recorder,
-        )  # fmt: skip
-
-    def layout_record(self) -> dict[str, Any]:
-        """Return the description of the layout that is stored in a checkpoint."""
-        groups, parallel = self.groups, self.config.parallel
-        return {
-            "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
-            "tp_seq": parallel.sequence_parallel, "sp_overlap": getattr(self, "overlap_choice", None),
-        }  # fmt: skip
-
-    def _build_model(self) -> None:
-        config, device, precision = self.config, self.groups.device, self.config.precision
-        sharded = build_sharded(self.task.build_model, config, self.layout, self.groups, device)
-        sharded.fingerprint.require_equal(self.groups)
-        self.model, self.units, self.weights, self.gradients = sharded.model, sharded.units, sharded.weights, sharded.gradients
-        self.optimizer = FlatOptimizer(self.units, config.optimizer, tp=self.groups.tp, everybody=self.groups.world, host=sharded.host)
-        self.scaler = LossScaler(
-            enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
-            window=precision.loss_scale_window, hysteresis=precision.hysteresis,
-        )  # fmt: skip
-        self.state = TrainingState(self.model, self.units, self.optimizer, self.scaler)
-        self.state.tokenizer, self.state.evaluation_data = self.tokenizer_record, self.datasets.evaluation_fingerprints
-
-    def _load(self, source: Path, stored: dict[str, Any]) -> None:
-        checkpoint = self.config.checkpoint
-        finetune = self._finetunes
-        only_validates = self.config.batch.skip_train
-        samples = SampleHistory() if finetune or only_validates else self._check_data(stored)
-        weights_only = finetune or only_validates or (checkpoint.no_load_optim and not self.goes_on)
-        with all_ranks_agree(self.groups.control):
-            if not weights_only and not stored.get("has_optimizer"):
-                raise CheckpointError(
-                    f"{source} has no optimizer state (it was saved with --no-save-optim): add --no-load-optim to go on with a fresh"
-                    " optimizer, or --finetune to start anew from its weights"
-                )
-            if not finetune and not only_validates:
-                self._check_schedule(stored)
-            shapes = self.checkpointer.tensor_shapes(source)
-            wanted, unread = self.state.to_load(shapes, weights_only=weights_only)
-            if finetune:
-                wanted = {name: t for name, t in wanted.items() if name in shapes or not name.startswith(self.task.new_parameters)}
-        self.checkpointer.load(source, wanted, partial=weights_only, unread=unread, cast=True)
-        self.state.after_load(weights_only=weights_only)
-        self.weights.refresh_all()
-        if not finetune:
-            self.state.load_json(stored, self.start, weights_only=weights_only)
-        self.state.samples = samples
-        verb = "finetuning from" if finetune else "resumed from"
-        self.console.line(f"{verb} {source} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
-        if not finetune and is_ahead(stored) and not only_validates:
-            self.console.line(
-                "  an older version began this run, whose learning rate was that of one step later: it goes on like that"
-                " (docs/how-to/megatron.md)"
-            )
-        for line in self._differences:
-            self.console.line(f"  changed since: {line}")
-
-    def _check_schedule(self, stored: dict[str, Any]) -> None:
-        optimizer, old, new = self.config.optimizer, stored.get("schedule"), self.schedule.state()
-        if optimizer.use_checkpoint_opt_param_scheduler and isinstance(old, dict):
-            try:
-                self.schedule = LRSchedule(**old)
-            except TypeError:
-                raise CheckpointError(
-                    "state.json: the schedule of the checkpoint cannot be read; use --override-opt-param-scheduler"
-                ) from None
-            return
-        if optimizer.override_opt_param_scheduler:
-            return
-        if isinstance(old, dict) and old.get("warmup") == round(new["warmup"]):  # older versions rounded --lr-warmup-fraction
-            self.schedule = replace(self.schedule, warmup=old["warmup"])
-            new = self.schedule.state()
-        if old is not None and old != new:  # None: converted, it is not known
-            old = old if isinstance(old, dict) else {}
-            rows = "\n".join(f"  {k}: {old.get(k)} in the checkpoint, {v} here" for k, v in new.items() if old.get(k) != v)
-            raise ConfigError(
-                f"the learning-rate schedule is not the checkpoint's (lengths in samples):\n{rows}\n"
-                "add --override-opt-param-scheduler to use this one from here on, or --use-checkpoint-opt-param-scheduler to keep the old"
-            )
-
-    def _check_data(self, stored: dict[str, Any]) -> SampleHistory:
-        """Check that the training data are those of the checkpoint, by reading the samples of its last steps again. Collective.
-
-        Returns:
-            History of those samples; empty if the checkpoint has none, or the data differ and --accept-data-change is given.
-        Raises:
-            DataError: the data differ, without --accept-data-change.
-        """
-        then = stored.get("evaluation_data")
-        for name, now in self.datasets.evaluation_fingerprints.items():
-            if isinstance(then, dict) and then.get(name, now) != now:
-                what = "validation" if name == "valid" else name
-                self.console.line(f"note: the {what} data is not what it was, or is repeated otherwise: its losses are not those of before")
-        old, new = stored.get("data_fingerprint"), self.datasets.fingerprint
-        if old is None or self.datasets.train is None:  # converted, it is not known; or there is nothing to train on
-            return SampleHistory()
-        if "samples" not in stored:
-            self.console.line(
-                "the checkpoint is of an older version and has no digests of its samples: that the data are the same is known from their"
-                " sizes and a few probes only"
-            )
-        history = SampleHistory.from_json(stored.get("samples", []))
-        found = history.first_difference(self.datasets.train, self.config.data.dataloader_type, self.config.batch.seed, self.groups.control)
-        if old == new and found is None:
-            return history
-        what = f"the {history.words()} were read again, and the first that differs is {found}" if found is not None else ""
-        if found is not None and old == new and self.config.data.dataloader_type == "cyclic":
-            what += (
-                f" (if no file has changed, the order has: --dataloader-type cyclic draws it from the number of samples,"
-                f" {len(self.datasets.train)} now, which for blends and synthetic data follows from the number of steps)"
-            )
-        if old != new:
-            reason = (
-                "data files, split, sequence length, seed, tokenizer or number of epochs differ, so samples would repeat or be left out"
-            )
-            what = f"(fingerprint {old}, now {new}) {reason}{'; ' * bool(what)}{what}"
-        if not self.config.checkpoint.accept_data_change:
-            raise DataError(
-                f"the training data is not what the checkpoint was trained on: {what}. Restore it (`megatron-sp data verify PREFIX`"
-                " compares files with their digests), or add --accept-data-change to go on with it as it is"
-            )
-        self.console.line(f"--accept-data-change: the training data is not what the checkpoint was trained on: {what}")
-        return SampleHistory()
-
-    def _build_step(self) -> None:
-        model = self.config.model
-        with all_ranks_agree(self.groups.control):
-            try:
-                self.kernel = choose_kernel(
-                    self.config.kernels.attention_backend, self.groups.device.type, dtype_of(self.config), model.attention_dropout
-                )
-            except RuntimeError as error:
-                raise ConfigError(str(error)) from None
-        drops = max(model.attention_dropout, model.hidden_dropout) > 0
-        self.train_step = TrainStep(
-            StepParts(self.model, self.weights, self.gradients, self.optimizer, self.scaler), self.task.loss, self.groups,
-            StepOptions(self.config.batch.seed, drops, self.kernel.name, self.task.torch_dropout), self.faults,
-            None if self.overlap is None else self.overlap.recorder,
-        )  # fmt: skip
-
-    def _announce(self) -> None:
-        groups, config, progress = self.groups, self.config, self.state.progress
-        if config.parallel.offload_optimizer and groups.device.type == "cpu":
-            self.console.line("--offload-optimizer: the model is in host memory already, so this costs memory and time, and saves nothing")
-        if config.kernels.offload_activations and groups.device.type == "cpu":
-            self.console.line("--offload-activations: they are in host memory already, so this costs memory and time, and saves nothing")
-        self.metrics = MetricsLog(self.run_dir, config.logging, self.launch.rank, config.to_dict())
-        self.status.lost = self.metrics.lost
-        num_params = sum(math.prod(t.shape) for t in self.state.weights().values())
-        self.reporter = StepReporter(config, groups, self.console, self.metrics, self.train_iters, self.foresight)
-        self.console.line(
-            f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
-            f" (dp {groups.dp_size}{self._layout_words()}), attention: {self.kernel.name} ({self.kernel.reason}), global batch"
-            f" {self.plan.full} x {config.model.seq_length} tokens, steps {progress.step} to {self.train_iters}, run folder {self.run_dir}"
-        )
-        self.metrics.write(
-            "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=self.launch.attempt,
-            world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - self.started,
-            train_iters=self.train_iters, config=config.to_dict(),
-            environment=environment(groups.device, self.peers.hosts, self.layout_record(), self.kernel.name),
-        )  # fmt: skip
-        self.status.write(
-            "running", step=progress.step, train_iters=self.train_iters, world_size=groups.world_size,
-            hosts=self.peers.hosts, pids=self.peers.pids,
-        )  # fmt: skip
-
-    def _layout_words(self) -> str:
-        parallel, words = self.config.parallel, ""
-        if self.groups.sp.size() > 1:
-            chunks = f" in {self.layout.num_chunks} chunks" if self.layout.mode == "chunked" else ""
-            overlap = "overlapped" if self.layout.sp.overlap else "not overlapped"
-            words += f", sp {self.groups.sp.size()}: {self.layout.mode}{chunks}, {overlap}"
-        if self.groups.tp.size() > 1:
-            words += f", tp {self.groups.tp.size()}{' with sequence parallel' if parallel.sequence_parallel else ''}"
-        return words
-
-    def close(self) -> None:
-        """Stop threads and close files; safe to call at any time. Waits for a save in progress, only briefly if that was abandoned."""
-        if self.saves is not None:
-            self.saves.close()
-        self.console.close()
-        for loader in self.loaders:
-            loader.close()
-        if hasattr(self, "metrics"):
-            self.metrics.close()
-        self.watchdog.close()
+    def continues_own(self) -> bool:
+        """True if the records in the run folder are this run's own."""
+        return self.origin is not None and self.origin.continues_own
 
 
-def _where_it_starts(stored: dict[str, Any] | None, plan: BatchPlan) -> Progress:
-    """Return the progress of the run before its first step.
+def prepare(context: RunContext, closing: ExitStack) -> Run:
+    """Build the parts of a run and load its checkpoint. Collective.
+
+    Args:
+        context: what the run was started with.
+        closing: receives what must be closed, however the run ends.
+    """
+    config, console = context.config, context.console
+    for note in config.ignored_flags:
+        console.line(f"ignored: {note}")
+    checkpointer = open_checkpointer(context)
+    origin = find_origin(context, checkpointer)
+    tokenizer, changes = build_tokenizer(context, origin)
+    tokenizer_record = keep_tokenizer(context, tokenizer)
+    plan = plan_steps(context, origin)
+    data = build_data(context, plan, tokenizer, closing)
+    layout = choose_layout(context, origin)
+    memory_estimate = estimate_memory(context, layout)
+    parts, state = build_model(context, layout)
+    state.tokenizer, state.evaluation_data = tokenizer_record, data.datasets.evaluation_fingerprints
+    if origin is not None:
+        plan = load_checkpoint(context, checkpointer, origin, plan, data, parts, state)
+        for line in changes:
+            console.line(f"  changed since: {line}")
+    kernel = choose_attention(context)
+    train_step = build_step(context, layout, parts, kernel)
+    done = find_evaluated(context, origin, state.progress.step)
+    for line in _useless_offloads(config, context.groups.device.type):
+        console.line(line)
+    metrics = open_metrics(context, closing)
+    reporter = StepReporter(config, context.groups, console, metrics, plan.train_iters, memory_estimate)
+    run = Run(
+        context=context, origin=origin, checkpointer=checkpointer, plan=plan, data=data, layout=layout, memory_estimate=memory_estimate,
+        parts=parts, state=state, kernel=kernel, train_step=train_step, evaluated=done, metrics=metrics, reporter=reporter,
+    )  # fmt: skip
+    announce(run)
+    return run
+
+
+def open_checkpointer(context: RunContext) -> Checkpointer:
+    """Return the reader and writer of checkpoints; with --save, after cleaning up behind interrupted saves. Collective."""
+    checkpoint = context.config.checkpoint
+    checkpointer = Checkpointer(
+        context.run_dir, rank=context.launch.rank, world_size=context.launch.world_size, group=context.groups.control,
+        faults=context.faults, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every,
+    )  # fmt: skip
+    if checkpoint.save is not None:
+        checkpointer.prepare()
+    return checkpointer
+
+
+def find_origin(context: RunContext, checkpointer: Checkpointer) -> Origin | None:
+    """Return the verified checkpoint to start from; None for a fresh start, which is never a fallback. Collective.
+
+    With --use-checkpoint-args the configuration takes the model's shape from it.
+    """
+    config, checkpoint = context.config, context.config.checkpoint
+    point = starting_point(
+        config, context.run_dir, has_checkpoint=checkpointer.has_checkpoint, is_vacant=checkpointer.is_vacant,
+        attempt=context.launch.attempt,
+    )  # fmt: skip
+    if point.note:
+        context.console.line(point.note)
+    if point.source is None:
+        return None
+    folder = checkpointer.find(point.source, point.ckpt_step, checkpoint.resume_fallback)
+    stored = checkpointer.read_state(folder)
+    adopts_tokenizer = False
+    if checkpoint.use_checkpoint_args:
+        adopts_tokenizer = adopt_checkpoint_args(stored, config)
+        validate(normalize(config), context.launch.world_size)
+    return Origin(folder, stored, point.goes_on, point.continues_own, checkpoint.finetune and not point.goes_on, adopts_tokenizer)
+
+
+def build_tokenizer(context: RunContext, origin: Origin | None) -> tuple[Tokenizer, list[str]]:
+    """Build the tokenizer, which sets the vocabulary size, and check tokenizer and model against the checkpoint's. Collective.
+
+    Returns:
+        The tokenizer, and a line about each harmless change of a setting since the checkpoint.
+    """
+    config, tell = context.config, context.console.line
+    changes: list[str] = []
+    resumes = origin is not None and not origin.finetunes and not config.batch.skip_train
+    with all_ranks_agree(context.groups.control):
+        if origin is not None:
+            find_tokenizer(
+                config.data, origin.stored, origin.folder, goes_on=resumes, is_adopted=origin.adopts_tokenizer, tell=tell
+            )  # fmt: skip
+        tokenizer = context.task.build_tokenizer(config)
+        settle_vocab_size(config, tokenizer)
+        if origin is not None:
+            changes = check_structure(origin.stored, config)
+        if origin is not None and resumes:
+            require_same(tokenizer, origin.stored, origin.folder, accept=config.checkpoint.accept_data_change, tell=tell)
+    return tokenizer, changes
+
+
+def keep_tokenizer(context: RunContext, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Copy the tokenizer into the run's folder with --save; return its record for ``state.json``, the same on every rank. Collective."""
+    record: dict[str, Any] | None = None
+    with all_ranks_agree(context.groups.control):
+        if context.config.checkpoint.save is not None and context.launch.rank == 0:
+            record = keep_for_run(context.run_dir, context.config.data, tokenizer, context.console.line)
+    record = broadcast_json(record, context.groups.control)
+    return record
+
+
+def plan_steps(context: RunContext, origin: Origin | None) -> StepPlan:
+    """Return the steps to take: from the checkpoint's to --train-iters, or until --train-samples are consumed.
 
     Raises:
         CheckpointError: a stored count is not a whole number >= 0.
+        ConfigError: --train-samples is less than one step.
     """
-    progress = Progress()
-    if stored is not None:
-        progress.load(stored, plan.global_batch_size)
-    return progress
+    batch = context.config.batch
+    batches, start = BatchPlan.from_config(batch, context.groups.dp_size), Progress()
+    if origin is not None and not origin.finetunes:  # what is consumed stays consumed, whatever the batch size was then
+        start.load(origin.stored, batches.global_batch_size)
+    train_iters = batch.train_iters or start.step + batches.steps_for(batch.train_samples or 0, start.consumed_samples)
+    if train_iters == 0 and not batch.skip_train:
+        raise ConfigError(
+            f"train_samples ({batch.train_samples}) is less than one step takes ({batches.global_batch_size(0)}):"
+            " raise --train-samples, or lower --global-batch-size"
+        )
+    return StepPlan(batches, start, train_iters, LRSchedule.from_config(context.config.optimizer, batch, batches.samples_after))
+
+
+def build_data(context: RunContext, plan: StepPlan, tokenizer: Tokenizer, closing: ExitStack) -> RunData:
+    """Build data sets with as many samples as the run will read, and their loaders. Collective."""
+    batch, start, full = context.config.batch, plan.start, plan.batches.full
+    train = plan.batches.samples_after(max(plan.train_iters - start.step, 0), start.consumed_samples)
+    train = 0 if batch.skip_train else max(train, batch.train_samples or 0)  # a batch that is not full is dropped, but was asked for
+    last_step = max(plan.train_iters, start.step, 1)  # a checkpoint may be beyond the end of a run that was made shorter
+    passes = 1 if batch.skip_train else last_step // (batch.eval_interval or last_step) + 1
+    samples = (train, passes * batch.eval_iters * full, batch.eval_iters * full)
+    with all_ranks_agree(context.groups.control):
+        datasets = context.task.build_datasets(context.config, tokenizer, samples)
+    for warning in datasets.warnings:
+        context.console.line(f"warning: {warning}")
+    return RunData(
+        datasets,
+        _open_loader(context, datasets.train, closing, num_workers=context.config.data.num_workers, digests=True),
+        _open_loader(context, datasets.valid, closing),
+        _open_loader(context, datasets.test, closing),
+    )
+
+
+def _open_loader(
+    context: RunContext, dataset: Dataset | None, closing: ExitStack, *, num_workers: int = 0, digests: bool = False
+) -> BatchLoader | None:  # fmt: skip
+    if dataset is None:
+        return None
+    config, groups = context.config, context.groups
+    loader = BatchLoader(
+        dataset, micro_batch_size=config.batch.micro_batch_size, dp_rank=groups.dp_rank, dp_size=groups.dp_size,
+        order=config.data.dataloader_type, seed=config.batch.seed, num_workers=num_workers,
+        pin_memory=groups.device.type == "cuda", digests=digests,
+    )  # fmt: skip
+    return closing.enter_context(loader)
+
+
+def choose_layout(context: RunContext, origin: Origin | None) -> RunLayout:
+    """Resolve --sp-overlap-mode auto, as in the checkpoint if its layout is the same, and build the layers' layout. Collective."""
+    config, groups, parallel = context.config, context.groups, context.config.parallel
+    record: dict[str, Any] = {
+        "world_size": groups.world_size, "dp": groups.dp_size, "sp": groups.sp.size(), "tp": groups.tp.size(),
+        "tp_seq": parallel.sequence_parallel, "sp_overlap": None,
+    }  # fmt: skip
+    chunks = parallel.sp_head_chunks or 2
+    mode: str = parallel.overlap_mode
+    if mode == "auto":
+        before = None if origin is None else origin.stored.get("layout")
+        if isinstance(before, dict) and {**before, "sp_overlap": None} == record:
+            mode, chunks = choice_from(before.get("sp_overlap"))
+        if mode == "auto":
+            mode, chunks, report = choose_overlap(config, groups, dtype_of(config))
+            context.console.line(report)
+    assert mode in ("none", "split-qkv", "chunked")
+    steps = config.logging.report_overlap
+    overlap_report = None if steps is None else OverlapReport(steps, groups, context.run_dir, context.console.line)
+    layers = ParallelContext.of(
+        groups, tp_seq=parallel.sequence_parallel, mode=cast("OverlapMode", mode), num_chunks=chunks,
+        overlap=parallel.overlaps_exchanges and mode != "none",
+        recorder=None if overlap_report is None else overlap_report.recorder,
+    )  # fmt: skip
+    overlap = {"mode": mode, "chunks": chunks}
+    return RunLayout(layers, overlap, overlap_report, {**record, "sp_overlap": overlap})
+
+
+def estimate_memory(context: RunContext, layout: RunLayout) -> MemoryEstimate:
+    """Predict the memory of this rank, and warn if it will not do. Collective, unless --skip-train is given."""
+    launch, status = context.launch, context.status
+    estimate = MemoryEstimate(context.config, layout.overlap, launch.world_size, launch.local_world_size, context.groups.device)
+    status.explain_memory = estimate.explain
+    if not context.config.batch.skip_train:
+        with all_ranks_agree(context.groups.control):
+            warning = estimate.warning()
+        for line in warning:
+            context.console.line(line)
+    return estimate
+
+
+def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, TrainingState]:
+    """Build this rank's part of the model, with initial weights, and what updates it. Collective."""
+    config, groups, precision = context.config, context.groups, context.config.precision
+    sharded = build_sharded(context.task.build_model, config, layout.parallel, groups, groups.device)
+    sharded.fingerprint.require_equal(groups)
+    optimizer = FlatOptimizer(sharded.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=sharded.host)
+    scaler = LossScaler(
+        enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
+        window=precision.loss_scale_window, hysteresis=precision.hysteresis,
+    )  # fmt: skip
+    parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler)
+    return parts, TrainingState(sharded.model, sharded.units, optimizer, scaler)
+
+
+def load_checkpoint(
+    context: RunContext, checkpointer: Checkpointer, origin: Origin, plan: StepPlan, data: RunData, parts: StepParts, state: TrainingState
+) -> StepPlan:  # fmt: skip
+    """Load weights, and unless they are finetuned or evaluated only, everything else that the run goes on from. Collective.
+
+    Returns:
+        The plan, with the learning-rate schedule that the run goes on with.
+    """
+    config, console, stored = context.config, context.console, origin.stored
+    takes_weights = origin.finetunes or config.batch.skip_train  # and nothing else: there is no training to go on with
+    weights_only = takes_weights or (config.checkpoint.no_load_optim and not origin.goes_on)
+    samples = SampleHistory()
+    if not takes_weights:
+        samples = resume_samples(stored, data.datasets, config, context.groups.control, console.line)
+    with all_ranks_agree(context.groups.control):
+        if not weights_only and not stored.get("has_optimizer"):
+            raise CheckpointError(
+                f"{origin.folder} has no optimizer state (it was saved with --no-save-optim): add --no-load-optim to go on with a fresh"
+                " optimizer, or --finetune to start anew from its weights"
+            )
+        if not takes_weights:
+            plan = replace(plan, lr_schedule=resume_schedule(stored, config.optimizer, plan.lr_schedule))
+        shapes = checkpointer.tensor_shapes(origin.folder)
+        wanted, unread = state.to_load(shapes, weights_only=weights_only)
+        if origin.finetunes:
+            wanted = {name: t for name, t in wanted.items() if name in shapes or not name.startswith(context.task.new_parameters)}
+    checkpointer.load(origin.folder, wanted, partial=weights_only, unread=unread, cast=True)
+    state.after_load(weights_only=weights_only)
+    parts.weights.refresh_all()
+    if not origin.finetunes:
+        state.load_json(stored, plan.start, weights_only=weights_only)
+    state.samples = samples
+    verb = "finetuning from" if origin.finetunes else "resumed from"
+    console.line(f"{verb} {origin.folder} (step {stored.get('step')}, {stored.get('consumed_samples')} samples)")
+    if not takes_weights and is_ahead(stored):
+        console.line(
+            "  an older version began this run, whose learning rate was that of one step later: it goes on like that"
+            " (docs/how-to/megatron.md)"
+        )
+    return plan
+
+
+def choose_attention(context: RunContext) -> AttentionKernel:
+    """Choose the attention kernel; raises ConfigError on all ranks if the requested one does not run on one of them. Collective."""
+    config = context.config
+    with all_ranks_agree(context.groups.control):
+        try:
+            kernel = choose_kernel(
+                config.kernels.attention_backend, context.groups.device.type, dtype_of(config), config.model.attention_dropout
+            )
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from None
+    return kernel
+
+
+def build_step(context: RunContext, layout: RunLayout, parts: StepParts, kernel: AttentionKernel) -> TrainStep:
+    """Return what takes a step with these parts."""
+    config, task = context.config, context.task
+    drops = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
+    options = StepOptions(config.batch.seed, drops, kernel.name, task.torch_dropout)
+    recorder = None if layout.overlap_report is None else layout.overlap_report.recorder
+    return TrainStep(parts, task.loss, context.groups, options, context.faults, recorder)
+
+
+def find_evaluated(context: RunContext, origin: Origin | None, step: int) -> list[str]:
+    """Return what ``metrics.jsonl`` says was evaluated at this step, the same on every rank. Collective.
+
+    A kill between a save and the end of the validation behind it leaves the validation to be made up for.
+    """
+    own = origin is not None and origin.continues_own and not context.config.batch.skip_train
+    done = evaluated(context.run_dir, step) if own and context.launch.rank == 0 else []
+    found: list[str] = broadcast_json(done, context.groups.control)
+    return found
+
+
+def open_metrics(context: RunContext, closing: ExitStack) -> MetricsLog:
+    """Open the logs; what they lose to a full disk is reported in ``run_status.json``, too."""
+    config = context.config
+    metrics = MetricsLog(context.run_dir, config.logging, context.launch.rank, config.to_dict())
+    closing.callback(metrics.close)
+    context.status.lost = metrics.lost
+    return metrics
+
+
+def announce(run: Run) -> None:
+    """Report the start to the user, to ``metrics.jsonl`` and to ``run_status.json``."""
+    context, plan, kernel, progress = run.context, run.plan, run.kernel, run.state.progress
+    config, groups, launch, hosts = context.config, context.groups, context.launch, context.peers.hosts
+    num_params = sum(math.prod(t.shape) for t in run.state.weights().values())
+    context.console.line(
+        f"{format_count(num_params)} parameters in {config.precision.params_dtype}, {groups.world_size} x {groups.device.type}"
+        f" (dp {groups.dp_size}{_layout_words(run)}), attention: {kernel.name} ({kernel.reason}),"
+        f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
+        f" run folder {context.run_dir}"
+    )
+    run.metrics.write(
+        "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
+        world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
+        train_iters=plan.train_iters, config=config.to_dict(),
+        environment=environment(groups.device, hosts, run.layout.record, kernel.name),
+    )  # fmt: skip
+    context.status.write(
+        "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids
+    )
+
+
+def _layout_words(run: Run) -> str:
+    groups, layout, words = run.context.groups, run.layout.parallel, ""
+    tp_seq = run.context.config.parallel.sequence_parallel
+    if groups.sp.size() > 1:
+        chunks = f" in {layout.num_chunks} chunks" if layout.mode == "chunked" else ""
+        overlap = "overlapped" if layout.sp.overlap else "not overlapped"
+        words += f", sp {groups.sp.size()}: {layout.mode}{chunks}, {overlap}"
+    if groups.tp.size() > 1:
+        words += f", tp {groups.tp.size()}{' with sequence parallel' if tp_seq else ''}"
+    return words
+
+
+def _useless_offloads(config: Config, device_type: str) -> Iterator[str]:
+    """Yield a line about each offload to host memory that gains nothing, since the model is there already."""
+    if device_type != "cpu":
+        return
+    if config.parallel.offload_optimizer:
+        yield "--offload-optimizer: the model is in host memory already, so this costs memory and time, and saves nothing"
+    if config.kernels.offload_activations:
+        yield "--offload-activations: they are in host memory already, so this costs memory and time, and saves nothing"
 
 
 def settle_vocab_size(config: Config, tokenizer: Tokenizer) -> None:

@@ -35,39 +35,39 @@ class Saves:
 
     Args:
         run: prepared run.
-        stored: ``state.json`` of the checkpoint that is resumed; None otherwise.
 
     Attributes:
         saved_step: step of the last complete checkpoint of this run; -1 if there is none.
         failed: True if the last save failed.
     """
 
-    def __init__(self, run: Run, stored: dict[str, Any] | None) -> None:
-        self._run = run
+    def __init__(self, run: Run) -> None:
+        self._run, self._context = run, run.context
+        checkpoint, step = run.context.config.checkpoint, run.state.progress.step
+        stored = {} if run.origin is None or run.origin.finetunes else run.origin.stored
         self._interval = SaveInterval(
-            run.config.checkpoint, run.launch.world_size, run.groups.control, run.state.progress.step, (stored or {}).get("save_interval")
-        )
+            checkpoint, run.context.launch.world_size, run.context.groups.control, step, stored.get("save_interval")
+        )  # fmt: skip
         self._write_s = 0.0
         # what it goes on from stands already: a signal before the first step leaves nothing to be written
-        self.saved_step, self.failed = run.state.progress.step if run.continues_own else -1, False
+        self.saved_step, self.failed = step if run.continues_own else -1, False
         self._stall_s, self._stalled_until = 0.0, 0.0
         self._lost = self._closing = False
         self._background: BackgroundSaves | None = None
-        checkpoint = run.config.checkpoint
-        is_complete = run.config.batch.skip_train or run.state.progress.step >= run.train_iters
+        is_complete = run.context.config.batch.skip_train or step >= run.plan.train_iters
         if checkpoint.async_save and checkpoint.save_interval and not is_complete:
             self._background = self._reserve()
 
     def _reserve(self) -> BackgroundSaves | None:
-        run = self._run
-        timeout = timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
-        background = BackgroundSaves(run.checkpointer, background_group(run.launch.world_size, timeout))
-        available = run.foresight.spare_host_bytes(copy_bytes(run.config, run.launch.world_size))
+        run, config, world_size = self._run, self._context.config, self._context.launch.world_size
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        background = BackgroundSaves(run.checkpointer, background_group(world_size, timeout))
+        available = run.memory_estimate.spare_host_bytes(copy_bytes(config, world_size))
         problem = background.reserve(self._tensors(), available)
         if problem is not None:
-            run.console.line(f"saving in the background is off: {problem}; training waits for each save, as with --no-async-save")
+            self._context.console.line(f"saving in the background is off: {problem}; training waits for each save, as with --no-async-save")
             return None
-        run.console.line(
+        self._context.console.line(
             f"saving in the background: {format_bytes(background.num_bytes)} of host memory on each rank are kept for the copy"
         )
         run.train_step.before_update = background.join
@@ -85,13 +85,13 @@ class Saves:
             self._save_and_wait("training goes on")
         else:
             self._finish()
-            self._run.watchdog.beat(f"copying step {step} for its save")
+            self._context.watchdog.beat(f"copying step {step} for its save")
             self._require_finite()
             background.start(step, self._tensors(), self._state())
             self._stall_s, self._stalled_until = time.monotonic() - began, time.time()
         decided = self._interval.saved(step, time.monotonic() - began, self._write_s)
         if decided is not None:
-            self._run.console.line(decided)
+            self._context.console.line(decided)
         self._run.reporter.pause_ended()
 
     def save_last(self) -> None:
@@ -103,7 +103,7 @@ class Saves:
         began, step = time.monotonic(), run.state.progress.step
         self._finish()
         if self.saved_step != step:
-            run.watchdog.beat(f"saving step {step}")
+            self._context.watchdog.beat(f"saving step {step}")
             self._require_finite()
             report = run.checkpointer.save(step, self._tensors(), self._state())
             self._note(report, time.monotonic() - began, if_not)
@@ -118,7 +118,7 @@ class Saves:
 
     def _finish(self) -> None:
         if self._background is not None and self._background.in_flight:
-            self._run.watchdog.beat("waiting for a save in the background")
+            self._context.watchdog.beat("waiting for a save in the background")
             report = self._background.wait()
             if report is not None:
                 self._note_background(report)
@@ -132,13 +132,13 @@ class Saves:
         if self._background is None or not self._background.in_flight:
             return
         self._closing = True
-        self._run.watchdog.beat("waiting for a save in the background")
+        self._context.watchdog.beat("waiting for a save in the background")
         try:
             report = self._background.wait(_PATIENCE_S if self._lost else None)
             if report is not None:
                 self._note_background(report)
         except Exception as error:  # the run ends with an error of its own
-            self._run.console.line(f"warning: a save in the background has failed: {error}")
+            self._context.console.line(f"warning: a save in the background has failed: {error}")
 
     def _note_background(self, report: SaveReport) -> None:
         self._write_s = report.seconds
@@ -152,28 +152,30 @@ class Saves:
         if report.saved:
             self.saved_step = report.step
             beside = f", {more['background_s']:.1f} s beside training" if more else ""
-            run.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
+            self._context.console.line(f"saved step {report.step} in {stall_s:.{2 if more else 1}f} s{beside}")
             if self._closing:  # what it says by then is to stay
-                run.status.fields["saved_step"] = report.step
+                self._context.status.fields["saved_step"] = report.step
             else:
-                run.status.write("running", step=run.state.progress.step, saved_step=report.step)
+                self._context.status.write("running", step=run.state.progress.step, saved_step=report.step)
         else:
-            run.console.line(f"warning: step {report.step} was not saved: {report.reason}; {if_not}")
+            self._context.console.line(f"warning: step {report.step} was not saved: {report.reason}; {if_not}")
         run.metrics.write("save", step=report.step, seconds=stall_s, saved=report.saved, **more)
 
     def _require_finite(self) -> None:
         """Check that the weights to be saved are finite. Collective."""
         run = self._run
-        require_finite_weights((unit.master for unit in run.units), run.groups, run.state.progress.step)
+        require_finite_weights((unit.master for unit in run.state.units), self._context.groups, run.state.progress.step)
 
     def _tensors(self) -> dict[str, GlobalTensor]:
         tensors = self._run.state.weights()
-        if not self._run.config.checkpoint.no_save_optim:
+        if not self._context.config.checkpoint.no_save_optim:
             tensors.update(self._run.state.optimizer_tensors())
         return tensors
 
     def _state(self) -> dict[str, Any]:
         run = self._run
-        state = run.state.to_json(run.config, run.schedule.state(), run.datasets.fingerprint, run.layout_record())
+        state = run.state.to_json(
+            self._context.config, run.plan.lr_schedule.state(), run.data.datasets.fingerprint, run.layout.record
+        )  # fmt: skip
         interval = self._interval.state()
         return state if interval is None else {**state, "save_interval": interval}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from support.waiting import NEVER_MINUTES, wait_until
 from megatron_sp.checkpoint import saving
 from megatron_sp.comm import rendezvous
 from megatron_sp.data.loader import BatchLoader
-from megatron_sp.training import loop, setup
-from megatron_sp.training.run import Run
+from megatron_sp.training import run as parts
+from megatron_sp.training import setup
+from megatron_sp.training.run import Run, RunContext, RunData
+from megatron_sp.training.step import TrainStep
 from megatron_sp.training.watchdog import Watchdog
 from megatron_sp.utils.files import atomic_write_text
 from megatron_sp.utils.processes import is_stopped
@@ -92,13 +95,13 @@ def test_data_missing_on_one_host_ends_all_ranks(tmp_path: Path, rank: int) -> N
 
     def elsewhere(own: int) -> None:
         if own == rank:
-            original = loop.Run._build_data
+            original = parts.build_data
 
-            def build(self: loop.Run) -> None:
-                self.config.data.data_path = (str(tmp_path / "gone" / "x"),)
-                original(self)
+            def build(context: RunContext, *rest: Any) -> RunData:
+                context.config.data.data_path = (str(tmp_path / "gone" / "x"),)
+                return original(context, *rest)
 
-            loop.Run._build_data = build  # type: ignore[method-assign]
+            parts.build_data = build
 
     outcome = train(tmp_path, ranks=2, data=data_flags(prefix), setup=elsewhere).expect(4, f"{tmp_path}/gone/x")
     assert outcome.text.count("error: ") == 1 and "error: " in outcome.texts[0] and "Traceback" not in outcome.text
@@ -310,13 +313,13 @@ def test_a_launcher_that_ends_the_others_does_not_keep_them_from_saying_why(tmp_
     run = tmp_path / "run"
 
     def setup(rank: int) -> None:
-        close = loop.Run.close
+        close = Watchdog.close
 
-        def closed(self: loop.Run) -> None:
+        def closed(self: Watchdog) -> None:  # the last part of a run to be closed
             close(self)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        loop.Run.close = closed  # type: ignore[method-assign]
+        Watchdog.close = closed  # type: ignore[method-assign]
 
     outcome = train(tmp_path, "--save", run, ranks=2, setup=setup, fault="kill:rank=1:at=step.backward:step=3")
     assert outcome.codes == [7, KILLED] and "rank 1 (pid " in outcome.texts[0], outcome.text
@@ -355,7 +358,7 @@ def test_a_rank_that_dies_while_starting(tmp_path: Path) -> None:
 
     def setup(rank: int) -> None:
         if rank == 1:
-            loop.Run._build_model = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+            parts.build_model = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
     outcome = train(tmp_path, "--save", run, ranks=2, setup=setup)
     assert outcome.codes == [7, KILLED] and "rank 1 (pid " in outcome.texts[0], outcome.text
@@ -370,21 +373,22 @@ def test_a_bug_on_one_rank_keeps_its_traceback_and_its_status(tmp_path: Path, la
 
     def setup(rank: int) -> None:
         if late and rank == 0:
-            announce = loop.Run._announce
+            announce = parts.announce
 
-            def wait(self: loop.Run) -> None:
+            def wait(prepared: Run) -> None:
                 wait_until(lambda: status(run)["status"] == "failed")
-                announce(self)
+                announce(prepared)
 
-            loop.Run._announce = wait  # type: ignore[method-assign]
+            parts.announce = wait
         if rank == 1:
-            original = loop.Run._build_step
+            original = parts.build_step
 
-            def build(self: loop.Run) -> None:
-                original(self)
-                self.train_step.run = lambda *a, **k: {}["no such key"]  # type: ignore[assignment, method-assign]
+            def build(*given: Any) -> TrainStep:
+                step = original(*given)
+                step.run = lambda *a, **k: {}["no such key"]  # type: ignore[method-assign]
+                return step
 
-            loop.Run._build_step = build  # type: ignore[method-assign]
+            parts.build_step = build
 
     outcome = train(tmp_path, "--save", run, ranks=2, setup=setup)
     assert outcome.codes == [7, 1] and "KeyError: 'no such key'" in outcome.texts[1] and "rank 1 " in outcome.texts[0], outcome.text
@@ -409,10 +413,7 @@ def test_ranks_other_than_0_leave_their_files_in_the_run_folder(tmp_path: Path) 
 
 
 def _no_memory(rank: int) -> None:
-    def build(self: Run) -> None:
-        torch.empty(2**48)
-
-    Run._build_model = build  # type: ignore[method-assign]
+    parts.build_model = lambda *_: torch.empty(2**48)  # type: ignore[assignment, return-value]
 
 
 def test_out_of_memory_is_one_message_with_where_it_goes_and_what_helps(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.training import records, saved_steps, state, status, tensors, train, write_data
@@ -115,14 +116,15 @@ def test_data_that_evaluation_repeats_are_warned_of_and_a_dropped_batch_is_asked
     data = ("--data-path", write_data(tmp_path / "d" / "x"), "--split", "8,1,1", "--vocab-size", 60)
 
     def note(rank: int) -> None:
-        from megatron_sp.training.loop import Run
+        from megatron_sp.training import run
 
-        def build(self: Run, *args: object) -> None:
-            original(self, *args)
-            (tmp_path / "asked.txt").write_text(str(self.datasets.train._wanted))  # type: ignore[union-attr]
+        def build(*given: Any) -> run.RunData:
+            data = original(*given)
+            (tmp_path / "asked.txt").write_text(str(data.datasets.train._wanted))  # type: ignore[union-attr]
+            return data
 
-        original = Run._build_data
-        Run._build_data = build  # type: ignore[method-assign]
+        original = run.build_data
+        run.build_data = build
 
     outcome = train(tmp_path, "--train-samples", 22, "--eval-iters", 40, data=data, setup=note).expect(
         0, "valid at step 5", "test at step 5"

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.training import Outcome, assert_same_run, records, saved_steps, status, train
@@ -66,11 +68,11 @@ def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Pa
 
     def slow_and_impatient(rank: int) -> None:
         signals._ECHO_SECONDS = 0.0
-        original = loop.Run.prepare
+        original = loop.prepare
 
-        def prepare(self: loop.Run) -> None:
-            original(self)
-            step = self.train_step.run
+        def prepare(*given: Any) -> loop.Run:
+            run = original(*given)
+            step = run.train_step.run
 
             def slow_third_step(*args: object, **kwargs: object) -> object:
                 if args[1] == 3:
@@ -78,9 +80,10 @@ def test_a_second_signal_ends_at_once_and_leaves_the_old_checkpoint(tmp_path: Pa
                     time.sleep(60 * NEVER_MINUTES)
                 return step(*args, **kwargs)  # type: ignore[arg-type]
 
-            self.train_step.run = slow_third_step  # type: ignore[assignment, method-assign]
+            run.train_step.run = slow_third_step  # type: ignore[assignment, method-assign]
+            return run
 
-        loop.Run.prepare = prepare  # type: ignore[method-assign]
+        loop.prepare = prepare
 
     def act(pids: list[int]) -> None:
         wait_until((tmp_path / "third").exists)
@@ -138,13 +141,13 @@ def test_a_signal_while_starting_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def setup(rank: int) -> None:
-        original = loop.Run.prepare
+        original = loop.prepare
 
-        def prepare(self: loop.Run) -> None:
+        def prepare(*given: Any) -> loop.Run:
             os.kill(os.getpid(), signal.SIGTERM)
-            original(self)
+            return original(*given)
 
-        loop.Run.prepare = prepare  # type: ignore[method-assign]
+        loop.prepare = prepare
 
     train(tmp_path, "--save", run, setup=setup, ranks=2).expect(75, "stopped at step 1: a signal")
     assert saved_steps(run) == [1]
@@ -179,13 +182,12 @@ def test_exit_duration_is_agreed_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def setup(rank: int) -> None:
-        original = loop.Run.prepare
+        original = loop.prepare
 
-        def prepare(self: loop.Run) -> None:
-            original(self)
-            self.started -= 3600 * rank
+        def prepare(context: loop.RunContext, *rest: Any) -> loop.Run:
+            return original(replace(context, started=context.started - 3600 * rank), *rest)
 
-        loop.Run.prepare = prepare  # type: ignore[method-assign]
+        loop.prepare = prepare
 
     outcome = train(tmp_path, "--save", run, "--exit-duration-in-mins", 50, ranks=2, setup=setup)
     outcome.expect(0, "stopped at step 1: --exit-duration-in-mins")

@@ -17,11 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -149,9 +149,10 @@ def _run(words: list[str]) -> None:
     elif words[:1] in (["-c"], ["-"]):
         text = words[1] if words[0] == "-c" else sys.stdin.read()
         sys.argv, sys.path[0] = [words[0], *words[2 if words[0] == "-c" else 1 :]], ""
-        module: Any = ModuleType("__main__")
-        sys.modules["__main__"] = module
-        exec(compile(text, "<string>", "exec"), module.__dict__)
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+            script.write(text)
+            script.flush()
+            runpy.run_path(script.name, run_name="__main__")
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
