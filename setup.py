@@ -58,7 +58,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_sp", "megatron_sp.*"]),
-    package_data={"megatron_sp.report": ["page.css", "page.js"]},
+    package_data={"megatron_sp.report": ["page.css", "page.js", "scales.js"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.10",  # earlier ones run code from a crafted weights_only file (CVE-2026-24747)

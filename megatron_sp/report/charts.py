@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_sp.report.chart import Chart
 from megatron_sp.report.curves import Curve, curve
 from megatron_sp.report.html import show
 from megatron_sp.report.reading import RunFiles
-from megatron_sp.report.run_history import History, Record, number
-from megatron_sp.report.svg import Chart
+from megatron_sp.report.run_history import History, Record, accuracies, number
 
 _POINTS = 24_000  # of all curves together: what keeps the page well below a megabyte
 _VALIDATION_CHARTS = 8
@@ -27,22 +27,34 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
     several = len(runs) > 1
     buckets = max(100, min(1000, _POINTS // (20 * len(runs))))
 
-    def one(key: str, title: str, kind: str, field: str, **more: Any) -> Chart:
+    def one(key: str, title: str, axis: str, kind: str, field: str, **more: Any) -> Chart:
         curves = [_series(run.history, index, "train", field, run.name if several else title, buckets) for index, run in enumerate(runs)]
-        return Chart(key, title, kind, [c for c in curves if _holds_values(c)], **more)
+        return Chart(key, title, axis, kind, [c for c in curves if _holds_values(c)], **more)
 
-    loss = Chart("loss", "Loss", "loss", _loss_curves(runs, buckets), wide=True, note=_loss_note(runs))
+    loss = Chart("loss", "Loss", "loss", "loss", _loss_curves(runs, buckets), unit="nats", wide=True, note=_loss_note(runs))
+    levels, predicted = _memory_levels(runs)
     found = [
-        one("lr", "Learning rate", "plain", "lr", from_zero=True, noisy=False),
-        one("grad_norm", "Gradient norm", "plain", "grad_norm", from_zero=True),
-        one("tokens_per_s", "Throughput, tokens/s", "si", "tokens_per_s", from_zero=True),
-        one("mfu", "MFU", "percent", "mfu", from_zero=True, note=_peak_note(runs)),
-        one("step_s", "Time of a step", "seconds", "step_s", from_zero=True),
-        one("memory", "Memory of rank 0, most so far", "bytes", "memory_bytes", from_zero=True, noisy=False, levels=_memory_levels(runs)),
-        one("loss_scale", "Loss scale", "si", "loss_scale", from_zero=True, noisy=False),
-        one("global_batch_size", "Global batch size, sequences", "count", "global_batch_size", from_zero=True, noisy=False),
-        one("params_norm", "Norm of the parameters", "plain", "params_norm"),
-        one("num_zeros_in_grad", "Zeros in the gradients", "si", "num_zeros_in_grad", from_zero=True),
+        one("lr", "Learning rate", "learning rate", "plain", "lr", from_zero=True, noisy=False),
+        one("grad_norm", "Gradient norm", "gradient norm", "plain", "grad_norm", from_zero=True, unit="L2"),
+        one("tokens_per_s", "Throughput", "throughput", "si", "tokens_per_s", from_zero=True, unit="tokens/s"),
+        one("mfu", "MFU", "share of the peak", "percent", "mfu", from_zero=True, note=_peak_note(runs)),
+        one("step_s", "Time of a step", "time", "seconds", "step_s", from_zero=True),
+        one(
+            "memory", "Peak memory of rank 0", "memory", "bytes", "memory_bytes", from_zero=True, noisy=False, levels=levels, note=predicted
+        ),
+        one("loss_scale", "Loss scale", "loss scale", "si", "loss_scale", from_zero=True, noisy=False),
+        one(
+            "global_batch_size",
+            "Global batch size",
+            "batch size",
+            "count",
+            "global_batch_size",
+            from_zero=True,
+            noisy=False,
+            unit="sequences",
+        ),
+        one("params_norm", "Norm of the parameters", "norm", "plain", "params_norm", unit="L2"),
+        one("num_zeros_in_grad", "Zeros in the gradients", "zeros", "si", "num_zeros_in_grad", from_zero=True, unit="elements"),
     ]
     constant = ("loss_scale", "global_batch_size")  # worth a chart only when they change
     kept = [c for c in found if c.curves and not (c.key in constant and all(v.low == v.high for v in c.curves))]
@@ -51,12 +63,14 @@ def charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 def _validation_charts(runs: Sequence[RunFiles], buckets: int) -> list[Chart]:
     """Return the charts of validation metrics besides the loss: further terms (BERT's order loss), accuracy."""
-    names = dict.fromkeys(str(key) for run in runs for r in run.history.valid.values() for key in r if key not in _OF_EVERY_VALIDATION)
+    records = [r for run in runs for r in run.history.valid.values()]
+    names = dict.fromkeys(str(key) for r in records for key in r if key not in _OF_EVERY_VALIDATION)
     found = []
     for place, name in enumerate(names):
         curves = [_series(run.history, index, "valid", name, run.name, buckets // 4) for index, run in enumerate(runs)]
-        title = f"Validation: {name.replace('_', ' ')}"
-        found.append(Chart(f"valid-{place}", title, "loss", [c for c in curves if _holds_values(c)]))
+        words, kind = name.replace("_", " "), "percent" if accuracies({name: None}) else "loss"
+        unit = "nats" if name.endswith("loss") else ""
+        found.append(Chart(f"valid-{place}", f"Validation: {words}", words, kind, [c for c in curves if _holds_values(c)], unit=unit))
     return [c for c in found if c.curves][:_VALIDATION_CHARTS]
 
 
@@ -110,19 +124,18 @@ def _peak_note(runs: Sequence[RunFiles]) -> str:
     return f"Of the peak of one device: {', '.join(sorted(names))}." if names else ""
 
 
-def _memory_levels(runs: Sequence[RunFiles]) -> list[tuple[float, str]]:
-    if len(runs) > 1:
-        return []
-    last = next(reversed(runs[0].of_kind("prediction")), None)
+def _memory_levels(runs: Sequence[RunFiles]) -> tuple[list[tuple[float, str]], str]:
+    """Return the predicted memory as a level of the chart, and a sentence about it; neither when runs are compared."""
+    last = next(reversed(runs[0].of_kind("prediction")), None) if len(runs) == 1 else None
     if last is None:
-        return []
+        return [], ""
     before, predicted = number(last.get("before_model_bytes")), number(last.get("predicted_bytes"))
-    levels = [(predicted, f"predicted for the tensors: {show(predicted, 'bytes')}")]
     if before > 0:
-        levels = [
-            (before + predicted, f"predicted: {show(predicted, 'bytes')} above the {show(before, 'bytes')} before the model was built")
-        ]
-    return levels
+        words = (
+            f"{show(predicted, 'bytes')} for tensors, above the {show(before, 'bytes')} that the program held before the model was built"
+        )
+        return [(before + predicted, f"predicted: {show(before + predicted, 'bytes')}")], f"Predicted: {words}."
+    return [(predicted, f"predicted: {show(predicted, 'bytes')}")], f"Predicted: {show(predicted, 'bytes')} for tensors."
 
 
 def axis_map(run: RunFiles) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_sp.report import svg
+from megatron_sp.report.bars import bar
 from megatron_sp.report.html import Html, show, table, tag
 from megatron_sp.report.reading import RunFiles
 from megatron_sp.report.run_history import Record, number
@@ -74,7 +74,7 @@ def prediction_section(run: RunFiles) -> Section | None:
 
 def _bar_row(name: str, parts: Sequence[tuple[str, float, str]], whole: float, value: str) -> Html:
     drawn = [p for p in parts if math.isfinite(p[1])]
-    return tag("div", tag("span", name), svg.bar(drawn, whole, f"{name}: {value}"), tag("span", value, class_="num"), class_="bar-row")
+    return tag("div", tag("span", name), bar(drawn, whole, f"{name}: {value}"), tag("span", value, class_="num"), class_="bar-row")
 
 
 # ------------------------------------------------------------------------------------------------------ exchanges
@@ -110,5 +110,5 @@ def _exchange_row(row: Record, whole: float) -> list[object]:
 
 def _two_bars(exchange: float, exposed: float, whole: float) -> Html:
     kinds = (("k-steps", exchange, "alone"), ("k-lost", exposed, "exposed"))
-    bars = [svg.bar([(kind, value, "")], whole, f"{word} {show(value, 'seconds')}") for kind, value, word in kinds if math.isfinite(value)]
+    bars = [bar([(kind, value, "")], whole, f"{word} {show(value, 'seconds')}") for kind, value, word in kinds if math.isfinite(value)]
     return tag("div", bars, class_="two-bars")

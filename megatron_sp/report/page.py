@@ -14,19 +14,25 @@ from functools import cache
 from pathlib import Path
 
 from megatron_sp import __version__
-from megatron_sp.report import sections, svg
+from megatron_sp.report import sections
+from megatron_sp.report.chart import figure
 from megatron_sp.report.charts import axis_map, charts
 from megatron_sp.report.classified import classification_section
 from megatron_sp.report.configuration import configuration_section
 from megatron_sp.report.html import Html, join, script_json, tag
 from megatron_sp.report.measured import exchanges_section, numerics_section, prediction_section
 from megatron_sp.report.reading import RunFiles, read_run
+from megatron_sp.report.run_history import SMOOTHED_FROM
 from megatron_sp.report.summary import comparison, header, tiles
 from megatron_sp.report.time_section import time_section
 from megatron_sp.utils.errors import DiskError
 from megatron_sp.utils.output_file import write_output
 
 _HERE = Path(__file__).parent
+_WITHOUT_SCRIPTS = tag(
+    "noscript",
+    tag("p", "The charts are drawn by the page's own script, which does not run here; the tables hold their values.", class_="quiet"),
+)
 
 
 def write_page(paths: Sequence[Path], output: Path) -> list[RunFiles]:
@@ -69,7 +75,11 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
     parts = [
         sections.section("overview", "Overview", tiles(run, now), tag("div", comparison(runs, now), class_="card") if several else None),
         sections.section(
-            "curves", "Curves", _controls(), tag("div", [_figure(c, resumed, several=several) for c in drawn], class_="charts")
+            "curves",
+            "Curves",
+            _controls(),
+            _WITHOUT_SCRIPTS,
+            tag("div", [figure(c, several=several) for c in drawn], class_="charts"),
         ),
         classification_section(runs),
         numerics_section(run),
@@ -81,12 +91,12 @@ def page(runs: Sequence[RunFiles], now: float) -> Html:
     ]
     present = [part for part in parts if part is not None]
     data = {
-        "charts": [c.to_json() for c in drawn], "resumed": resumed, "runs": [each.name for each in runs],
-        "axes": [axis_map(each) for each in runs],
+        "charts": [c.to_json() for c in drawn], "resumed": resumed, "axes": [axis_map(each) for each in runs],
+        "smoothed_from": SMOOTHED_FROM,
     }  # fmt: skip
     main = tag("main", [part.body for part in present])
     body = tag("body", header(run, runs[1:], now), _navigation(present), _notes(runs), main, _footer(several))
-    script = Html(_asset("page.js"))
+    script = _script()
     scripts = [tag("script", script_json(data), type="application/json", id="data"), tag("script", script)]
     return join(Html("<!DOCTYPE html>\n"), tag("html", _head(run.name, script), body, Html("\n"), scripts, lang="en"), Html("\n"))
 
@@ -110,6 +120,11 @@ def _asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
+def _script() -> Html:
+    """Return the page's script: what needs no document, and what does, in one scope of their own."""
+    return Html('"use strict";\n(() => {\n' + _asset("scales.js") + _asset("page.js") + "})();\n")
+
+
 def _navigation(parts: Sequence[sections.Section]) -> Html:
     return tag("nav", [tag("a", part.title, href=f"#{part.key}") for part in parts], aria_label="sections")
 
@@ -131,27 +146,6 @@ def _controls() -> Html:
         tag("span", "drag to zoom, double click for the whole run", class_="quiet"),
         class_="controls needs-script",
     )
-
-
-def _figure(chart: svg.Chart, resumed: Sequence[tuple[int, int]], *, several: bool) -> Html:
-    legend = len(chart.drawn) > 1 or several
-    keys = [
-        tag("button", tag("span", class_=f"swatch c{c.look} {c.style} d{c.look if c.style == 'line' else 0}"), c.label, type="button",
-            aria_pressed="true", data_curve=place)
-        for place, c in enumerate(chart.drawn)
-    ]  # fmt: skip
-    bad = sum(c.num_bad for c in chart.drawn if any(t != "nan" for _, t in c.bad) or chart.key in ("loss", "grad_norm"))
-    log = tag("button", "log", type="button", class_="log needs-script", aria_pressed="false", aria_label=f"logarithmic: {chart.title}")
-    reader = f"{chart.title}: arrow keys read values"
-    note = f"▾ {bad:,} {'value is' if bad == 1 else 'values are'} not finite (red marks). " if bad else ""
-    return tag(
-        "figure",
-        tag("figcaption", tag("h3", chart.title), log),
-        tag("div", keys, class_="legend") if legend else None,
-        tag("div", svg.draw(chart, resumed), class_="canvas", tabindex="0", role="group", aria_label=reader),
-        tag("p", note + chart.note, class_="quiet") if note + chart.note else None,
-        class_="card chart wide" if chart.wide else "card chart", data_key=chart.key,
-    )  # fmt: skip
 
 
 def _footer(several: bool) -> Html:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sp.report import svg
+from megatron_sp.report.bars import bar
 from megatron_sp.report.html import Html, join, show, table, tag
 from megatron_sp.report.reading import RunFiles, config_of
 from megatron_sp.report.run_history import Record, are_equal, number
@@ -36,11 +36,11 @@ def _time_card(run: RunFiles, tries: Sequence[Attempt]) -> Html:
     sums = {kind: seconds for kind, seconds in totals(spans).items() if seconds > 0}
     whole = sum(sums.values())
     begin, end = spans[0].begin, spans[-1].end
-    line = svg.bar(
+    line = bar(
         [(f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}") for s in merged(spans)],
         end - begin, "what the run did when",
     )  # fmt: skip
-    shares = svg.bar([(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time")
+    shares = bar([(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time")
     rows = [[join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")] for k, v in sums.items()]
     return card(
         "Where the time went",

@@ -42,6 +42,21 @@ const frame = (element) => { const b = element.getBoundingClientRect(); return [
 fact("frames", [...document.querySelectorAll(".canvas")].map(frame));
 fact("wider than the window", document.documentElement.scrollWidth > innerWidth);
 fact("ticks", ticks());
+const collisions = () => [...document.querySelectorAll("figure")].flatMap((f) => {
+  const texts = [...f.querySelectorAll("text")].map((t) => [`${f.dataset.key}: ${t.textContent}`, t.getBoundingClientRect()]);
+  return texts.flatMap(([name, a], i) => texts.slice(i + 1).filter(([, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3,
+  ).map(([other]) => [name, other]));
+});
+const atWidth = (width) => {
+  document.body.style.width = width;
+  dispatchEvent(new Event("afterprint"));  // which draws
+  return [collisions(), document.querySelectorAll("text").length];
+};
+fact("collisions", ["400px", "1000px", "1600px", ""].map(atWidth));
+fact("titles", [...document.querySelectorAll("figure")].map((f) => [...f.querySelectorAll(".axis-title")].map((t) => t.textContent)));
+fact("levels", [...document.querySelectorAll(".level-text")].map((t) => t.textContent));
+fact("folded", [...document.querySelectorAll("details.values")].map((d) => d.open));
 canvas.dispatchEvent(event("pointermove", box.width / 2));
 fact("tips", tips());
 fact("crosses", document.querySelectorAll(".cross").length);
@@ -62,6 +77,7 @@ for (const value of ["tokens", "time", "step"]) {
   axis.value = value;
   axis.dispatchEvent(new Event("change"));
   fact(value, ticks());
+  fact(`title of ${value}`, figure.querySelectorAll(".axis-title")[1].textContent);
 }
 const before = figure.querySelector("path.line:not(.faint)").getAttribute("d"), slider = document.getElementById("smoothing");
 slider.value = 8;
@@ -80,7 +96,7 @@ const rows = () => [...document.querySelectorAll("#config-table tbody tr")].filt
 dispatchEvent(new Event("beforeprint"));
 fact("paper", figure.querySelector("svg").getAttribute("viewBox"));
 dispatchEvent(new Event("afterprint"));
-fact("screen", figure.querySelector("svg").getAttribute("viewBox") !== "0 0 1000 340");
+fact("screen", figure.querySelector("svg").getAttribute("viewBox") !== "0 0 1000 366");
 const few = rows();
 document.getElementById("config-show").value = "all";
 document.getElementById("config-show").dispatchEvent(new Event("change"));
@@ -162,6 +178,7 @@ def folder(tmp_path: Path) -> Path:
     log.start(0, config=config.to_dict())
     for step in range(1, 201):
         log.steps(step, step, loss=2 + 8 / step + 0.3 * (step % 5))
+    log.write("prediction", 200, predicted_bytes=2**29, before_model_bytes=2**29)  # as much as is measured: on the curve
     log.start(150, config=config.to_dict())
     for step in range(151, 301):
         log.steps(step, step, loss=2 + 8 / step + 0.3 * (step % 5))
@@ -179,16 +196,21 @@ def test_the_page_draws_and_answers(folder: Path, tmp_path: Path) -> None:
     assert facts["drawn"] == [3, 1, 2, 2, 2, 2, 1], "the lines and, of what is noisy, their means; of the loss the validation too"
     shown = [frame for frame in facts["frames"] if frame[1] + frame[3] < 1500]
     assert len(shown) >= 3 and all(colours(seen.picture, frame) > 12 for frame in shown)
+    assert [found for found, _ in facts["collisions"]] == [[], [], [], []], "no text lies on another"
+    assert all(count > 60 for _, count in facts["collisions"]) and facts["levels"] == ["predicted: 1.0 GiB"]
+    assert facts["titles"][:3] == [["loss (nats)", "step"], ["learning rate", "step"], ["gradient norm (L2)", "step"]]
+    assert facts["titles"][-1] == ["memory (GiB)", "step"] and facts["folded"] == [False] * 7
     assert "300" in facts["ticks"] and facts["again"] == facts["whole"] == facts["step"] == facts["ticks"]
     assert len(facts["tips"]) == 1 and re.search(r"step 1[45]\d\ntraining\n\d\.\d{4}", facts["tips"][0]) and facts["tips after"] == []
     assert facts["crosses"] == 7, "in all charts at once"
     assert facts["log ticks"] != facts["ticks"] and "10" in facts["log ticks"]
     steps = [int(t) for t in facts["zoomed"] if t.isdigit() and int(t) > 20]
     assert steps and min(steps) >= 150 and max(steps) <= 226 and facts["reset"] is False
-    assert any(t.endswith(" k") for t in facts["tokens"]) and any(t.endswith(" min") for t in facts["time"])
+    assert any(t.endswith(" k") for t in facts["tokens"]) and facts["time"] not in (facts["tokens"], facts["step"])
+    assert (facts["title of tokens"], facts["title of time"]) == ("tokens", "training time (min)")
     assert facts["smoother"] and facts["unsmoothed"] == [1, "off"] and facts["hidden"] == [0, "false"]
     assert facts["by keys"][0].startswith("step 298\n"), "to the last step, and two back"
-    assert facts["paper"] == "0 0 1000 340" and facts["screen"], "paper has a width of its own"
+    assert facts["paper"] == "0 0 1000 366" and facts["screen"], "paper has a width of its own"
     few, every, one = facts["rows"]
     assert 2 <= few < 10 and every > 100 and one == 2, "with the name of their group"
 

@@ -15,7 +15,7 @@ from support.run_logs import EVIL, LogWriter, evil_run
 
 from megatron_sp.commands import report
 from megatron_sp.config.schema import Config
-from megatron_sp.report import svg
+from megatron_sp.report.chart import figure
 from megatron_sp.report.charts import charts
 from megatron_sp.report.curves import curve
 from megatron_sp.report.html import Html, join, script_json, show, tag
@@ -65,7 +65,15 @@ def made(*folders: Path, now: float = 1_700_001_000.0) -> tuple[str, Reader]:
 
 def words_of(text: str) -> str:
     """What a person reads, of everything below the head."""
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", re.sub(r"<(style|script|title).*?</\1>", "", text, flags=re.DOTALL))))
+    text = re.sub(r"<(style|script|title)\b.*?</\1>", "", text, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", text)))
+
+
+def data_of(text: str) -> Any:
+    """What the page's script draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found is not None
+    return json.loads(found[1])
 
 
 @pytest.fixture
@@ -146,40 +154,33 @@ def test_few_points_are_all_drawn_and_too_many_bad_ones_are_counted() -> None:
     assert c.num_bad == 5000 and 0 < len(c.bad) <= 200 and math.isnan(c.last)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (4.7, 9.1, [5, 6, 7, 8, 9]), (3.0, 3.0, [3.0]),
-     (-3e-5, 2e-5, [-3e-5, -2e-5, -1e-5, 0, 1e-5, 2e-5]),
-     (0.0, math.inf, [0.0])],
-)  # fmt: skip
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert svg.ticks(low, high) == pytest.approx(expected)
-
-
-def test_ticks_of_bytes_are_round_in_binary() -> None:
-    high = 3.1 * 2**30
-    assert svg.ticks(0, high, unit=svg.unit_of(high, "bytes")) == [0, 2**30, 2 * 2**30, 3 * 2**30]
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "text"), [(0.0, "bytes", "0"), (2**30, "bytes", "1 GiB"), (0.2, "percent", "20 %"), (2.5, "loss", "2.5")]
-)
-def test_ticks_have_no_more_digits_than_they_need(value: float, kind: str, text: str) -> None:
-    assert svg.tick_text(value, kind) == text
-
-
-def test_a_chart_is_within_its_frame_and_described(resumed: Path) -> None:
+def test_a_chart_and_what_is_there_without_scripts(resumed: Path) -> None:
     drawn = charts([read_run(resumed)])
     assert [c.key for c in drawn] == ["loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "memory"]
     assert [(c.label, c.style, c.count) for c in drawn[0].curves] == [
         ("training", "line", 8), ("thrown away by interruptions", "undone", 2), ("validation", "points", 1),
     ]  # fmt: skip
-    text = svg.draw(drawn[0], [(4, 0)])
-    reader = Reader(text)
-    numbers = [float(n) for d in (a["d"] for e, a in reader.elements if e == "path") for n in re.findall(r"-?[\d.]+", d or "")]
-    assert numbers and all(0 <= n <= 1160 for n in numbers)
-    assert "training: 8 values, lowest 1.2500, highest 10.0000, last 1.2500" in reader.texts["desc"] and reader.texts["title"] == "Loss\n"
-    assert text.count('class="resume c0"') == 1 and reader.count("circle") == 3  # a validation, two undone steps
+    text = figure(drawn[0], several=False)
+    assert "Loss log training thrown" in words_of(text) and "training 8 1.2500 10.0000 1.2500 █" in words_of(text)
+    assert "thrown away by interruptions 2 1.6667 2.0000 1.6667 validation 1 1.5000" in words_of(text)
+    single = words_of(figure(drawn[6], several=False))
+    assert single.startswith(" Peak memory of rank 0 log values values lowest highest last 8 1.0 GiB 1.0 GiB 1.0 GiB")
+    assert "nothing was logged" in words_of(figure(charts([read_run(resumed.parent)])[0], several=True))
+
+
+def test_every_chart_has_titles_with_units(resumed: Path) -> None:
+    log = LogWriter(resumed)
+    log.write("valid", 9, loss=1.0, order_loss=0.5, lm_accuracy=0.5, x=1.0)
+    more = {"params_norm": 1.0, "num_zeros_in_grad": 1.0}
+    log.steps(9, 9, loss_scale=2.0, global_batch_size=8, **more)
+    told = {c["key"]: (c["axis"], c["unit"] or c["kind"]) for c in data_of(made(resumed)[0])["charts"]}
+    assert told == {
+        "loss": ("loss", "nats"), "valid-0": ("order loss", "nats"), "valid-1": ("lm accuracy", "percent"), "valid-2": ("x", "loss"),
+        "lr": ("learning rate", "plain"), "grad_norm": ("gradient norm", "L2"), "tokens_per_s": ("throughput", "tokens/s"),
+        "mfu": ("share of the peak", "percent"), "step_s": ("time", "seconds"), "memory": ("memory", "bytes"),
+        "loss_scale": ("loss scale", "si"),
+        "global_batch_size": ("batch size", "sequences"), "params_norm": ("norm", "L2"), "num_zeros_in_grad": ("zeros", "elements"),
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- time
@@ -389,8 +390,8 @@ def test_nothing_that_a_run_says_becomes_markup(tmp_path: Path) -> None:
     assert "<img" not in text and reader.count("img") == 0 and reader.count("script") == 2 and reader.count("b") == 0
     assert not [a for _, attributes in reader.elements for a in attributes if a.startswith("on")]
     assert EVIL in words_of(text) or "onerror=alert(1)" in words_of(text)
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])  # type: ignore[index]
-    assert data["runs"][0].endswith("<img src=x onerror=alert(2)>") and data["runs"][1].endswith(" (2)")
+    names = [c["n"] for c in data_of(text)["charts"][0]["curves"] if c["s"] == "line"]
+    assert names[0].endswith("<img src=x onerror=alert(2)>: training") and names[1].endswith(" (2): training")
 
 
 def test_the_policy_names_the_script(resumed: Path) -> None:
