@@ -6,6 +6,7 @@ is lost, and its mean, from which the smoothed line is drawn. Values that are no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,44 +65,43 @@ class Curve:
         return record | ({"bad": self.bad} if self.bad else {})
 
 
-def curve(label: str, run: int, style: str, x: Sequence[float], y: Sequence[float], buckets: int) -> Curve:
+def curve(label: str, run: int, style: str, x: Sequence[float], given: Sequence[float], buckets: int) -> Curve:
     """Return a curve with at most two points (and possibly a gap) for each bucket, and the last point.
 
     Args:
-        x, y: points in order; x must be finite.
+        x, given: points in order; x must be finite.
     """
-    pairs, bad = [], []
-    for a, b in zip(x, y, strict=True):
-        if -LARGEST < b < LARGEST:
-            pairs.append((a, b))
-        else:
-            pairs.append((a, math.nan))
-            bad.append((a, f"{b:g}"))
-    finite = [b for _, b in pairs if b == b]
-    out = Curve(label, run, style, count=len(pairs))
+    y = [value if -LARGEST < value < LARGEST else math.nan for value in given]
+    finite = [value for value in y if value == value]
+    out = Curve(label, run, style, count=len(y))
     if finite:
         out.low, out.high, out.last = min(finite), max(finite), finite[-1]
-    out.num_bad, out.bad = len(bad), bad[:: max(1, math.ceil(len(bad) / MARKED))]
-    if len(pairs) <= 2 * buckets:
-        out.x, out.y = [a for a, _ in pairs], [b for _, b in pairs]
+    if len(finite) < len(y):
+        bad = [(a, f"{b:g}") for a, b, kept in zip(x, given, y, strict=True) if kept != kept]
+        out.num_bad, out.bad = len(bad), bad[:: max(1, math.ceil(len(bad) / MARKED))]
+    if len(y) <= 2 * buckets:
+        out.x, out.y = list(x), y
         return out
-    for index in range(buckets):
-        _add_bucket(out, pairs[index * len(pairs) // buckets : (index + 1) * len(pairs) // buckets])
-    if out.x[-1] != pairs[-1][0]:  # a reader looks at the end first
-        out.x.append(pairs[-1][0])
-        out.y.append(pairs[-1][1])
+    edges = [index * len(y) // buckets for index in range(buckets + 1)]
+    for start, end in itertools.pairwise(edges):
+        _add_bucket(out, x[start:end], y[start:end])
+    if out.x[-1] != x[-1]:  # a reader looks at the end first
+        out.x.append(x[-1])
+        out.y.append(y[-1])
     return out
 
 
-def _add_bucket(out: Curve, pairs: Sequence[tuple[float, float]]) -> None:
-    finite = [p for p in pairs if p[1] == p[1]]
-    chosen = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
-    gap = next((p[0] for p in pairs if p[1] != p[1]), None) if len(finite) < len(pairs) else None
-    for a, b in sorted([*chosen, *([(gap, math.nan)] if gap is not None else [])], key=lambda p: p[0]):
-        out.x.append(a)
-        out.y.append(b)
-    out.mean_x.append(sum(a for a, _ in pairs) / len(pairs))
-    out.mean_y.append(sum(b for _, b in finite) / len(finite) if finite else math.nan)
+def _add_bucket(out: Curve, x: Sequence[float], y: list[float]) -> None:
+    """Add the lowest and the highest value, the first gap, and the means."""
+    finite = y if not math.isnan(sum(y)) else [value for value in y if value == value]  # most buckets have no gap
+    chosen = {y.index(min(finite)), y.index(max(finite))} if finite else set()
+    if len(finite) < len(y):
+        chosen.add(next(i for i, value in enumerate(y) if value != value))
+    for i in sorted(chosen):
+        out.x.append(x[i])
+        out.y.append(y[i])
+    out.mean_x.append(sum(x) / len(x))
+    out.mean_y.append(sum(finite) / len(finite) if finite else math.nan)
 
 
 def _short(values: Sequence[float]) -> list[float | int | None]:

@@ -52,7 +52,8 @@ class History:
     def series(self, kind: str, key: str, axis: str = "step") -> tuple[list[float], list[float]]:
         """Return x and y of one curve; missing values, and those that are not numbers, are NaN and leave a gap."""
         records = list((self.train if kind == "train" else self.valid).values())
-        return [self.x_of(r, axis) for r in records], [number(r.get(key)) for r in records]
+        x = [float(r["step"]) for r in records] if axis == "step" else [self.x_of(r, axis) for r in records]
+        return x, [value if type(value := r.get(key)) is float else number(value) for r in records]
 
 
 def number(value: Any) -> float:

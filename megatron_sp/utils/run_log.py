@@ -25,23 +25,23 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         DataError: the file cannot be read.
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
+    records, notes, bad = [], [], []
+    names: dict[str, str] = {}  # one string for each name, however many records have it
     try:
-        with open_readable(file) as opened:
-            lines = opened.read().split(b"\n")
+        with open_readable(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                record = _parse(line)
+                if record is not None:
+                    records.append({names.setdefault(name, name): value for name, value in record.items()})
+                elif line.endswith(b"\n"):
+                    bad.append(number)
+                else:
+                    notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
     except OSError as error:
         hint = " (give a run's folder; it gets this file with the first logged step)" if path.is_dir() or not path.exists() else ""
         raise DataError(f"{file} cannot be read: {error.strerror}{hint}") from None
-    records, notes, bad = [], [], []
-    for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        record = _parse(line)
-        if record is not None:
-            records.append(record)
-        elif index == len(lines) - 1:
-            notes.append(f"{file}: the last line is cut off (a process died while writing it) and is left out")
-        else:
-            bad.append(index + 1)
     if bad:
         notes.append(f"{file}: {len(bad)} lines are no records and are left out, the first is line {bad[0]}")
     return records, notes

@@ -6,6 +6,7 @@ import html.parser
 import json
 import math
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,26 @@ def test_thinning_keeps_spikes_gaps_and_the_end() -> None:
     assert c.bad == [(15_000, "nan"), (16_000, "inf")] and (c.low, c.high, c.count, c.last) == (-99.0, 99.0, 20_000, y[-1])
     assert len(c.x) < 1010 and c.x == sorted(c.x) and len(c.mean_y) == 500
     assert c.mean_y[0] == pytest.approx(sum(y[:40]) / 40)
+
+
+def test_a_million_points_keep_every_extreme_and_gap() -> None:
+    rng, count = random.Random(5), 1_000_000
+    y = [1.0 + 0.001 * (i % 7) for i in range(count)]
+    planted = {place: rng.choice([50.0, -50.0, NAN, math.inf]) for place in rng.sample(range(count), 300)}
+    for place, value in planted.items():
+        y[place] = value
+    c = curve("x", 0, "line", range(count), y, 1000)
+    assert len(c.x) < 3000 and len(json.dumps(c.to_json())) < 100_000 and c.x == sorted(set(c.x))
+    drawn = dict(zip(c.x, c.y, strict=True))
+    by_bucket: dict[int, list[float]] = {}
+    for place, value in planted.items():
+        by_bucket.setdefault(place // 1000, []).append(value)
+    for bucket, values in by_bucket.items():
+        shown = [drawn[x] for x in range(1000 * bucket, 1000 * (bucket + 1)) if x in drawn]
+        finite = [v for v in values if math.isfinite(v)]
+        assert {max(v, 1.0) for v in finite} | {min(v, 1.0) for v in finite} <= {1.0, *shown}
+        assert any(math.isnan(v) for v in shown) == (len(finite) < len(values)), "one gap, however many there are"
+    assert c.num_bad == sum(not math.isfinite(v) for v in planted.values()) == len(c.bad)
 
 
 def test_few_points_are_all_drawn_and_too_many_bad_ones_are_counted() -> None:
