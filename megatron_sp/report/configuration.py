@@ -21,7 +21,8 @@ def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
     helps = {group: {f.name: str(f.metadata["help"]) for f in dataclasses.fields(cls)} for group, cls in GROUPS.items()}
     rows, changed, differ = [], 0, 0
     for group, entries in defaults.items():
-        rows.append(tag("tr", tag("th", group, colspan=len(told) + 2, scope="colgroup"), class_="group"))
+        about = tag("span", (GROUPS[group].__doc__ or "").partition("\n")[0].rstrip("."), class_="quiet")
+        rows.append(tag("tr", tag("th", f"{group} options ", about, colspan=len(told) + 2, scope="colgroup"), class_="group"))
         for name, default in entries.items():
             values = [config[group][name] for config in configs]
             is_changed, is_other = any(v != default for v in values), any(v != values[0] for v in values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -76,4 +75,6 @@ def text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return " ".join(text(v) for v in value) or "–"
-    return str(value) if isinstance(value, (str, int, float)) else json.dumps(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {text(v)}" for key, v in value.items()) or "–"
+    return str(value)

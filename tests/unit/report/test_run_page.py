@@ -390,6 +390,23 @@ def test_the_configuration_and_its_differences(tmp_path: Path) -> None:
     assert "--num-layers 3 –" in alone and "differ" not in alone.split("Configuration")[-1]
 
 
+def test_settings_are_in_the_groups_of_help_and_nothing_is_json(tmp_path: Path) -> None:
+    from megatron_sp.config.schema import GROUPS
+
+    log = LogWriter(tmp_path)
+    log.start(
+        0,
+        config=Config().to_dict(),
+        environment={"versions": {"torch": "2"}, "odd": [{"a": [1, None], "b": {}}, {"c": True}], "x": {"y": {"z": 1}}},
+    )
+    text, _ = made(tmp_path)
+    words = words_of(text)
+    places = [words.index(f"{group} options {cls.__doc__.split('.')[0]}") for group, cls in GROUPS.items()]
+    assert places == sorted(places)
+    assert "odd a: 1 –, b: – c: yes" in words and "x: y z: 1" in words
+    assert not set('{}[]"') & set(words), "no braces, no quotes"
+
+
 def test_a_checkpoint_tells_the_configuration_of_older_records(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.start(0)
