@@ -88,7 +88,7 @@ def test_setup_py() -> None:
     data = {f"{name.replace('.', '/')}/{file}" for name, files in arguments["package_data"].items() for file in files}  # type: ignore[attr-defined]
     there = {p.relative_to(ROOT) for p in (ROOT / "megatron_sp").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
     assert {str(p) for p in there} == data  # one that is not named would not be installed
-    assert set(arguments["extras_require"]) == {"hf", "eval", "serve", "data", "log", "plot", "dev", "bench", "flash"}  # type: ignore[call-overload]
+    assert set(arguments["extras_require"]) == {"hf", "eval", "serve", "data", "log", "plot", "dev", "docs", "bench", "flash"}  # type: ignore[call-overload]
     assert arguments["entry_points"] == {"console_scripts": ["megatron-sp = megatron_sp.commands.cli:program"]}
     assert not any("apex" in str(value) for value in arguments.values())
 
