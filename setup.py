@@ -41,6 +41,8 @@ EXTRAS = {
         "zstandard>=0.22",
         "starlette>=0.40",  # small, and without dependencies that are large
         "uvicorn>=0.30",
+        "jsonschema>=4.20",
+        "kubeflow-trainer-api==2.3.0",  # pydantic models of the manifests in scripts/kubernetes
         "transformers>=5.3; python_version >= '3.11'",  # whose models ours are compared with
     ],
     # the documentation site, and its check in scripts/test.sh; MkDocs 2 drops plugins and hooks
