@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes and SkyPilot follow the published schemas, restart what docs/reference/exit_codes.md says, and their scripts work.
+"""Manifests for Kubernetes and SkyPilot follow the published schemas, restart after the right exit codes, and their scripts work.
 
 The schema of a TrainJob and its runtime is that of the PyPI package kubeflow-trainer-api, which is made from Kubeflow Trainer's own; so is
 that of a pod. Where there is no package of a sensible size it is a file in tests/schemas/, with its source.
