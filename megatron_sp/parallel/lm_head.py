@@ -69,9 +69,9 @@ def lm_head_loss(
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], x.device.type)
     first_row = tp.rank * weight.shape[0]
     valid = min(max(vocab_size - first_row, 0), weight.shape[0])
-    here = _Rows(first_row, valid, vocab_size)
     # inside forward autograd is always off, and needs_input_grad ignores torch.no_grad(): only here is it known whether backward can come
-    return HeadLoss(*_LMHeadLoss.apply(x, weight, labels, loss_mask, bias, here, chunk, tp, main_grad, torch.is_grad_enabled()))
+    options = _Options(_Rows(first_row, valid, vocab_size), chunk, tp, main_grad, torch.is_grad_enabled())
+    return HeadLoss(*_LMHeadLoss.apply(options, x, weight, bias, labels, loss_mask))
 
 
 class HeadLoss(NamedTuple):
@@ -96,53 +96,84 @@ class _Rows(NamedTuple):
     vocab_size: int
 
 
+class _Options(NamedTuple):
+    """Arguments of the op that are not tensors; ``train`` is set if backward may follow."""
+
+    rows: _Rows
+    chunk_tokens: int
+    tp: TensorParallel
+    main_grad: MainGrad | None
+    train: bool
+
+
+class _ForwardGrads:
+    """Gradients of the summed loss, which forward computes chunk by chunk; None for one that is not needed.
+
+    Attributes:
+        x: [s * b, h], on each tp rank a part of the sum.
+        weight: [rows/tp, h], the main_grad's own view if ``is_ahead``, else a buffer in fp32 or wider.
+        bias: [rows/tp], in fp32 or wider.
+        is_ahead: the main_grad has reserved its view of the weight already.
+    """
+
+    def __init__(self, need: tuple[bool, bool, bool], x: Tensor, weight: Tensor, main_grad: MainGrad | None) -> None:
+        (need_x, need_weight, need_bias), wide = need, _wide(x)
+        self.x = empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+        ahead = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
+        self.is_ahead = ahead is not None
+        self.weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        if self.weight is not None and x.shape[0] == 0:
+            self.weight.zero_()  # no chunk will write it
+        self.bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if need_bias else None
+
+    @property
+    def any_needed(self) -> bool:
+        return self.x is not None or self.weight is not None or self.bias is not None
+
+    def add_chunk(self, part: slice, grad_logits: Tensor, row_weight: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Add the gradients of one chunk.
+
+        Args:
+            part: the chunk's tokens.
+            grad_logits: [t, rows/tp].
+            row_weight: [t, 1], by which each token's gradients are multiplied.
+            x: [t, h].
+            weight: [rows/tp, h].
+        """
+        if self.x is not None:
+            torch.mm(grad_logits, weight, out=self.x[part]).mul_(row_weight)
+        if self.weight is not None:
+            put_product(self.weight, grad_logits, x * row_weight, fresh=part.start == 0)
+        if self.bias is not None:
+            self.bias += torch.mv(grad_logits.t(), row_weight[:, 0])
+
+
 class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, bias: Tensor | None,
-        rows: _Rows, chunk: int, tp: TensorParallel, main_grad: MainGrad | None, train: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        ctx: Any, options: _Options, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (rows, chunk, tp, main_grad, train), wide = options, _wide(x)
         tp.mark("head")
         x2, labels1, mask1 = rows_of(tp.enter_async(x).wait()), labels.reshape(-1), loss_mask.reshape(-1).to(wide)
         token_loss = torch.empty(x2.shape[0], dtype=wide, device=x.device)
         hits = torch.empty(x2.shape[0], dtype=torch.bool, device=x.device)
-        need_x, need_weight, need_bias = (train and ctx.needs_input_grad[i] for i in (0, 1, 4))
-        grad_x = empty(x2.shape, dtype=x2.dtype, device=x2.device) if need_x else None
-        ahead = main_grad.reserve_ahead(weight) if main_grad is not None and need_weight else None
-        grad_weight = ahead if ahead is not None else empty(weight.shape, dtype=wide, device=x.device) if need_weight else None
-        if grad_weight is not None and x2.shape[0] == 0:
-            grad_weight.zero_()  # no chunk will write it
-        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if need_bias else None
+        need_x, need_weight, need_bias = (train and needed for needed in ctx.needs_input_grad[1:4])
+        grads = _ForwardGrads((need_x, need_weight, need_bias), x2, weight, main_grad)
         logits: Tensor | None = None  # one buffer for all chunks: fresh pages would cost as much as a pass over them
         for start in range(0, x2.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _logits(x2[part], weight, bias, rows.valid, wide, logits)
             picked, elsewhere = _local_labels(labels1[part], rows, tp)
             token_loss[part], hits[part], sums = _loss_and_exp_(logits, picked, elsewhere, tp)
-            if grad_x is None and grad_weight is None and grad_bias is None:
-                continue
-            # d loss / d logits = exp / sums - onehot. The division by the row's sum, like the token's weight, is left to the small
-            # operands of the two GEMMs; 16-bit operands are divided here, in the pass that rounds them.
-            grad_logits = logits.scatter_add_(1, picked, -sums if elsewhere is None else (-sums).masked_fill_(elsewhere, 0.0))
-            row_weight = mask1[part, None]
-            if grad_logits.dtype == x.dtype:
-                row_weight = row_weight / sums
-            else:
-                grad_logits = torch.div(grad_logits, sums).to(x.dtype)
-            row_weight = row_weight.to(x.dtype)
-            if grad_x is not None:
-                torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)
-            if grad_weight is not None:
-                put_product(grad_weight, grad_logits, x2[part] * row_weight, fresh=start == 0)
-            if grad_bias is not None:
-                grad_bias += torch.mv(grad_logits.t(), row_weight[:, 0])
-        ctx.save_for_backward(grad_weight if ahead is None else None, grad_bias)
-        ctx.bias = bias
-        ctx.reduced = None if grad_x is None else tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))
-        ctx.grad_x = None
-        ctx.tp = tp
-        ctx.shape, ctx.main_grad, ctx.param, ctx.ahead = x.shape, main_grad, weight, ahead
+            if grads.any_needed:
+                grad_logits, row_weight = _grad_of_logits_(logits, picked, elsewhere, sums, mask1[part, None], x.dtype)
+                grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)
+        ctx.save_for_backward(None if grads.is_ahead else grads.weight, grads.bias)
+        ctx.ahead = grads.weight if grads.is_ahead else None
+        ctx.params, ctx.tp, ctx.main_grad = (weight, bias), tp, main_grad
+        ctx.reduced = None if grads.x is None else tp.leave_async(grads.x.view(x.shape[0] * tp.parts, *x.shape[1:]))
+        ctx.grad_x, ctx.shape = None, x.shape
         token_loss_sb, hits_sb = token_loss.view(labels.shape), hits.view(labels.shape)
         ctx.mark_non_differentiable(token_loss_sb, hits_sb)
         # where the mask is 0 the label may be anything, and 0 * inf must not become NaN
@@ -151,35 +182,64 @@ class _LMHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.tp.mark("head")
-        (grad_weight, grad_bias), weight = ctx.saved_tensors, ctx.param
+        grad_weight, grad_bias = ctx.saved_tensors
+        weight, bias = ctx.params
         if ctx.reduced is not None:
             ctx.grad_x, ctx.reduced = ctx.reduced.wait(), None
-        grad_x = ctx.grad_x
-        # multiplied in the width of the loss: 1/tokens rounded to 16 bits would scale the whole model's gradient, a loss scale overflow it
-        out_x = None
-        if grad_x is not None:
-            scaled = torch.mul(grad_x, grad_sum, out=empty(grad_x.shape, dtype=grad_sum.dtype, device=grad_x.device))
-            out_x = scaled.to(grad_x.dtype).view(ctx.shape)
+        x = None if ctx.grad_x is None else _scaled(ctx.grad_x, grad_sum).view(ctx.shape)
         if ctx.ahead is not None:
             ctx.ahead.mul_(grad_sum)
             ctx.main_grad.finish(weight)
-        out_bias = None if grad_bias is None else put_grad(ctx.main_grad, ctx.bias, grad_bias * grad_sum)
-        rest: tuple[None, ...] = (None,) * 5
-        if grad_weight is None:
-            return out_x, None, None, None, out_bias, *rest
-        reserved = ctx.main_grad.reserve(weight) if ctx.main_grad is not None else None
-        if reserved is None:
-            return out_x, (grad_weight * grad_sum).to(weight.dtype), None, None, out_bias, *rest
-        view, fresh = reserved
-        torch.mul(grad_weight, grad_sum, out=view) if fresh else view.addcmul_(grad_weight, grad_sum)
-        return out_x, None, None, None, out_bias, *rest
+        of_bias = None if grad_bias is None else put_grad(ctx.main_grad, bias, grad_bias * grad_sum)
+        of_weight = None if grad_weight is None else _put_scaled(ctx.main_grad, weight, grad_weight, grad_sum)
+        return None, x, of_weight, of_bias, None, None
+
+
+def _grad_of_logits_(
+    logits: Tensor, picked: Tensor, elsewhere: Tensor | None, sums: Tensor, row_weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Turn exp(logits - row maximum) into the gradient of the loss, d loss / d logits = exp / sums - onehot, up to a factor for each row.
+
+    The division by the row's sum, like the token's weight, is left to the small operands of the two GEMMs; 16-bit operands are divided
+    here, in the pass that rounds them.
+
+    Returns:
+        (the gradient [t, rows], the factor of each row [t, 1]), both in ``dtype``.
+    """
+    grad_logits = logits.scatter_add_(1, picked, -sums if elsewhere is None else (-sums).masked_fill_(elsewhere, 0.0))
+    if grad_logits.dtype == dtype:
+        return grad_logits, row_weight / sums
+    return torch.div(grad_logits, sums).to(dtype), row_weight.to(dtype)
+
+
+def _scaled(grad: Tensor, grad_sum: Tensor) -> Tensor:
+    """Multiply a gradient by that of the sum, in the width of the loss.
+
+    Rounded to 16 bits, 1/tokens would change the scale of the whole model's gradient, and a loss scale would overflow.
+    """
+    return torch.mul(grad, grad_sum, out=empty(grad.shape, dtype=grad_sum.dtype, device=grad.device)).to(grad.dtype)
+
+
+def _put_scaled(main_grad: MainGrad | None, weight: Tensor, grad: Tensor, grad_sum: Tensor) -> Tensor | None:
+    """Put the scaled gradient of the weight in the main_grad; return it if it goes through autograd."""
+    reserved = main_grad.reserve(weight) if main_grad is not None else None
+    if reserved is None:
+        return (grad * grad_sum).to(weight.dtype)
+    view, fresh = reserved
+    torch.mul(grad, grad_sum, out=view) if fresh else view.addcmul_(grad, grad_sum)
+    return None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of logits and losses: that of x, but at least fp32."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def lm_head_logits(x: Tensor, weight: Tensor, vocab_size: int, bias: Tensor | None = None, tp: TensorParallel = NO_TP) -> Tensor:
     """Compute logits [..., h] -> [..., vocab_size], fp32 or wider, on every rank of the group; for generation, with few tokens."""
     rows = vocab_size if tp.size == 1 else weight.shape[0]
     logits = x @ weight[:rows].t()
-    wide = (logits if bias is None else logits + bias[:rows]).to(torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
+    wide = (logits if bias is None else logits + bias[:rows]).to(_wide(x))
     if tp.size == 1:
         return wide
     by_row = wide.reshape(-1, rows).t().contiguous()  # [rows/tp, t]: ranks' parts are joined along the first dim

@@ -32,7 +32,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("bias: not added", HEAD, "        logits.add_(bias)\n", "        pass\n"),
     ("bias: gradient not scaled", HEAD, "grad_bias * grad_sum", "grad_bias"),
     ("bias: gradient without the tokens' weights", HEAD, "torch.mv(grad_logits.t(), row_weight[:, 0])", "grad_logits.sum(0)"),
-    ("bias: the last chunk's gradient alone", HEAD, "grad_bias += torch.mv", "grad_bias = torch.mv"),
+    ("bias: the last chunk's gradient alone", HEAD, "self.bias += torch.mv", "self.bias = torch.mv"),
     ("bias: rows of the first rank", BERT, "first = min(config.vocab_size, layout.tp.rank * mine)", "first = 0"),
     # embedding
     ("types: not cut for the rank", LANGUAGE, "cut.pad(types.t())[cut.tp_seq_slice]", "cut.pad(types.t())[: cut.tp_seq_slice.stop - cut.tp_seq_slice.start]"),

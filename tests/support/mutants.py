@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant("reduce-scatter: a part is added twice", COLLECTIVES, "torch.add(by_rank[0], by_rank[1], out=result)", "torch.add(by_rank[0], by_rank[1], out=result).add_(by_rank[0])"),
     Mutant("head: maxima are not shared", HEAD, 'tp.all_reduce(logits.amax(1, keepdim=True), "max")', "logits.amax(1, keepdim=True)"),
     Mutant("head: sums are not shared", HEAD, "sums, at_label = tp.all_reduce(torch.stack([sums, at_label]))", "sums, at_label = torch.stack([sums, at_label])"),
-    Mutant("head: gradient of x is not reduced", HEAD, "tp.leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:]))",
-           "TensorParallel().leave_async(grad_x.view(x.shape[0] * tp.parts, *x.shape[1:])[: x.shape[0]])"),
+    Mutant("head: gradient of x is not reduced", HEAD, "tp.leave_async(grads.x.view(x.shape[0] * tp.parts, *x.shape[1:]))",
+           "TensorParallel().leave_async(grads.x.view(x.shape[0] * tp.parts, *x.shape[1:])[: x.shape[0]])"),
     Mutant("head: labels of other ranks count here", HEAD, "        at_label.masked_fill_(elsewhere, 0.0)\n", "        pass\n"),
     Mutant("embedding: rows of other ranks are not zeroed", TABLE, "        if elsewhere is not None:\n            out.view", "        if False:\n            out.view"),
     Mutant("embedding: gradients of other ranks' rows land here", TABLE, "            grad2 = grad2.masked_fill(elsewhere[:, None], 0.0)", "            pass"),
@@ -155,11 +155,12 @@ MUTANTS = [
     Mutant("attention: padding of the context is what was in memory", ULYSSES, "        whole[self.plan.seq_length :].zero_()\n", ""),
     Mutant("attention: padding is attended to", ULYSSES, "buffer.view(self.padded_length, self.batch, -1)[:s] for buffer", "buffer.view(self.padded_length, self.batch, -1)[-s:] for buffer"),
     Mutant("attention: bias of the projection to ranks is dropped", SPLIT, "            blocks.add_(bias.view(ranks, 1, -1))\n", "            pass\n"),
-    Mutant("head: a later scale does not reach x", HEAD, "scaled = torch.mul(grad_x, grad_sum, out=", "scaled = torch.mul(grad_x, 1.0, out="),
+    Mutant("head: a later scale does not reach x", HEAD, "return torch.mul(grad, grad_sum, out=", "return torch.mul(grad, 1.0, out="),
     Mutant("head: a later scale does not reach W, ahead", HEAD, "ctx.ahead.mul_(grad_sum)", "ctx.ahead.mul_(1.0)"),
-    Mutant("head: a later scale does not reach W", HEAD, "(grad_weight * grad_sum).to(weight.dtype)", "grad_weight.to(weight.dtype)"),
-    Mutant("head: chunks overwrite dW", HEAD, "x2[part] * row_weight, fresh=start == 0)", "x2[part] * row_weight, fresh=True)"),
-    Mutant("head: token weights are dropped in dx", HEAD, "torch.mm(grad_logits, weight, out=grad_x[part]).mul_(row_weight)", "torch.mm(grad_logits, weight, out=grad_x[part]).div_(sums)"),
+    Mutant("head: a later scale does not reach W", HEAD, "(grad * grad_sum).to(weight.dtype)", "grad.to(weight.dtype)"),
+    Mutant("head: chunks overwrite dW", HEAD, "x * row_weight, fresh=part.start == 0)", "x * row_weight, fresh=True)"),
+    Mutant("head: token weights are dropped in dx", HEAD, "                grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)\n",
+           "                grads.add_chunk(part, grad_logits, row_weight, x2[part], weight)\n                torch.mm(grad_logits, weight, out=grads.x[part]).div_(sums)\n"),
 ]  # fmt: skip
 
 
