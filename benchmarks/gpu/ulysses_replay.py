@@ -192,17 +192,17 @@ def _cheap_weights(device: Any) -> Iterator[None]:
     """Draw initial weights on the device: billions of them on the CPU would take minutes, and their values do not matter."""
     import torch
 
-    from megatron_sp.parallel import layers
+    from megatron_sp.parallel import init
 
     def draw(shape: tuple[int, ...], std: float, seed: int, name: str) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(std)
 
-    before = layers.draw_normal
-    layers.draw_normal = draw  # type: ignore[assignment]
+    before = init.draw_normal
+    init.draw_normal = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        layers.draw_normal = before
+        init.draw_normal = before
 
 
 def _deepspeed_attention_class() -> Any:

@@ -25,7 +25,7 @@ from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
-from megatron_sp.parallel.init import draw_normal
+from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, ParallelLMHead
 from megatron_sp.parallel.linear import column_linear, rows_of
 from megatron_sp.parallel.parallel_context import ParallelContext
@@ -51,17 +51,15 @@ class BertLoss(NamedTuple):
 class Dense(nn.Module):
     """A linear layer replicated on the tp ranks, for inputs that are the same on all of them."""
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self._specs = {
             "weight": ShardSpec.whole((out_features, in_features), layout.tp.rank, layout.tp.size),
             "bias": ShardSpec.whole((out_features,), layout.tp.rank, layout.tp.size),
         }
-        self.weight = nn.Parameter(draw_normal((out_features, in_features), std, seed, f"{name}.weight").to(dtype))
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype))
+        self.weight = nn.Parameter(init.draw((out_features, in_features)).to(init.dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=init.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Return the placement of each parameter, by its name in this module."""
@@ -79,7 +77,8 @@ class MaskedHead(nn.Module):
         super().__init__()
         assert config.hidden_size
         alike = replace(layout, tp=replace(layout.tp, seq=False))  # every tp rank has all positions of the group here
-        self.dense = Dense("lm_head.dense", config.hidden_size, config.hidden_size, config.init_method_std, seed, dtype, layout)
+        init = WeightInit("lm_head.dense", config.init_method_std, seed, dtype)
+        self.dense = Dense(config.hidden_size, config.hidden_size, init, layout)
         self.layernorm = Norm(config, config.hidden_size, dtype, alike)
         self.activation = config.head_activation
 
@@ -97,7 +96,8 @@ class Pooler(nn.Module):
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
         super().__init__()
         assert config.hidden_size
-        self.dense = Dense("pooler.dense", config.hidden_size, config.hidden_size, config.init_method_std, seed, dtype, layout)
+        init = WeightInit("pooler.dense", config.init_method_std, seed, dtype)
+        self.dense = Dense(config.hidden_size, config.hidden_size, init, layout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform the state of [CLS]: [b, h] -> [b, h]."""
@@ -136,7 +136,8 @@ class BertModel(LanguageModel):
         self.binary_head: Dense | None = None
         if config.has_order_head:
             self.pooler = Pooler(config, seed, dtype, self.layout)
-            self.binary_head = Dense("binary_head", config.hidden_size, 2, config.init_method_std, seed, dtype, self.layout)
+            init = WeightInit("binary_head", config.init_method_std, seed, dtype)
+            self.binary_head = Dense(config.hidden_size, 2, init, self.layout)
 
     def _head_modules(self) -> dict[str, nn.Module]:
         order = {} if self.pooler is None or self.binary_head is None else {"pooler": self.pooler, "binary_head": self.binary_head}

@@ -15,6 +15,7 @@ from megatron_sp.models.transformer import SITE_EMBEDDING
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import gather_positions
+from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.parallel_context import ParallelContext
 
 NEW_PARAMETERS = ("classification_head.", "pooler.")
@@ -51,8 +52,8 @@ class BertClassifier(LanguageModel):
         config = self.config
         assert config.hidden_size
         self.pooler = Pooler(config, seed, dtype, self.layout)
-        std = config.init_method_std
-        self.classification_head = Dense("classification_head", config.hidden_size, self._num_classes, std, seed, dtype, self.layout)
+        init = WeightInit("classification_head", config.init_method_std, seed, dtype)
+        self.classification_head = Dense(config.hidden_size, self._num_classes, init, self.layout)
 
     def _head_modules(self) -> dict[str, nn.Module]:
         return {"pooler": self.pooler, "classification_head": self.classification_head}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_sp.models.language_model import LanguageModel
 from megatron_sp.parallel.forward_context import ForwardContext, UnitEvents
 from megatron_sp.parallel.gather import last_position, whole_sequence
+from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import ParallelLMHead, VocabParallelEmbedding
 from megatron_sp.parallel.lm_head import HeadLoss
 
@@ -25,10 +26,10 @@ class GPTModel(LanguageModel):
         config, self.output_layer = self.config, None
         assert config.vocab_size and config.hidden_size
         if config.untie_embeddings_and_output_weights:
+            init = WeightInit("output_layer", config.init_method_std, seed, dtype)
             self.output_layer = VocabParallelEmbedding(
-                "output_layer", config.vocab_size, config.make_vocab_size_divisible_by, config.hidden_size, config.init_method_std, seed,
-                dtype, self.layout,
-            )  # fmt: skip
+                config.vocab_size, config.hidden_size, init, self.layout, divisible_by=config.make_vocab_size_divisible_by
+            )
 
     def _head_modules(self) -> dict[str, nn.Module]:
         return {} if self.output_layer is None else {"output_layer": self.output_layer}

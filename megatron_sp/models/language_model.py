@@ -16,6 +16,7 @@ from megatron_sp.models.transformer import SITE_EMBEDDING, TransformerBlock
 from megatron_sp.models.unit_order import recompute_plan, unit_order
 from megatron_sp.ops.dropout import DropoutKeys, hash_dropout
 from megatron_sp.parallel.forward_context import ForwardContext, Unit, UnitEvents, unit_boundary
+from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.layers import Norm, Table, VocabParallelEmbedding
 from megatron_sp.parallel.offload import ActivationOffload, OffloadPass
 from megatron_sp.parallel.parallel_context import ParallelContext, SequenceCut
@@ -31,26 +32,19 @@ class Embedding(nn.Module):
         super().__init__()
         assert config.vocab_size and config.hidden_size
         self.hidden_dropout = config.hidden_dropout
-        std = config.init_method_std
+        std, width = config.init_method_std, config.hidden_size
         self.word_embeddings = VocabParallelEmbedding(
-            "embedding.word_embeddings",
-            config.vocab_size,
-            config.make_vocab_size_divisible_by,
-            config.hidden_size,
-            std,
-            seed,
-            dtype,
-            layout,
-        )
+            config.vocab_size, width, WeightInit("embedding.word_embeddings", std, seed, dtype), layout,
+            divisible_by=config.make_vocab_size_divisible_by,
+        )  # fmt: skip
         self.position_embeddings: Table | None = None
         if config.position_embedding_type == "learned_absolute":
-            rows = config.max_positions
-            self.position_embeddings = Table("embedding.position_embeddings", rows, config.hidden_size, std, seed, dtype, layout)
+            init = WeightInit("embedding.position_embeddings", std, seed, dtype)
+            self.position_embeddings = Table(config.max_positions, width, init, layout)
         self.tokentype_embeddings: Table | None = None
         if config.token_types:
-            self.tokentype_embeddings = Table(
-                "embedding.tokentype_embeddings", config.token_types, config.hidden_size, std, seed, dtype, layout
-            )
+            init = WeightInit("embedding.tokentype_embeddings", std, seed, dtype)
+            self.tokentype_embeddings = Table(config.token_types, width, init, layout)
         self.layernorm = Norm(config, config.hidden_size, dtype, layout) if config.norm_placement == "post" else None
 
     def forward(self, tokens: Tensor, positions: Tensor, ctx: ForwardContext, types: Tensor | None = None) -> Tensor:

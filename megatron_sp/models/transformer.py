@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.shard_spec import Sum
+from megatron_sp.comm.shard_spec import ShardSpec, Sum
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.attention import AttentionMask, core_attention, fold_mask, head_row_keys, split_qkv
@@ -26,10 +26,11 @@ from megatron_sp.ops.rotary import apply_rotary
 from megatron_sp.parallel.chunked_mlp import MLPPlan, chunked_mlp
 from megatron_sp.parallel.forward_context import ForwardContext, ResidualDropout
 from megatron_sp.parallel.heads import Share, is_uniform, key_of_each_query
-from megatron_sp.parallel.init import output_std
+from megatron_sp.parallel.init import WeightInit, output_std
 from megatron_sp.parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.tensor_parallel import TensorParallel
 from megatron_sp.parallel.ulysses import AttentionPlan, attention_block
 
 # dropout sites within a layer; the embedding is layer -1
@@ -45,32 +46,13 @@ class SelfAttention(nn.Module):
         self.layer, self.layout = layer, layout
         self.head_dim = d = config.head_dim
         self.attention_dropout, self.window = config.attention_dropout, config.window_size
-        std = config.init_method_std
-        tp, n, g = layout.tp, config.num_attention_heads, config.num_groups
-        r, heads = n // g, n // tp.size
-        self.first_head = tp.rank * heads
-        runs: tuple[tuple[int, int], ...]
-        sums: tuple[Sum, ...] = ()
-        counted: tuple[tuple[int, int], ...] | None = None
-        if g % tp.size == 0:  # whole groups: a contiguous run of rows
-            self.queries_per_group, self.num_groups = r, g // tp.size
-            mine = self.num_groups * (r + 2) * d
-            runs = ((tp.rank * mine, mine),)
-        else:  # some queries of one group, and its key and value, which other ranks hold too
-            self.queries_per_group, self.num_groups = heads, 1
-            group, at = self.first_head // r, self.first_head % r
-            row = group * (r + 2)
-            runs = (((row + at) * d, heads * d), ((row + r) * d, 2 * d))
-            sums = (Sum(heads * d, 2 * d, group, g),)
-            counted = ((0, (heads + 2 if at == 0 else heads) * d),)
-        self.linear_qkv = ColumnParallelLinear(
-            f"{name}.linear_qkv", config.hidden_size, (n + 2 * g) * d, runs, bias=config.qkv_bias, std=std, seed=seed,
-            dtype=dtype, layout=layout, sums=sums, counted=counted,
-        )  # fmt: skip
-        self.linear_proj = RowParallelLinear(
-            f"{name}.linear_proj", n * d, config.hidden_size, bias=config.proj_bias, std=output_std(std, config.num_layers), seed=seed,
-            dtype=dtype, layout=layout,
-        )  # fmt: skip
+        std, n = config.init_method_std, config.num_attention_heads
+        self.first_head = layout.tp.rank * (n // layout.tp.size)
+        self.queries_per_group, self.num_groups, rows = qkv_rows(config, layout.tp)
+        init = WeightInit(f"{name}.linear_qkv", std, seed, dtype)
+        self.linear_qkv = ColumnParallelLinear(rows, init, bias=config.qkv_bias, layout=layout)
+        init = WeightInit(f"{name}.linear_proj", output_std(std, config.num_layers), seed, dtype)
+        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, init, bias=config.proj_bias, layout=layout)
         self.qk_layernorm = config.qk_layernorm
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, d, dtype, layout, sees="heads")
@@ -101,6 +83,25 @@ class SelfAttention(nn.Module):
         if mask.causal or mask.key_lengths is None:
             return replace(mask, window=self.window)
         return replace(mask, key_starts=mask.key_lengths - self.window)  # one new position behind each sequence: all it sees are keys
+
+
+def qkv_rows(config: ModelConfig, tp: TensorParallel) -> tuple[int, int, ShardSpec]:
+    """Return (queries per group, groups, rows of the fused QKV weight [g * (r + 2) * d, h]) of a tp rank.
+
+    With fewer key/value heads than ranks, a rank holds some queries of one group and the group's key and value, which others hold too.
+    """
+    assert config.hidden_size and config.num_attention_heads
+    d, n, g = config.head_dim, config.num_attention_heads, config.num_groups
+    r, heads = n // g, n // tp.size
+    shape = ((n + 2 * g) * d, config.hidden_size)
+    if g % tp.size == 0:  # whole groups: a contiguous run of rows
+        mine = g // tp.size * (r + 2) * d
+        return r, g // tp.size, ShardSpec.split(shape, 0, ((tp.rank * mine, mine),))
+    group, at = divmod(tp.rank * heads, r)
+    row = group * (r + 2)
+    rows = ShardSpec.split(shape, 0, (((row + at) * d, heads * d), ((row + r) * d, 2 * d)))
+    sums = (Sum(heads * d, 2 * d, group, g),)
+    return heads, 1, replace(rows, sums=sums, counted=((0, (heads + 2 if at == 0 else heads) * d),))
 
 
 class AttentionCore:
@@ -184,16 +185,12 @@ class MLP(nn.Module):
         super().__init__()
         assert config.hidden_size and config.num_layers
         std, bias, activation = config.init_method_std, config.mlp_bias, Activation(config.activation)
-        mine = config.ffn_size // layout.tp.size
-        runs = tuple((half * config.ffn_size + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
-        self.linear_fc1 = ColumnParallelLinear(
-            f"{name}.linear_fc1", config.hidden_size, config.ffn_size * activation.width_factor, runs, bias=bias, std=std, seed=seed,
-            dtype=dtype, layout=layout,
-        )  # fmt: skip
-        self.linear_fc2 = RowParallelLinear(
-            f"{name}.linear_fc2", config.ffn_size, config.hidden_size,
-            bias=bias, std=output_std(std, config.num_layers), seed=seed, dtype=dtype, layout=layout, activation=activation,
-        )  # fmt: skip
+        ffn, mine = config.ffn_size, config.ffn_size // layout.tp.size
+        runs = tuple((half * ffn + layout.tp.rank * mine, mine) for half in range(activation.width_factor))
+        rows = ShardSpec.split((ffn * activation.width_factor, config.hidden_size), 0, runs)
+        self.linear_fc1 = ColumnParallelLinear(rows, WeightInit(f"{name}.linear_fc1", std, seed, dtype), bias=bias, layout=layout)
+        init = WeightInit(f"{name}.linear_fc2", output_std(std, config.num_layers), seed, dtype)
+        self.linear_fc2 = RowParallelLinear(ffn, config.hidden_size, init, bias=bias, layout=layout, activation=activation)
 
     def forward(
         self, x: Tensor, norm: NormInFront | None, dropout: ResidualDropout | None, chunks: int = 1, onto: Tensor | None = None

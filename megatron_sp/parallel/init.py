@@ -8,11 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_sp.ops.memory import empty
+
+
+@dataclass(frozen=True)
+class WeightInit:
+    """Initial weight of a layer.
+
+    Attributes:
+        name: name of the layer in the model; together with ``seed`` it determines the values.
+        std: standard deviation.
+        seed: seed of the model.
+        dtype: dtype of the parameter.
+    """
+
+    name: str
+    std: float
+    seed: int
+    dtype: torch.dtype
+
+    def draw(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the whole weight in fp32; see ``draw_normal``."""
+        return draw_normal(shape, self.std, self.seed, f"{self.name}.weight")
 
 
 def name_generator(seed: int, name: str) -> torch.Generator:

@@ -25,13 +25,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_sp.comm.shard_spec import ShardSpec, Sum
+from megatron_sp.comm.shard_spec import ShardSpec
 from megatron_sp.config.schema import ModelConfig
 from megatron_sp.ops.activation import Activation
 from megatron_sp.ops.main_grad import MainGrad
 from megatron_sp.ops.norm import NormInFront, NormSpec, norm
 from megatron_sp.parallel.embedding import embedding
-from megatron_sp.parallel.init import draw_normal
+from megatron_sp.parallel.init import WeightInit
 from megatron_sp.parallel.linear import column_linear, row_linear
 from megatron_sp.parallel.lm_head import HeadLoss, lm_head_logits, lm_head_loss
 from megatron_sp.parallel.parallel_context import ParallelContext
@@ -79,28 +79,17 @@ class ParallelLinear(nn.Module):
     """Base class of column- and row-parallel linear layers: this rank holds a part of the weight.
 
     Args:
-        name: name of the layer in the model; together with ``seed`` it determines the initial weight.
         weight_spec: placement of this rank's part in the whole weight [out, in]; it is initialized as a slice of the whole in any layout.
         bias_spec: placement of this rank's part of the bias [out]; None: no bias.
-        std: standard deviation of the initial weight.
+        init: the initial weight; a bias starts at zero.
         layout: has the tp group.
     """
 
-    def __init__(
-        self,
-        name: str,
-        weight_spec: ShardSpec,
-        bias_spec: ShardSpec | None,
-        *,
-        std: float,
-        seed: int,
-        dtype: torch.dtype,
-        layout: ParallelContext,
-    ) -> None:
+    def __init__(self, weight_spec: ShardSpec, bias_spec: ShardSpec | None, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.layout, self.weight_spec, self.bias_spec = layout, weight_spec, bias_spec
-        whole = draw_normal(weight_spec.shape, std, seed, f"{name}.weight")
+        whole, dtype = init.draw(weight_spec.shape), init.dtype
         self.weight = nn.Parameter(weight_spec.take(whole).to(dtype).contiguous().clone() if layout.tp.size > 1 else whole.to(dtype))
         self.bias = None if bias_spec is None else nn.Parameter(bias_spec.take(torch.zeros(bias_spec.shape, dtype=dtype)).clone())
 
@@ -122,20 +111,14 @@ class ColumnParallelLinear(ParallelLinear):
                    dx = norm'(sum over r of dy_r @ W_r): reduce_scatter with --sequence-parallel, else all_reduce
 
     Args:
-        in_features, out_features: sizes of the whole layer.
-        runs: (first row, number of rows) in the whole weight, for each run of rows that this rank holds.
-        sums: rows that other ranks hold too, over which their gradients are summed.
-        counted: runs of local rows that this rank counts in the gradient norm; None: all.
+        rows: the rows that this rank holds of the whole weight [out, in]; those that other ranks hold too are its ``sums``.
+        init: the initial weight.
+        bias: the layer has a bias.
+        layout: has the tp group.
     """
 
-    def __init__(
-        self, name: str, in_features: int, out_features: int, runs: tuple[tuple[int, int], ...], *, bias: bool, std: float, seed: int,
-        dtype: torch.dtype, layout: ParallelContext, sums: tuple[Sum, ...] = (), counted: tuple[tuple[int, int], ...] | None = None,
-    ) -> None:  # fmt: skip
-        weight = replace(ShardSpec.split((out_features, in_features), 0, runs), sums=sums)
-        weight = weight if counted is None else replace(weight, counted=counted)
-        bias_spec = replace(weight, shape=(out_features,)) if bias else None
-        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
+    def __init__(self, rows: ShardSpec, init: WeightInit, *, bias: bool, layout: ParallelContext) -> None:
+        super().__init__(rows, replace(rows, shape=rows.shape[:1]) if bias else None, init, layout)
 
     def forward(self, x: Tensor, norm: NormInFront | None = None) -> tuple[Tensor, Tensor]:
         """Apply the layer to x [s/parts, b, in]; return (y [s, b, out/tp], x for the residual branch)."""
@@ -156,18 +139,21 @@ class RowParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features: sizes of the whole layer.
+        init: the initial weight.
+        bias: the layer has a bias.
+        layout: has the tp group.
         activation: applied to the input; recomputed in backward instead of saved.
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, std: float, seed: int, dtype: torch.dtype,
-        layout: ParallelContext, activation: Activation | None = None,
+        self, in_features: int, out_features: int, init: WeightInit, *, bias: bool, layout: ParallelContext,
+        activation: Activation | None = None,
     ) -> None:  # fmt: skip
         tp = layout.tp
         mine = in_features // tp.size
         weight = ShardSpec.split((out_features, in_features), 1, ((tp.rank * mine, mine),))
         bias_spec = ShardSpec.whole((out_features,), tp.rank, tp.size, summed=tp.seq) if bias else None
-        super().__init__(name, weight, bias_spec, std=std, seed=seed, dtype=dtype, layout=layout)
+        super().__init__(weight, bias_spec, init, layout)
         self.activation = activation
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
@@ -180,11 +166,11 @@ class RowParallelLinear(ParallelLinear):
 class Table(nn.Module):
     """An embedding table replicated on every rank, for positions and token types."""
 
-    def __init__(self, name: str, rows: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext) -> None:
+    def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.spec = ShardSpec.whole((rows, width), layout.tp.rank, layout.tp.size, summed=layout.tp.seq)
-        self.weight = nn.Parameter(draw_normal((rows, width), std, seed, f"{name}.weight").to(dtype))
+        self.weight = nn.Parameter(init.draw((rows, width)).to(init.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Return the placement of each parameter, by its name in this module."""
@@ -205,17 +191,15 @@ class VocabParallelEmbedding(nn.Module):
     The rows are padded to a multiple of ``divisible_by`` * tp; padding rows are zero, never trained and never written to disk.
     """
 
-    def __init__(
-        self, name: str, rows: int, divisible_by: int, width: int, std: float, seed: int, dtype: torch.dtype, layout: ParallelContext
-    ) -> None:
+    def __init__(self, rows: int, width: int, init: WeightInit, layout: ParallelContext, *, divisible_by: int) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = None
         self.rows, self.tp = rows, layout.tp
         mine = round_up(rows, divisible_by * layout.tp.size) // layout.tp.size
         first = min(rows, layout.tp.rank * mine)
         self.spec = ShardSpec.split((rows, width), 0, ((first, min(rows, first + mine) - first),))
-        weight = torch.zeros(mine, width, dtype=dtype)
-        taken = self.spec.take(draw_normal((rows, width), std, seed, f"{name}.weight"))
+        weight = torch.zeros(mine, width, dtype=init.dtype)
+        taken = self.spec.take(init.draw((rows, width)))
         weight[: len(taken)] = taken
         self.weight = nn.Parameter(weight)
 
