@@ -158,11 +158,14 @@ def _kernels() -> Iterator[Finding]:
     look = availability.find if on_gpu else availability.installed
     uses = {
         "flash_attn": ("attention", "optional, for --attention-backend flash: pip install --no-build-isolation flash-attn (needs nvcc)"),
-        "apex": ("fused norms and Adam", "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub"),
+        "apex": (
+            "AdamW and norms, --fused-kernels",
+            "optional; NVIDIA's is built from its repository, NVIDIA/apex on GitHub, with its C++ and CUDA extensions",
+        ),
         "triton": ("compiled kernels", "comes with torch's CUDA wheels for Linux"),
     }
     for name, (use, remedy) in uses.items():
-        kernel = look(name)
+        kernel = _apex(look) if name == "apex" else look(name)
         label = f"kernel {name.replace('_', '-')}"
         if kernel.available:
             yield Finding(label, "ok", f"{kernel.version or 'there'} ({use})")
@@ -172,6 +175,13 @@ def _kernels() -> Iterator[Finding]:
             yield Finding(label, "warn", kernel.reason, remedy)
         else:
             yield Finding(label, "ok", f"not installed: torch does this ({use})", remedy if on_gpu else "")
+
+
+def _apex(look: Callable[[str], availability.Kernel]) -> availability.Kernel:
+    """Look for NVIDIA's apex with the extension modules that have its kernels; apex itself is not imported."""
+    apex = availability.installed("apex")
+    lacking = [kernel.reason for name in availability.APEX_EXTENSIONS if not (kernel := look(name)).available] if apex.available else []
+    return availability.Kernel("apex", False, apex.version or "there", "; ".join(lacking)) if lacking else apex
 
 
 def _extras() -> Iterator[Finding]:

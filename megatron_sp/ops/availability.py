@@ -4,7 +4,7 @@
 raises ImportError; any other exception means a broken installation, and its text is kept as the reason.
 
 PyPI's package ``apex`` is unrelated to NVIDIA's, which is installed from its repository: they are distinguished by their
-files, before any of their code is executed.
+files, before any of their code is executed. The kernels of NVIDIA's are extension modules beside it, which a build without CUDA lacks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class _Optional:
 _OPTIONAL = {
     "flash_attn": _Optional("flash-attn", "flash_attn"),
     "apex": _Optional("apex", "apex"),
+    "amp_C": _Optional("apex", "amp_C"),
+    "fused_layer_norm_cuda": _Optional("apex", "fused_layer_norm_cuda"),
     "triton": _Optional("triton", "triton"),
     "tensorboard": _Optional("tensorboard", "torch.utils.tensorboard"),
     "wandb": _Optional("wandb", "wandb"),
@@ -45,6 +47,10 @@ _OPTIONAL = {
     "starlette": _Optional("starlette", "starlette.applications"),
     "uvicorn": _Optional("uvicorn", "uvicorn"),
 }
+APEX_EXTENSIONS = ("amp_C", "fused_layer_norm_cuda")
+"""Extension modules of NVIDIA's apex with its fused Adam and its fused norms."""
+APEX_DEVICE = "cuda"
+"""Type of the device that they run on; tests with a stand-in for them set it to the CPU."""
 _APEX_FILES = ("optimizers/fused_adam.py", "normalization/fused_layer_norm.py")
 FOREIGN_APEX = "the installed 'apex' is not NVIDIA's but another package of that name (remove it: pip uninstall apex)"
 
@@ -57,6 +63,8 @@ def installed(name: str) -> Kernel:
         name: a package in this module's table, such as ``flash_attn``.
     """
     entry = _OPTIONAL[name]
+    if name in APEX_EXTENSIONS:
+        return _apex_extension(name)
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:  # None: just a folder of that name on the path
         return Kernel(name, False, reason=f"{entry.distribution} is not installed")
@@ -72,12 +80,13 @@ def find(name: str) -> Kernel:
     kernel = installed(name)
     if not kernel.available:
         return kernel
+    what = f"{name} of apex" if name in APEX_EXTENSIONS else _OPTIONAL[name].distribution
     try:
         importlib.import_module(_OPTIONAL[name].module)
     except ImportError as error:
-        return Kernel(name, False, kernel.version, f"{_OPTIONAL[name].distribution} cannot be imported: {error}")
+        return Kernel(name, False, kernel.version, f"{what} cannot be imported: {error}")
     except Exception as error:  # a broken extension can raise anything; the run goes on without it and says why
-        return Kernel(name, False, kernel.version, f"{_OPTIONAL[name].distribution} is broken: {type(error).__name__}: {error}")
+        return Kernel(name, False, kernel.version, f"{what} is broken: {type(error).__name__}: {error}")
     return kernel
 
 
@@ -91,6 +100,15 @@ def load(name: str, module: str | None = None) -> ModuleType:
     if not kernel.available:
         raise RuntimeError(kernel.reason)
     return importlib.import_module(module or _OPTIONAL[name].module)
+
+
+def _apex_extension(name: str) -> Kernel:
+    apex = installed("apex")
+    if not apex.available:
+        return Kernel(name, False, apex.version, apex.reason)
+    if importlib.util.find_spec(name) is None:
+        return Kernel(name, False, apex.version, f"apex was built without its extension {name}")
+    return Kernel(name, True, apex.version)
 
 
 def _version(distribution: str) -> str:

@@ -2,6 +2,13 @@
 
 ``norm`` is the op; ``norm_forward`` and ``norm_backward`` are its two halves as plain functions, for ``parallel/linear.py``, which can
 fuse a norm with the linear layer after it and recompute it in backward instead of saving its output.
+
+NVIDIA apex's kernels (fused_layer_norm_cuda) compute the same where a spec asks for them, statistics and sums in fp32 too. With 16-bit
+tensors they round more often: RMSNorm's result before the weight and after, LayerNorm's after the bias too, and the gradients of weight and
+bias to 16 bits once they are summed. The sums go in a fixed order, without atomics: they repeat to the last bit. Facts from NVIDIA/apex:
+csrc/layer_norm_cuda.cpp (arguments, dtypes of the statistics), csrc/layer_norm_cuda_kernel.cu (sums; indices of 32 bits; a launch without
+rows is an error), csrc/type_shim.h (16-bit inputs take weights of their own type only), pull request 1715 (memory_efficient: backward from
+the output instead of the input, which divides by the weight; not used here).
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_sp.ops import availability
 from megatron_sp.ops.main_grad import MainGrad, put_grad
 from megatron_sp.ops.memory import blocks, empty
 
@@ -24,11 +32,13 @@ class NormSpec:
         kind: LayerNorm, (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm, x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467).
         eps: added to the variance, or to the mean square.
         zero_centered: the stored parameter is weight - 1 (--apply-layernorm-1p), so that weight decay pulls towards the identity.
+        kernel: whose kernels compute it; what apex's cannot take (``_is_for_apex``) torch computes.
     """
 
     kind: Literal["LayerNorm", "RMSNorm"]
     eps: float
     zero_centered: bool = False
+    kernel: Literal["torch", "apex"] = "torch"
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ class _Norm(torch.autograd.Function):
 
 def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (the normalized x in x's dtype, the statistics for ``norm_backward``)."""
+    if _is_for_apex(x, spec):
+        return _apex_forward(x, weight, bias, spec)
     if spec.kind == "LayerNorm":
         x2 = x.reshape(-1, x.shape[-1])
         y = empty(x.shape, dtype=x.dtype, device=x.device)
@@ -95,6 +107,8 @@ def norm_backward(
 
     ``add``: another gradient of x, to be added to the first.
     """
+    if _is_for_apex(x, spec):
+        return _apex_backward(grad, x, weight, bias, stats, spec, need, add)
     if spec.kind == "LayerNorm":
         return _layer_norm_backward(grad, x, weight, bias, stats[0], spec, need, add)
     return (*_rms_norm_backward(grad, x, _scale(weight, spec.zero_centered), stats[0], need, add), None)
@@ -157,6 +171,40 @@ def _layer_norm_backward(
     if x2.shape[0] == 0:
         sums = [torch.zeros_like(p) if p is not None and n else None for p, n in zip((weight, bias), need[1:], strict=True)]
     return None if grad_x is None else grad_x.view(x.shape), sums[0], sums[1]
+
+
+def _is_for_apex(x: Tensor, spec: NormSpec) -> bool:
+    """Return whether apex's kernels compute the norm of x; the same in forward and backward, whose statistics differ in shape."""
+    is_there = spec.kernel == "apex" and x.device.type == availability.APEX_DEVICE
+    return is_there and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.numel() < 2**31
+
+
+def _apex_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
+    kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
+    forward = kernels.forward_affine if spec.kind == "LayerNorm" else kernels.rms_forward_affine
+    # x keeps its shape: a result that is a view could not be changed in place afterwards (rotation of q and k)
+    y, *stats = forward(x.contiguous(), (x.shape[-1],), *params, spec.eps)
+    return y, tuple(stats)
+
+
+def _apex_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stats: tuple[Tensor, ...], spec: NormSpec, need: tuple[bool, bool, bool],
+    add: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    kernels, params = availability.load("fused_layer_norm_cuda"), _apex_parameters(x, weight, bias, spec)
+    backward = kernels.backward_affine if spec.kind == "LayerNorm" else kernels.rms_backward_affine
+    grad = grad.to(x.dtype).contiguous()
+    grad_x, *sums = backward(grad, *stats, x.contiguous(), (x.shape[-1],), *params, spec.eps, False)  # False: x is the norm's input
+    if add is not None:
+        grad_x.add_(add)
+    grad_weight, grad_bias = (*sums, None)[:2]
+    return grad_x if need[0] else None, grad_weight if need[1] else None, grad_bias if need[2] else None
+
+
+def _apex_parameters(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, ...]:
+    """Return scale and shift (LayerNorm alone has one) as apex takes them: contiguous, in x's dtype."""
+    params = (_scale(weight, spec.zero_centered),) if bias is None else (_scale(weight, spec.zero_centered), bias)
+    return tuple(p.to(x.dtype).contiguous() for p in params)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """AdamW and SGD on flat buffers, gradient clipping and unscaling, and the loss scale of fp16.
 
-The update is torch's fused kernel, called through its functional form on two slices of each unit (with and without weight decay),
-so that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss scale;
-there is no other scaling of gradients.
+The update is a fused kernel, torch's or NVIDIA apex's (``ops/adamw.py``), called as a function on two slices of each unit (with and without
+weight decay), so that the state tensors are ours to save and to shard. ``step`` multiplies the gradients once, by clip coefficient / loss
+scale; there is no other scaling of gradients.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_sp.comm.collectives import all_reduce
 from megatron_sp.comm.groups import SINGLE_RANK, Group
 from megatron_sp.config.schema import OptimizerConfig
+from megatron_sp.ops.adamw import AdamStep, adamw_
 from megatron_sp.optim.flat import FlatUnit, squared_norm, within
 from megatron_sp.optim.offload import HostCopies
 
@@ -40,6 +41,7 @@ class FlatOptimizer:
         tp: ranks that hold other parts of the same parameters.
         everybody: all ranks over which units are split, by tp or into ranges.
         host: copies gradients to the host, where the master weights are, and parameters back; None: everything is on the model's device.
+        kernel: whose kernel updates with AdamW; the state is the same.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class FlatOptimizer:
         tp: Group = SINGLE_RANK,
         everybody: Group = SINGLE_RANK,
         host: HostCopies | None = None,
+        kernel: Literal["torch", "apex"] = "torch",
     ) -> None:
-        self.units, self.config, self.tp, self.host = units, config, tp, host
+        self.units, self.config, self.tp, self.host, self.kernel = units, config, tp, host, kernel
         self.holders = everybody if units and units[0].zero.stage > 0 else tp
         self.num_updates = 0  # successful steps: Adam's bias correction
         self.states = [
@@ -110,20 +113,18 @@ class FlatOptimizer:
                 yield slice(part.start, part.stop), decay
 
     def _update(self, unit: FlatUnit, state: UnitState, shard: Tensor, part: slice, lr: float, weight_decay: float) -> None:
-        config = self.config
-        params, grads, exp_avg = [unit.master[part]], [shard[part]], [state.exp_avg[part]]
+        config, params, grads, exp_avg = self.config, unit.master[part], shard[part], state.exp_avg[part]
+        if state.exp_avg_sq is not None:
+            numbers = AdamStep(
+                count=self.num_updates, lr=lr, beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps,
+                weight_decay=weight_decay,
+            )  # fmt: skip
+            adamw_(params, grads, exp_avg, state.exp_avg_sq[part], numbers, self.kernel)
+            return
         with torch.no_grad():
-            if state.exp_avg_sq is None:
-                sgd(
-                    params, grads, list(exp_avg), fused=True, weight_decay=weight_decay, momentum=config.sgd_momentum, lr=lr,
-                    dampening=0.0, nesterov=False, maximize=False, has_sparse_grad=False,
-                )  # fmt: skip
-                return
-            # the kernel adds 1 to its step count itself
-            steps = [torch.full((), self.num_updates - 1.0, dtype=torch.float32, device=unit.master.device)]
-            adamw(
-                params, grads, exp_avg, [state.exp_avg_sq[part]], [], steps, fused=True, amsgrad=False, lr=lr,
-                beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=weight_decay, eps=config.adam_eps, maximize=False,
+            sgd(
+                [params], [grads], [exp_avg], fused=True, weight_decay=weight_decay, momentum=config.sgd_momentum, lr=lr,
+                dampening=0.0, nesterov=False, maximize=False, has_sparse_grad=False,
             )  # fmt: skip
 
 

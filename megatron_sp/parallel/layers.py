@@ -263,3 +263,15 @@ def attach_main_grad(model: nn.Module, main_grad: MainGrad | None) -> None:
     for module in model.modules():
         if hasattr(module, "main_grad"):
             module.main_grad = main_grad  # type: ignore[assignment]
+
+
+def norm_spec_of(model: nn.Module) -> NormSpec | None:
+    """Return the spec of a model's norms, which is the same for all; None for a model without norms of ours."""
+    return next((module.spec for module in model.modules() if isinstance(module, Norm)), None)
+
+
+def set_norm_kernel(model: nn.Module, kernel: Literal["torch", "apex"]) -> None:
+    """Make every norm of ours use the kernels of ``kernel`` wherever they can take its input."""
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.spec = replace(module.spec, kernel=kernel)

@@ -22,7 +22,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def environment(device: torch.device, hosts: Sequence[str], layout: dict[str, Any], attention: str) -> dict[str, Any]:
+def environment(
+    device: torch.device, hosts: Sequence[str], layout: dict[str, Any], attention: str, kernels: dict[str, str]
+) -> dict[str, Any]:
     """Return the description of the environment for ``metrics.jsonl``.
 
     Args:
@@ -30,10 +32,12 @@ def environment(device: torch.device, hosts: Sequence[str], layout: dict[str, An
         hosts: host name of every rank.
         layout: layout record, as in a checkpoint.
         attention: name of the attention kernel.
+        kernels: whose fused kernels compute AdamW and the norms, by op.
     """
     return {
         "versions": versions(), "device": device_name(device), "hosts": dict(Counter(hosts)), "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()}", "layout": layout, "attention": attention,
+        "kernels": kernels,
     }  # fmt: skip
 
 

@@ -43,12 +43,14 @@ from megatron_sp.data.dataset import Dataset
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.tokenizers import Tokenizer
 from megatron_sp.ops.attention import AttentionKernel, choose_kernel
+from megatron_sp.ops.fused_kernels import FusedKernels
 from megatron_sp.optim.lr_schedule import LRSchedule
 from megatron_sp.optim.optimizer import FlatOptimizer, LossScaler
 from megatron_sp.parallel.heads import OverlapMode
 from megatron_sp.parallel.parallel_context import ParallelContext
 from megatron_sp.training.console import Console
 from megatron_sp.training.environment import environment
+from megatron_sp.training.fused import use_fused_kernels
 from megatron_sp.training.memory_estimate import MemoryEstimate
 from megatron_sp.training.metrics import MetricsLog
 from megatron_sp.training.microbatches import BatchPlan
@@ -208,6 +210,7 @@ class Run:
         parts: model, weights, gradients, optimizer and loss scaler.
         state: progress, and everything else that a checkpoint holds.
         kernel: attention kernel.
+        fused: kernels of AdamW and the norms.
         train_step: takes one step.
         evaluated: what former processes of this run have evaluated at the step it starts from: "valid", "test".
         metrics: writes ``metrics.jsonl``.
@@ -224,6 +227,7 @@ class Run:
     parts: StepParts
     state: TrainingState
     kernel: AttentionKernel
+    fused: FusedKernels
     train_step: TrainStep
     evaluated: list[str]
     metrics: MetricsLog
@@ -253,7 +257,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     data = build_data(context, plan, tokenizer, closing)
     layout = choose_layout(context, origin)
     memory_estimate = estimate_memory(context, layout)
-    parts, state = build_model(context, layout)
+    parts, state, fused = build_model(context, layout)
     state.tokenizer, state.evaluation_data = tokenizer_record, data.datasets.evaluation_fingerprints
     if origin is not None:
         plan = load_checkpoint(context, checkpointer, origin, plan, data, parts, state)
@@ -268,7 +272,7 @@ def prepare(context: RunContext, closing: ExitStack) -> Run:
     reporter = StepReporter(config, context.groups, console, metrics, plan.train_iters, memory_estimate)
     run = Run(
         context=context, origin=origin, checkpointer=checkpointer, plan=plan, data=data, layout=layout, memory_estimate=memory_estimate,
-        parts=parts, state=state, kernel=kernel, train_step=train_step, evaluated=done, metrics=metrics, reporter=reporter,
+        parts=parts, state=state, kernel=kernel, fused=fused, train_step=train_step, evaluated=done, metrics=metrics, reporter=reporter,
     )  # fmt: skip
     announce(run)
     return run
@@ -437,18 +441,22 @@ def estimate_memory(context: RunContext, layout: RunLayout) -> MemoryEstimate:
     return estimate
 
 
-def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, TrainingState]:
+def build_model(context: RunContext, layout: RunLayout) -> tuple[StepParts, TrainingState, FusedKernels]:
     """Build this rank's part of the model, with initial weights, and what updates it. Collective."""
     config, groups, precision = context.config, context.groups, context.config.precision
     sharded = build_sharded(context.task.build_model, config, layout.parallel, groups, groups.device)
     sharded.fingerprint.require_equal(groups)
-    optimizer = FlatOptimizer(sharded.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=sharded.host)
+    fused = use_fused_kernels(config, sharded.model, groups)
+    optimizer = FlatOptimizer(
+        sharded.units, config.optimizer, tp=groups.tp, everybody=groups.world, host=sharded.host,
+        kernel="torch" if fused.adamw is None else fused.adamw.name,
+    )  # fmt: skip
     scaler = LossScaler(
         enabled=precision.fp16, fixed=precision.loss_scale, initial=precision.initial_loss_scale, minimum=precision.min_loss_scale,
         window=precision.loss_scale_window, hysteresis=precision.hysteresis,
     )  # fmt: skip
     parts = StepParts(sharded.model, sharded.weights, sharded.gradients, optimizer, scaler)
-    return parts, TrainingState(sharded.model, sharded.units, optimizer, scaler)
+    return parts, TrainingState(sharded.model, sharded.units, optimizer, scaler), fused
 
 
 def load_checkpoint(
@@ -546,11 +554,13 @@ def announce(run: Run) -> None:
         f" global batch {plan.batches.full} x {config.model.seq_length} tokens, steps {progress.step} to {plan.train_iters},"
         f" run folder {context.run_dir}"
     )
+    if run.fused.chosen:
+        context.console.line(f"fused kernels: {run.fused.describe()}")
     run.metrics.write(
         "start", step=progress.step, consumed_samples=progress.consumed_samples, attempt=launch.attempt,
         world_size=groups.world_size, num_params=num_params, launch_to_ready_s=time.monotonic() - context.started,
         train_iters=plan.train_iters, config=config.to_dict(),
-        environment=environment(groups.device, hosts, run.layout.record, kernel.name),
+        environment=environment(groups.device, hosts, run.layout.record, kernel.name, {k.op: k.name for k in run.fused.chosen}),
     )  # fmt: skip
     context.status.write(
         "running", step=progress.step, train_iters=plan.train_iters, world_size=groups.world_size, hosts=hosts, pids=context.peers.pids

@@ -84,7 +84,7 @@ MEGATRON_CHOICES: dict[str, dict[str, str]] = {
 TOKEN_FLAGS = ("train-tokens", "lr-decay-tokens", "lr-warmup-tokens")
 """Megatron-DeepSpeed's lengths in tokens; ``arguments`` turns them into samples or steps."""
 
-_FUSED = "which kernels run is decided by what the machine has"
+_FUSED = "which kernels run is decided by what the machine has, and by --fused-kernels and --attention-backend"
 _LOGGED = "always written to metrics.jsonl, and to TensorBoard when that is on"
 _FORMAT = "checkpoints have one format here: sharded, verified, independent of the layout"
 _ENGINE = "there is one engine here"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import re
@@ -116,6 +117,30 @@ def test_apex_of_pypi_is_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert found.status == "warn" and "PyPI's apex 0.9.10.dev0, not NVIDIA's" in found.found
     assert found.remedy == "pip uninstall apex"
     assert not any("pip install apex" in r.remedy for r in examine())
+
+
+def test_apex_of_nvidia_is_looked_at_with_its_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """apex itself is not run, and on a machine without a GPU its extensions are not either."""
+    package = make_package(tmp_path, "apex", "0.1")
+    (package / "normalization").mkdir()
+    (package / "normalization" / "fused_layer_norm.py").write_text("")
+    (tmp_path / "amp_C.py").write_text("raise OSError('undefined symbol: _ZN3c10')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def look(gpu: bool) -> Finding:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        availability.installed.cache_clear()
+        (found,) = (r for r in doctor._kernels() if r.name == "kernel apex")
+        return found
+
+    found = look(gpu=False)
+    assert (found.status, found.found) == ("warn", "apex was built without its extension fused_layer_norm_cuda")
+    assert "with its C++ and CUDA extensions" in found.remedy
+    (tmp_path / "fused_layer_norm_cuda.py").write_text("")
+    importlib.invalidate_caches()
+    assert look(gpu=False) == Finding("kernel apex", "ok", "0.1 (AdamW and norms, --fused-kernels)")
+    assert look(gpu=True).found == "amp_C of apex is broken: OSError: undefined symbol: _ZN3c10"
+    sys.modules.pop("fused_layer_norm_cuda", None)
 
 
 def make_package(where: Path, name: str, version: str, init: str = "raise SystemExit('executed')\n") -> Path:

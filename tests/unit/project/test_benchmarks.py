@@ -167,6 +167,18 @@ def test_the_attention_kernels_run_or_say_what_they_need(tmp_path: Path) -> None
         assert run("gpu/attention_kernels.py").returncode == 2
 
 
+def test_the_fused_kernels_run_or_say_what_they_need(tmp_path: Path) -> None:
+    done = run("gpu/fused_kernels.py", "--smoke", "--json", str(tmp_path / "f.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "f.json").read_text())["results"]
+    norms = {f"{kind} {way}, 64 x 32" for kind in ("LayerNorm", "RMSNorm") for way in ("forward", "backward")}
+    assert set(found["kernels"]) == {"AdamW, 0.003906M elements", *norms}
+    assert all(kernel["gb_per_s"] > 0 for kernels in found["kernels"].values() for kernel in kernels.values())
+    if not torch.cuda.is_available():
+        assert "needs a GPU" in found["left_out"] and "apex left out: --fused-kernels apex cannot be used" in done.stdout
+        assert run("gpu/fused_kernels.py").returncode == 2
+
+
 def test_attention_flops_are_those_of_the_model() -> None:
     shape = attention_kernels.Shape(b=3, s=64, n=4, d=16, causal=False)
     config = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=128)

@@ -106,6 +106,8 @@ TORCH_FREE = (
 OPTIONAL = {
     "flash_attn",
     "apex",
+    "amp_C",
+    "fused_layer_norm_cuda",
     "triton",
     "tensorboard",
     "wandb",

@@ -1,0 +1,57 @@
+"""Choice of a run's fused kernels (--fused-kernels): refused before the first collective, and the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_sp.comm.agree import all_ranks_agree
+from megatron_sp.comm.groups import Launch, ParallelGroups
+from megatron_sp.comm.objects import gather_json
+from megatron_sp.config.schema import Config
+from megatron_sp.ops.fused_kernels import FusedKernels, KernelUse, choose_fused_kernels
+from megatron_sp.ops.norm import NormSpec
+from megatron_sp.parallel.layers import norm_spec_of, set_norm_kernel
+from megatron_sp.utils.errors import ConfigError
+
+
+def require_fused_kernels(config: Config, launch: Launch, device: torch.device) -> None:
+    """Check --fused-kernels apex before any rank waits for another; one process of each host reports what is missing there.
+
+    Raises:
+        ConfigError: apex cannot be used on this rank.
+    """
+    if config.kernels.fused_kernels != "apex":
+        return
+    model = config.model
+    try:
+        _choose(config, device, NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p))
+    except ConfigError as error:
+        error.on_all_ranks = launch.rank == 0 or launch.local_rank != 0
+        raise
+
+
+def use_fused_kernels(config: Config, model: nn.Module, groups: ParallelGroups) -> FusedKernels:
+    """Choose the kernels, and set those of the model's norms; AdamW's are for the optimizer, which is not built yet. Collective.
+
+    Raises:
+        ConfigError: apex was asked for and cannot be used.
+    """
+    with all_ranks_agree(groups.control):
+        kernels = _choose(config, groups.device, norm_spec_of(model))
+    kernels = kernels.agreed(gather_json([(kernel.name, kernel.reason) for kernel in kernels.chosen], groups.control))
+    if kernels.norm is not None:
+        set_norm_kernel(model, kernels.norm.name)
+    return kernels
+
+
+def _choose(config: Config, device: torch.device, norm: NormSpec | None) -> FusedKernels:
+    dtype = getattr(torch, config.precision.params_dtype)
+    use = KernelUse(
+        device, dtype, adamw=config.optimizer.optimizer == "adam", offload=config.parallel.offload_optimizer, norm=norm,
+        deterministic=config.kernels.deterministic_mode,
+    )  # fmt: skip
+    try:
+        return choose_fused_kernels(config.kernels.fused_kernels, use)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None

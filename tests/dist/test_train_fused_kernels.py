@@ -1,0 +1,68 @@
+"""Whole runs with apex's kernels, played by a stand-in: the losses, the change of kernels on a resume, what is said and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apex_stand_in import NORMS, Install, install_apex
+from support.training import NO_DROPOUT, records, status, tensors, train
+
+__all__ = ["install_apex"]
+RMS, ON_GPU = ("--normalization", "RMSNorm"), ("--device", "auto")  # later flags win
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {r["step"]: float(r["loss"]) for r in records(run)}
+
+
+@pytest.mark.parametrize("layout", [(), ("--zero-stage", 2, "--normalization", "RMSNorm")], ids=["LayerNorm", "RMSNorm, ZeRO"])
+def test_a_run_may_go_on_with_other_kernels(install_apex: Install, tmp_path: Path, layout: tuple[Any, ...]) -> None:
+    """torch's, apex's, and torch's three steps long, then apex's: the same losses but for rounding, the same tensors on disk."""
+    install_apex()
+    flags, ranks = (*NO_DROPOUT, *ON_GPU, *layout), 2 if layout else 1
+    norm = "RMSNorm" if layout else "LayerNorm"
+    runs = {kernels: tmp_path / kernels for kernels in ("torch", "apex")}
+    for kernels, run in runs.items():
+        outcome = train(tmp_path, "--save", run, "--fused-kernels", kernels, *flags, ranks=ranks).expect(0)
+        assert outcome.text.count(f"fused kernels: AdamW and {norm} by {kernels} (asked for)") == 1, "rank 0 says it"
+        assert records(run, "start")[0]["environment"]["kernels"] == {"AdamW": kernels, norm: kernels}
+    both = tmp_path / "both"
+    train(tmp_path, "--save", both, "--fused-kernels", "torch", "--exit-interval", 3, *flags, ranks=ranks).expect(0)
+    train(tmp_path, "--save", both, "--auto-resume", *flags, ranks=ranks).expect(0, f"AdamW and {norm} by apex (found)")
+    want = losses(runs["torch"])
+    for run in (runs["apex"], both):
+        assert losses(run) == pytest.approx(want, rel=1e-5) and losses(run) != want
+    assert {n: t.shape for n, t in tensors(both).items()} == {n: t.shape for n, t in tensors(runs["torch"]).items()}
+
+
+def test_all_ranks_take_torchs_where_one_lacks_apex(install_apex: Install, tmp_path: Path) -> None:
+    install_apex(
+        amp_C=f"import os\nif os.environ['RANK'] == '1': raise OSError('no such symbol')\n{'from {module} import multi_tensor_adam'}"
+    )
+    said = "AdamW by torch (rank 1: apex not used: amp_C of apex is broken: OSError: no such symbol), RMSNorm by apex (found)"
+    train(tmp_path, "--train-iters", 1, *RMS, *ON_GPU, ranks=2).expect(0, said)
+
+
+def test_apex_demanded_where_it_is_not_whole(install_apex: Install, tmp_path: Path) -> None:
+    """Before any rank waits for another: every rank ends with the code of a wrong flag, and one of the host says why."""
+    install_apex(amp_C=None, fused_layer_norm_cuda=NORMS)
+    outcome = train(tmp_path, "--save", tmp_path / "run", "--fused-kernels", "apex", *ON_GPU, ranks=2)
+    outcome.expect(
+        2, "error: --fused-kernels apex cannot be used for AdamW: apex was built without its extension amp_C. Use --fused-kernels auto"
+    )
+    assert outcome.text.count("error: ") == 1 and "Traceback" not in outcome.text and not (tmp_path / "run").exists()
+
+
+def test_apex_demanded_without_a_gpu(tmp_path: Path) -> None:
+    train(tmp_path, "--fused-kernels", "apex").expect(2, "--fused-kernels apex needs a GPU, but --device cpu was given: use auto or torch")
+    train(tmp_path, "--fused-kernels", "apex", *ON_GPU).expect(2, "cannot be used for AdamW: it needs a GPU")
+
+
+def test_a_run_on_a_cpu_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tmp_path, "--save", run, "--train-iters", 1).expect(
+        0, "fused kernels: AdamW and LayerNorm by torch (apex not used: it needs a GPU)"
+    )
+    assert status(run)["exit_code"] == 0

@@ -1,0 +1,82 @@
+"""NVIDIA apex's kernels on the GPU against torch's, where apex is installed; the choice and its reasons everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.errors import FP32, assert_law, law_error
+from support.op_checks import gradients, leaves, randn
+from torch import nn
+
+from megatron_sp.config.schema import OptimizerConfig
+from megatron_sp.ops import availability
+from megatron_sp.ops.fused_kernels import KernelUse, choose_fused_kernels
+from megatron_sp.ops.norm import NormSpec, norm
+from megatron_sp.optim.flat import FlatUnit
+from megatron_sp.optim.optimizer import FlatOptimizer
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+LACK = "; ".join(k.reason for name in availability.APEX_EXTENSIONS if not (k := availability.find(name)).available)
+needs_apex = pytest.mark.skipif(bool(LACK), reason=LACK or "apex is installed")
+# of 16-bit results: LayerNorm's is rounded three times, RMSNorm's twice, each by half an eps; sums of gradients once
+DTYPES = [(torch.float32, FP32), (torch.bfloat16, 2 * 2**-8), (torch.float16, 2 * 2**-11)]
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_the_choice_has_a_reason(kind: Any) -> None:
+    use = KernelUse(CUDA, torch.float32, norm=NormSpec(kind, 1e-5))
+    assert {kernel.name for kernel in choose_fused_kernels("auto", use).chosen} == {"torch" if LACK else "apex"}
+    if LACK:
+        with pytest.raises(RuntimeError, match="--fused-kernels apex cannot be used for AdamW"):
+            choose_fused_kernels("apex", use)
+
+
+@needs_apex
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("width", [1, 6, 64, 1000, 4096])
+@pytest.mark.parametrize("dtype, tolerance", DTYPES)
+def test_norms_are_torchs(kind: Any, zero_centered: bool, width: int, dtype: torch.dtype, tolerance: float) -> None:
+    spec = NormSpec(kind, 1e-3, zero_centered)
+    inputs = {"x": randn(37, 3, width) * 0.3 + 0.5, "weight": randn(width, seed=1)}
+    inputs |= {"bias": randn(width, seed=2)} if kind == "LayerNorm" else {}
+    inputs, grad = {n: t.to(CUDA, dtype) for n, t in inputs.items()}, randn(37, 3, width, seed=3).to(CUDA, dtype)
+    found = []
+    for kernel in ("torch", "apex"):
+        chosen = replace(spec, kernel=kernel)  # type: ignore[arg-type]
+        found.append(gradients(lambda i, s=chosen: norm(i["x"], i["weight"], i.get("bias"), s), leaves(**inputs), grad))  # type: ignore[misc]
+    assert_law(found[1], found[0], tolerance)
+
+
+@needs_apex
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_gradients_of_norms_repeat_to_the_last_bit(kind: Any) -> None:
+    """Sums over rows go in a fixed order, without atomics."""
+    spec, shape = NormSpec(kind, 1e-5, kernel="apex"), (4096, 512)
+    inputs = {"x": randn(*shape), "weight": randn(512)} | ({"bias": randn(512)} if kind == "LayerNorm" else {})
+    inputs, grad = {n: t.to(CUDA, torch.bfloat16) for n, t in inputs.items()}, randn(*shape, seed=3).to(CUDA, torch.bfloat16)
+    first, *others = (gradients(lambda i: norm(i["x"], i["weight"], i.get("bias"), spec), leaves(**inputs), grad) for _ in range(4))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)  # type: ignore[arg-type]
+
+
+@needs_apex
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta2", [0.999, 0.95])
+def test_adamw_is_torchs(dtype: torch.dtype, beta2: float) -> None:
+    """Equal but for rounding, and for 1 - beta2 in fp32, which apex has only to 2^-24 / (1 - beta2)."""
+    changes = []
+    for kernel in ("torch", "apex"):
+        params = [nn.Parameter(randn(*shape).to(CUDA, dtype)) for shape in ((300, 700), (65_537,), (5,))]
+        unit = FlatUnit("unit", [(f"p{i}", p) for i, p in enumerate(params)])
+        optimizer = FlatOptimizer([unit], OptimizerConfig(clip_grad=0.0, adam_beta2=beta2), kernel=kernel)  # type: ignore[arg-type]
+        before = unit.master.clone()
+        for step in range(5):
+            unit.grads.copy_(randn(unit.numel, seed=step))
+            optimizer.step(1e-2, 0.1, 1.0)
+        changes.append(unit.master - before)
+    assert law_error(changes[1], changes[0]) <= 2**-24 / (1 - beta2) + FP32
