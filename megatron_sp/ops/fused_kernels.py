@@ -48,6 +48,7 @@ class FusedKernels:
 
     @property
     def chosen(self) -> list[FusedKernel]:
+        """Kernels of the ops that this run has."""
         return [kernel for kernel in (self.adamw, self.norm) if kernel is not None]
 
     def describe(self) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apex_stand_in import NORMS, Install, install_apex
+from support.apex_stand_in import NORMS, Install, install_apex
 from support.training import NO_DROPOUT, records, status, tensors, train
 
 __all__ = ["install_apex"]

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import apex_stand_in
 import pytest
 import torch
-from apex_stand_in import Install, install_apex
+from support import apex_stand_in
+from support.apex_stand_in import Install, install_apex
 from support.errors import FP32, assert_law, law_error
 from support.op_checks import Inputs, PoisonedSink, gradients, leaves, randn
 from torch import Tensor, nn
