@@ -6,11 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.apex_stand_in import NORMS, Install, install_apex
+from support.apex_stand_in import ADAM, NORMS, Install, install_apex
 from support.training import NO_DROPOUT, records, status, tensors, train
 
 __all__ = ["install_apex"]
 RMS, ON_GPU = ("--normalization", "RMSNorm"), ("--device", "auto")  # later flags win
+
+
+COUNTED = """
+def counted(fn):
+    def call(*args):
+        open("called-" + fn.__name__, "a").write("x")
+        return fn(*args)
+    return call
+
+for name, value in list(globals().items()):
+    if callable(value) and name != "counted":
+        globals()[name] = counted(value)
+"""
+"""Code that makes an extension's functions leave a letter in a file for each call."""
+
+
+def calls(tmp_path: Path) -> dict[str, int]:
+    found = {file.name.removeprefix("called-"): file.stat().st_size for file in tmp_path.glob("called-*")}
+    for file in tmp_path.glob("called-*"):
+        file.unlink()
+    return found
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -20,7 +41,7 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize("layout", [(), ("--zero-stage", 2, "--normalization", "RMSNorm")], ids=["LayerNorm", "RMSNorm, ZeRO"])
 def test_a_run_may_go_on_with_other_kernels(install_apex: Install, tmp_path: Path, layout: tuple[Any, ...]) -> None:
     """torch's, apex's, and torch's three steps long, then apex's: the same losses but for rounding, the same tensors on disk."""
-    install_apex()
+    install_apex(amp_C=ADAM + COUNTED, fused_layer_norm_cuda=NORMS + COUNTED)
     flags, ranks = (*NO_DROPOUT, *ON_GPU, *layout), 2 if layout else 1
     norm = "RMSNorm" if layout else "LayerNorm"
     runs = {kernels: tmp_path / kernels for kernels in ("torch", "apex")}
@@ -28,6 +49,9 @@ def test_a_run_may_go_on_with_other_kernels(install_apex: Install, tmp_path: Pat
         outcome = train(tmp_path, "--save", run, "--fused-kernels", kernels, *flags, ranks=ranks).expect(0)
         assert outcome.text.count(f"fused kernels: AdamW and {norm} by {kernels} (asked for)") == 1, "rank 0 says it"
         assert records(run, "start")[0]["environment"]["kernels"] == {"AdamW": kernels, norm: kernels}
+        called = calls(tmp_path)
+        assert min(called.values()) > 6 if kernels == "apex" else not called, "in every step, and not only in the examples at the start"
+        assert len(called) == (3 if kernels == "apex" else 0)
     both = tmp_path / "both"
     train(tmp_path, "--save", both, "--fused-kernels", "torch", "--exit-interval", 3, *flags, ranks=ranks).expect(0)
     train(tmp_path, "--save", both, "--auto-resume", *flags, ranks=ranks).expect(0, f"AdamW and {norm} by apex (found)")
