@@ -10,11 +10,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from megatron_sp import __version__
 from megatron_sp.utils.program import code_of, run_program
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 PROGRAMS: dict[str, tuple[str, str]] = {  # name: (module, what it does)
     "pretrain": ("pretrain", "pretrain a GPT or a BERT; several processes: torchrun -m megatron_sp pretrain gpt FLAGS"),
     "preprocess": ("preprocess", "tokenize text into the .bin/.idx data sets that trainings read"),
@@ -82,46 +83,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_command(commands: Commands, name: str, text: str, **more: Any) -> argparse.ArgumentParser:
+    """Add a command; its line in the list of commands is also the first sentence of its own --help."""
+    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False, **more)
+
+
+def _add_doctor(commands: Commands) -> None:
     text = "look at this machine: torch, devices, backends, optional packages, disk and memory, and suggest a fix for anything missing"
-    doctor = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    doctor = _add_command(commands, "doctor", text)
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
     doctor.set_defaults(run=_doctor)
 
 
-def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_data(commands: Commands) -> None:
     from megatron_sp.commands.data import add_actions
 
     data = commands.add_parser("data", help="make, look at, join and split data sets", allow_abbrev=False)
     add_actions(data, {name: text for name, (_, text) in DATA_PROGRAMS.items()})
 
 
-def _add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_presets(commands: Commands) -> None:
     text = "list the published models whose shape --preset NAME takes, with their parameters and sources"
-    presets = commands.add_parser("presets", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    presets = _add_command(commands, "presets", text)
     presets.add_argument("--json", action="store_true", help="print all flags of each as JSON")
     presets.set_defaults(run=_presets)
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: Commands) -> None:
     text = "which layout for which GPUs: memory and speed of all layouts of a model, predicted, the fastest that fit first"
     from megatron_sp.planner import options
 
-    plan = commands.add_parser(
-        "plan", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
-    )  # fmt: skip
+    plan = _add_command(commands, "plan", text, usage=options.USAGE, epilog=options.EPILOG)
     options.add_arguments(plan)
     plan.set_defaults(run=_plan)
 
 
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_convert(commands: Commands) -> None:
     text = "bring weights from Hugging Face, Megatron or Megatron-DeepSpeed here, or there; docs/how-to/convert.md has the formats"
     from megatron_sp.convert import arguments
 
-    parser = commands.add_parser(
-        "convert", help=text, description=text[0].upper() + text[1:] + ".", epilog=arguments.EPILOG, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = _add_command(commands, "convert", text, epilog=arguments.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_arguments(parser)
     parser.set_defaults(run=_convert)
 
@@ -132,27 +133,25 @@ def _convert(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
-def _add_ckpt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_ckpt(commands: Commands) -> None:
     from megatron_sp.commands.ckpt.options import add_actions
 
     text = "list, show, verify, compare, thin out and merge checkpoints"
-    add_actions(commands.add_parser("ckpt", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+    add_actions(_add_command(commands, "ckpt", text))
 
 
-def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_schedule(commands: Commands) -> None:
     from megatron_sp.commands.schedule.options import add_actions
 
     text = "check, show, explain, verify and train by schedules of models that are not ours (transformers', yours): docs/how-to/schedule.md"
-    add_actions(commands.add_parser("schedule", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False))
+    add_actions(_add_command(commands, "schedule", text))
 
 
-def _add_chaos(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_chaos(commands: Commands) -> None:
     from megatron_sp.commands.chaos import options
 
     text = "try a training on this machine: it is killed, stopped, starved of disk and damaged, and must end with the same weights"
-    chaos = commands.add_parser(
-        "chaos", help=text, description=text[0].upper() + text[1:] + ".", usage=options.USAGE, epilog=options.EPILOG, allow_abbrev=False
-    )  # fmt: skip
+    chaos = _add_command(commands, "chaos", text, usage=options.USAGE, epilog=options.EPILOG)
     options.add_arguments(chaos)
     chaos.set_defaults(run=_chaos, takes_words=True)
 

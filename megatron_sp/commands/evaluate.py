@@ -18,7 +18,7 @@ from megatron_sp import __version__
 from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, DiskError
 from megatron_sp.utils.output_file import require_place, write_output_json
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -33,9 +33,7 @@ INSTEAD = {name: "and this tool wants a GPT or a BERT" for name in ("GPT", "BERT
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(prog, __doc__)
     add_model_flags(parser)
     task = parser.add_argument_group("what is evaluated (one of these)").add_mutually_exclusive_group(required=True)
     task.add_argument(

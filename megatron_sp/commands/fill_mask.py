@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_checkpoint_flags
 from megatron_sp.utils.errors import ConfigError, DataError
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -31,9 +31,7 @@ INSTEAD = {
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(prog, __doc__)
     add_checkpoint_flags(parser)
     add = parser.add_argument_group("texts").add_argument
     add("--text", action="append", metavar="TEXT", help=f"a text with {MASK} in it; may be given several times")

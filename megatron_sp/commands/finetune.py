@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sp.commands.pretrain import parse_config
 from megatron_sp.utils.errors import ConfigError, ReportedError
+from megatron_sp.utils.program import documented_parser
 
 if TYPE_CHECKING:  # imports numpy, which wants memory: run_program() finds words where there is none
     from megatron_sp.data.classification import Example, TextTable
@@ -31,10 +32,7 @@ def parse(argv: list[str] | None = None, prog: str | None = None) -> tuple[argpa
     """Parse this tool's own flags; also return the rest, which are flags of pretraining."""
     from megatron_sp.data.classification import GLUE
 
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help",
-    )  # fmt: skip
+    parser = documented_parser(prog, __doc__, epilog="every flag of pretrain_bert.py can follow: see pretrain_bert.py --help")
     parser.add_argument("--task", required=True, choices=[*GLUE, "tsv", "jsonl"],
                         help="one of GLUE's, as its files are; or any .tsv with a header, or .jsonl")  # fmt: skip
     parser.add_argument("--train-data", required=True, metavar="FILE")

@@ -15,13 +15,12 @@ from pathlib import Path
 from megatron_sp.report.page import write_page
 from megatron_sp.utils.errors import ReportedError
 from megatron_sp.utils.format import format_bytes
+from megatron_sp.utils.program import documented_parser
 
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(prog, __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (what --save named)")
     parser.add_argument("--compare", type=Path, nargs="+", action="extend", default=[], metavar="RUN", help="other runs, drawn over it")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html")

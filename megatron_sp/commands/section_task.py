@@ -6,18 +6,15 @@ of the standard library. train.jsonl and valid.jsonl are for megatron-sp finetun
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from megatron_sp.utils.errors import EXIT_OK, ReportedError
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.program import documented_parser, integer
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the tool; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(prog, __doc__)
     add = parser.add_argument
     add("--corpus", required=True, metavar="FILE", help="what megatron-sp data corpus wrote")
     add("--output", required=True, metavar="FOLDER", help="for train.jsonl and valid.jsonl")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_sp.config.flags.inference_flags import add_model_flags
 from megatron_sp.utils.errors import ConfigError, PeerError
-from megatron_sp.utils.program import integer
+from megatron_sp.utils.program import documented_parser, integer
 
 if TYPE_CHECKING:
     from megatron_sp.comm.groups import Launch
@@ -33,9 +33,7 @@ INSTEAD = {
 
 def parse(argv: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = documented_parser(prog, __doc__)
     add_model_flags(parser)
     door = parser.add_argument_group("door")
     door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, programs on this machine only)")

@@ -42,6 +42,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
+def documented_parser(prog: str | None, text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that shows a module's docstring as it is laid out, and takes no abbreviated flags.
+
+    Args:
+        prog: name of the program; None: the script's.
+        text: the docstring.
+        epilog: end of --help.
+    """
+    return argparse.ArgumentParser(
+        prog=prog, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
 def integer(high: int = MAX_COUNT) -> Callable[[str], int]:
     """Return a converter for argparse's ``type=`` that accepts integers in [-high, high].
 
