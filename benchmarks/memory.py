@@ -133,9 +133,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu", what: Callable[..., Any] | None = None) -> Any:
-    """The closed form for a layout; ``what`` may be another plan of the same arguments."""
+    """The closed form for a layout; ``what`` may be another plan of the same workload."""
     from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
     from megatron_sp.estimate.memory import memory_plan
+    from megatron_sp.estimate.workload import Workload
 
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp_seq, sequence_parallel_size=layout.sp,
@@ -143,11 +144,12 @@ def predict(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cp
     )  # fmt: skip
     model = ModelConfig(**{**shape, **layout.model})
     more = {"head_share": 1 / EVERY} if model.is_bert else {}
-    return (what or memory_plan)(
+    workload = Workload(
         model, parallel, KernelConfig(**layout.kernels),
         BatchConfig(micro_batch_size=batch, global_batch_size=batch * layout.micro_batches * layout.dp), PrecisionConfig(bf16=layout.bf16),
-        data_parallel_size=layout.dp, device=device, **more,
+        dp=layout.dp, device=device, **more,  # type: ignore[arg-type]
     )  # fmt: skip
+    return (what or memory_plan)(workload)
 
 
 def run(layout: Layout, shape: dict[str, Any], batch: int, device: str = "cpu") -> list[dict[str, int]]:

@@ -180,7 +180,8 @@ GAINS = {"1B, 64K": (1.040, 1.32), "7B, 16K": (1.066, 1.53)}
 def arithmetic() -> dict[str, Any]:
     from megatron_sp.config.flags.arguments import config_from_args
     from megatron_sp.estimate.hardware import GPUS, LINKS
-    from megatron_sp.estimate.memory import Form
+    from megatron_sp.estimate.memory_rank import RankForm
+    from megatron_sp.estimate.workload import workload_of
     from megatron_sp.planner.machine import Machine
     from megatron_sp.planner.timing import step_time
     from megatron_sp.planner.work import Work
@@ -192,7 +193,7 @@ def arithmetic() -> dict[str, Any]:
     rows, kept = [], []
     for (shape, name), (forward_ms, backward_ms) in BY_HAND.items():
         c = config_of(shape, "")
-        work = Work(Form(c.model, c.parallel, c.kernels, c.batch, c.precision, 1, "cuda"), GPUS[name])
+        work = Work(RankForm(workload_of(c, 8, "cuda")), GPUS[name])
         for one, by_hand, words in (
             (work.block_forward(), forward_ms, "forward"), (work.block_backward(), backward_ms, "backward"),
         ):  # fmt: skip

@@ -11,7 +11,8 @@ with the distribution in a run.
 from __future__ import annotations
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory_sizes import Sizes
+from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.workload import workload_of
 
 
 def copy_bytes(config: Config, world_size: int) -> int:
@@ -20,16 +21,16 @@ def copy_bytes(config: Config, world_size: int) -> int:
     if checkpoint.save is None or not checkpoint.save_interval or not checkpoint.async_save or config.batch.skip_train:
         return 0
     parallel = config.parallel
-    dp = parallel.dp_size(world_size)
-    sizes = Sizes(config.model, parallel, config.kernels, config.batch, config.precision, dp, "cpu", 1.0)
+    form = RankForm(workload_of(config, world_size, "cpu"))
+    shape = form.shape
     with_state = not checkpoint.no_save_optim
-    wide = sizes.wide
+    wide = shape.wide
     state = with_state * wide * (2 if config.optimizer.optimizer == "adam" else 1)
-    each = sizes.e + state + with_state * wide * sizes.is_16_bit
-    ranks = dp * parallel.sequence_parallel_size
+    each = shape.e + state + with_state * wide * shape.is_16_bit
+    ranks = parallel.dp_size(world_size) * parallel.sequence_parallel_size
     tables = 1 + config.model.untie_embeddings_and_output_weights
-    padding = max(0, sizes.rows - (config.model.vocab_size or 0)) * sizes.h * tables  # rows that no checkpoint has
-    share = -(-(sizes.zero.num_params - padding) * each // ranks)
+    padding = max(0, shape.rows - (config.model.vocab_size or 0)) * shape.h * tables  # rows that no checkpoint has
+    share = -(-(form.zero.num_params - padding) * each // ranks)
     if parallel.zero_stage > 0 or ranks == 1:
         return share
-    return max(share, min(sizes.rows, config.model.vocab_size or 0) * sizes.h * max(sizes.e, wide if with_state else 0))
+    return max(share, min(shape.rows, config.model.vocab_size or 0) * shape.h * max(shape.e, wide if with_state else 0))

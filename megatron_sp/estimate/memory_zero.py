@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_sp.config.schema import ParallelConfig
+from megatron_sp.estimate.memory_plan import Line
 from megatron_sp.optim.residency import Pool, pools_of
 from megatron_sp.utils.numbers import round_up
 
@@ -35,6 +36,14 @@ class Held:
     whole: int = 0
     ranges: int = 0
     under_way: int = 0
+
+
+def gradient_lines(held: Held) -> tuple[Line, ...]:
+    """Return the memory of gradients as lines of a moment."""
+    return (
+        Line("gradients, whole", held.whole), Line("gradients, reduced", held.ranges),
+        Line("gradients, beside them in reductions", held.under_way),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

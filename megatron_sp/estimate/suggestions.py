@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_sp.config.rules import normalize, violations
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.memory import memory_plan
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
 from megatron_sp.estimate.memory_saves import copy_bytes
+from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.utils.format import format_bytes
 
-Device = Literal["cpu", "cuda"]
 _NUMBER = 3
 _MOST_TRIED = 1 << 10  # divisors of a size; beyond that somebody has mistyped it
 
@@ -26,18 +26,9 @@ class Suggestion(NamedTuple):
     peak: int
 
 
-def head_share(config: Config) -> float:
-    """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
-    return config.data.mask_prob if config.model.is_bert else 1.0
-
-
 def plan_of(config: Config, world_size: int, device: Device) -> MemoryPlan:
     """Return the memory plan of one rank, with the copy for background saves; the vocabulary size must be set."""
-    plan = memory_plan(
-        config.model, config.parallel, config.kernels, config.batch, config.precision,
-        data_parallel_size=config.parallel.dp_size(world_size), optimizer=config.optimizer.optimizer, device=device,
-        head_share=head_share(config),
-    )  # fmt: skip
+    plan = memory_plan(workload_of(config, world_size, device), config.optimizer.optimizer)
     copy_of_saves = copy_bytes(config, world_size)
     if device == "cuda":
         return replace(plan, host=plan.host + copy_of_saves)

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.workload import Workload
 from megatron_sp.models.unit_order import unit_order
 from megatron_sp.optim.residency import list_fetches
 
@@ -79,21 +79,9 @@ class TrafficPlan:
         return {**totals, "flows": [asdict(flow) for flow in self.flows]}
 
 
-def traffic_plan(
-    model: ModelConfig, parallel: ParallelConfig, kernels: KernelConfig, batch: BatchConfig, precision: PrecisionConfig,
-    *, data_parallel_size: int = 1, device: Literal["cpu", "cuda"] = "cpu", head_share: float = 1.0,
-) -> TrafficPlan:  # fmt: skip
-    """Return the collectives of a training step.
-
-    Args:
-        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size`` set.
-        data_parallel_size: dp.
-        device: determines the chunks of the LM head.
-        head_share: share of the positions that BERT's head processes on a CPU.
-    """
-    form = Form(model, parallel, kernels, batch, precision, data_parallel_size, device, head_share)
-    samples = form.num_micro_batches * batch.micro_batch_size * data_parallel_size
-    counter = _Counter(form, parallel, kernels, data_parallel_size, 2 if model.has_order_head else 1, samples)
+def traffic_plan(workload: Workload) -> TrafficPlan:
+    """Return the collectives of a training step."""
+    counter = _Counter(RankForm(workload))
     flows = [*counter.gradients(), *counter.parameters(), *counter.tensor_parallel(), *counter.ulysses(), *counter.scalars()]
     return TrafficPlan(tuple(flow for flow in flows if flow.number))
 
@@ -105,14 +93,17 @@ def wire_bytes(op: Op, num_bytes: int, ranks: int) -> int:
 
 
 class _Counter:
-    def __init__(self, form: Form, parallel: ParallelConfig, kernels: KernelConfig, dp: int, num_terms: int, num_samples: int) -> None:
-        self.form, self.parallel, self.kernels, self.num_terms, self.num_samples = form, parallel, kernels, num_terms, num_samples
-        self.tp, self.sp = form.tp, form.sp
-        self.ranks, self.world = dp * form.sp, dp * form.sp * form.tp
-        self.units = range(form.layers + 2)
-        self.recomputed = sum(last - first for first, last in form.recomputed)
-        self.forwards = (form.layers + self.recomputed) * form.num_micro_batches  # of blocks in a step
-        self.backwards = form.layers * form.num_micro_batches
+    def __init__(self, form: RankForm) -> None:
+        workload, shape = form.workload, form.shape
+        self.form, self.shape, self.parallel, self.kernels = form, shape, workload.parallel, workload.kernels
+        self.num_terms = 2 if workload.model.has_order_head else 1  # of the loss
+        self.num_samples = shape.num_micro_batches * workload.batch.micro_batch_size * workload.dp
+        self.tp, self.sp = shape.tp, shape.sp
+        self.ranks, self.world = workload.dp * shape.sp, workload.dp * shape.sp * shape.tp
+        self.units = range(shape.layers + 2)
+        self.recomputed = sum(last - first for first, last in shape.recomputed)
+        self.forwards = (shape.layers + self.recomputed) * shape.num_micro_batches  # of blocks in a step
+        self.backwards = shape.layers * shape.num_micro_batches
 
     def _flow(self, kind: str, op: Op, group: str, sizes: list[int], hidden: list[int] | None = None, under: str = "") -> Flow:
         """Return the flow of collectives on whole tensors of ``sizes`` bytes; ``hidden``: the sizes of those that can hide."""
@@ -125,7 +116,7 @@ class _Counter:
     def gradients(self) -> Iterator[Flow]:
         """Gradients over dp x sp: once, or at stages 2 and 3 per micro-batch; nothing hides the embedding's last. Shared ones over tp."""
         zero, stage = self.form.zero, self.parallel.zero_stage
-        times = self.form.num_micro_batches if stage >= 2 else 1
+        times = self.shape.num_micro_batches if stage >= 2 else 1
         sizes = [zero.size(unit) * zero.travel for unit in self.units]
         # at stages 2 and 3 the embedding's of all micro-batches but the last has the next one's forward pass
         hidden = sizes[1:] * times + sizes[:1] * (times - 1)
@@ -133,13 +124,13 @@ class _Counter:
         yield self._flow(
             "gradients", op, "dp x sp", sizes * times, hidden if self.parallel.overlap_grad_reduce else [], "the rest of the backward pass"
         )
-        shared = [self.form.shared(unit) * self.form.wide for unit in self.units]
+        shared = [self.form.shared_gradients(unit) * self.shape.wide for unit in self.units]
         yield self._flow("gradients that tp ranks have in common", "all_reduce", "tp", [size for size in shared if size] * times)
 
     def parameters(self) -> Iterator[Flow]:
         """Parameters over dp x sp: after the update (stages 1 and 2), or before each use (stage 3)."""
         zero, stage, overlap = self.form.zero, self.parallel.zero_stage, self.parallel.overlap_param_gather
-        sizes = [zero.size(unit) * self.form.e for unit in self.units]
+        sizes = [zero.size(unit) * self.shape.e for unit in self.units]
         if stage in (1, 2):
             yield self._flow(
                 "parameters",
@@ -150,8 +141,8 @@ class _Counter:
                 "the rest of the update, and the next forward pass",
             )
         if stage == 3:
-            order = unit_order(self.kernels, self.form.layers, tied=zero.tied, backward=True)
-            fetches = list_fetches(zero.pools, order, self.form.num_micro_batches, ahead=overlap)
+            order = unit_order(self.kernels, self.shape.layers, tied=zero.tied, backward=True)
+            fetches = list_fetches(zero.pools, order, self.shape.num_micro_batches, ahead=overlap)
             ahead = [sizes[unit] for unit, is_ahead in fetches if is_ahead]
             yield self._flow(
                 "parameters", self.parallel.zero3_fetch, "dp x sp", [sizes[unit] for unit, _ in fetches], ahead, "the unit before"
@@ -161,39 +152,39 @@ class _Counter:
         """Activations over tp, on entering and leaving the tensor-parallel parts of layers, embedding and head; sums of the loss."""
         if self.tp == 1:
             return
-        form, times = self.form, self.form.num_micro_batches
-        size, under = form.whole_stream, "products of the backward pass"
+        shape, times = self.shape, self.shape.num_micro_batches
+        size, under = shape.whole_stream, "products of the backward pass"
         # a block has two split parts, the attention and the MLP; each enters once forward and twice backward (the gradient, and its input
         # again, under the product before) and leaves once (in backward under the product of the weight's gradient)
-        forwards, backwards, bert = self.forwards, self.backwards, form.model.is_bert
+        forwards, backwards, bert = self.forwards, self.backwards, self.form.workload.model.is_bert
         ends = 1 if bert else 2  # embedding and head; BERT's head leaves in another way
         enters, leaves = [size] * (forwards + 2 * backwards + 2 * times), [size] * (forwards + backwards + ends * times)
         entered, left = [size] * backwards, [size] * backwards
-        pieces = [tokens * form.parts * form.h * form.e for tokens in form.mlp_pieces]
+        pieces = [tokens * shape.parts * shape.h * shape.e for tokens in shape.mlp_pieces]
         enters, leaves = enters + pieces * (forwards + 2 * backwards), leaves + pieces * (forwards + backwards)
-        if form.chunked:  # a piece enters under the one before, and leaves under the one behind
+        if shape.chunked:  # a piece enters under the one before, and leaves under the one behind
             under += ", and other pieces of the MLP"
             entered = entered + pieces[1:] * (forwards + 2 * backwards)
             left = left + pieces[:-1] * forwards + pieces * backwards
         else:
             entered, left = entered + pieces * backwards, left + pieces * backwards
-        if form.parts > 1:
+        if shape.parts > 1:
             yield self._flow("activations", "all_gather", "tp", enters, entered, under)
             yield self._flow("activations", "reduce_scatter", "tp", leaves, left, under)
         else:
             yield self._flow("activations", "all_reduce", "tp", leaves, left, under)
-        chunk, tokens = form.head_chunk, form.head_tokens
-        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * form.h * form.e] * times if bert else [])
-        chunks = [min(chunk, tokens - start) * form.wide for start in range(0, tokens, chunk)]
+        chunk, tokens = shape.head_chunk, shape.head_tokens
+        yield self._flow("gradient of the head's input", "all_reduce", "tp", [tokens * shape.h * shape.e] * times if bert else [])
+        chunks = [min(chunk, tokens - start) * shape.wide for start in range(0, tokens, chunk)]
         yield self._flow("maxima and sums of the loss", "all_reduce", "tp", [n for c in chunks for n in (c, 2 * c)] * times)
 
     def ulysses(self) -> Iterator[Flow]:
         """Ulysses exchanges of heads over sp, for the rank that sends most."""
-        form, ranks = self.form, self.sp
+        chunks, ranks = self.form.attention.chunks, self.sp
         if ranks == 1:
             return
         hides = self.parallel.overlaps_exchanges and self.parallel.overlap_mode != "auto"
-        number = [sum(len(chunk.messages) + 1 for chunk in form.chunks) * n for n in (self.forwards, self.backwards)]
+        number = [sum(len(chunk.messages) + 1 for chunk in chunks) * n for n in (self.forwards, self.backwards)]
         sent = [self._sent(rank, hides) for rank in range(ranks)]
         most = max(sent, key=lambda s: self.forwards * sum(s[0]) + self.backwards * sum(s[1]))
         forward, backward = ([n * bytes_ for bytes_ in both] for n, both in zip((self.forwards, self.backwards), most, strict=True))
@@ -203,8 +194,8 @@ class _Counter:
 
     def _sent(self, rank: int, hides: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the bytes that a rank sends in a block's forward and backward pass, each as (exposed, can hide)."""
-        form, chunks = self.form, self.form.chunks
-        per_head = form.sp_tokens * form.d * form.e
+        shape, chunks = self.shape, self.form.attention.chunks
+        per_head = shape.sp_tokens * shape.d * shape.e
         forward, backward = [0, 0], [0, 0]
         messages = sum(len(chunk.messages) for chunk in chunks)
         for index, chunk in enumerate(chunks):

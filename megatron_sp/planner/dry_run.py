@@ -13,11 +13,12 @@ from typing import Any
 
 from megatron_sp.config.rules import normalize, validate
 from megatron_sp.config.schema import Config, ModelConfig
-from megatron_sp.estimate.memory import Form
 from megatron_sp.estimate.memory_plan import Line, MemoryPlan
+from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.memory_saves import copy_bytes
-from megatron_sp.estimate.suggestions import Device, Suggestion, find_suggestions, head_share, plan_of
+from megatron_sp.estimate.suggestions import Suggestion, find_suggestions, plan_of
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan
+from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.training.starting_point import check_on_paper
 from megatron_sp.utils.format import format_bytes, format_count
 
@@ -134,13 +135,11 @@ def plan_run(config: Config, world_size: int) -> RunPlan:
     """
     note = complete(config, world_size)
     device: Device = "cpu" if config.kernels.device == "cpu" or config.parallel.distributed_backend == "gloo" else "cuda"
-    dp = config.parallel.dp_size(world_size)
-    parts = config.model, config.parallel, config.kernels, config.batch, config.precision
-    form = Form(*parts, dp, device, head_share(config))
-    zero = form.zero
+    workload = workload_of(config, world_size, device)
+    form = RankForm(workload)
     return RunPlan(
-        config, world_size, device, count_parameters(config.model), zero.num_params, zero.kept_params, form.num_micro_batches,
-        plan_of(config, world_size, device), traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=head_share(config)),
+        config, world_size, device, count_parameters(config.model), form.zero.num_params, form.zero.kept_params,
+        form.shape.num_micro_batches, plan_of(config, world_size, device), traffic_plan(workload),
         find_suggestions(config, world_size, device), copy_bytes(config, world_size),
         tuple(filter(None, (*(f"ignored: {each}" for each in config.ignored_flags), note))),
     )  # fmt: skip

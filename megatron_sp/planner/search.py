@@ -16,7 +16,8 @@ from megatron_sp.config.rules import violations
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.flops import step_flops_per_token
 from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.suggestions import head_share, plan_of
+from megatron_sp.estimate.suggestions import plan_of
+from megatron_sp.estimate.workload import head_share
 from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.parallel_plans import Given, ParallelPlan, Saving, frames, micro_batches, most_saving, saves_no_less, savings
 from megatron_sp.planner.timing import StepTime, step_time

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.memory import Form
-from megatron_sp.estimate.suggestions import Device, head_share
+from megatron_sp.estimate.memory_rank import RankForm
 from megatron_sp.estimate.traffic import Flow, traffic_plan
+from megatron_sp.estimate.workload import workload_of
 from megatron_sp.planner.machine import Machine
 from megatron_sp.planner.work import Pass, Work
 
@@ -102,25 +102,19 @@ class StepTime:
 
 def step_time(config: Config, machine: Machine) -> StepTime:
     """Predict a step of a validated configuration on a machine."""
-    parallel = config.parallel
-    dp = parallel.dp_size(machine.gpus)
-    parts = config.model, config.parallel, config.kernels, config.batch, config.precision
-    device: Device = "cpu" if machine.is_cpu else "cuda"
-    share = head_share(config)
-    form = Form(*parts, dp, device, share)
-    flows = traffic_plan(*parts, data_parallel_size=dp, device=device, head_share=share).flows
-    return _Clock(config, machine, form, Work(form, machine.gpu)).step(flows)
+    workload = workload_of(config, machine.gpus, "cpu" if machine.is_cpu else "cuda")
+    form = RankForm(workload)
+    return _Clock(machine, form, Work(form, machine.gpu)).step(traffic_plan(workload).flows)
 
 
 class _Clock:
-    def __init__(self, config: Config, machine: Machine, form: Form, work: Work) -> None:
-        self.parallel, self.kernels = config.parallel, config.kernels
-        self.machine, self.form, self.work = machine, form, work
-        self.layers, self.count = form.layers, form.num_micro_batches
-        again = sum(last - first for first, last in form.recomputed) / form.layers
+    def __init__(self, machine: Machine, form: RankForm, work: Work) -> None:
+        self.parallel, self.machine, self.form, self.work = form.workload.parallel, machine, form, work
+        self.layers, self.count = form.shape.layers, form.shape.num_micro_batches
+        again = sum(last - first for first, last in form.shape.recomputed) / self.layers
         slower = 1 / machine.gpu.sustained
         self.forward, self.backward = work.block_forward().times(slower), work.block_backward().times(slower)
-        self.again = work.recomputed(config.kernels.recompute_granularity, again).times(slower)
+        self.again = work.recomputed(form.workload.kernels.recompute_granularity, again).times(slower)
         self.ends = work.ends().times(slower)
         self.repeats = again  # forward passes of a block beyond the first
 
@@ -142,7 +136,7 @@ class _Clock:
 
     def _copies(self) -> float:
         """Return the exposed seconds of a step's copies to the host beyond the forward passes, and back beyond the backward passes."""
-        seconds = self.form.host / (self.machine.gpu.host_gbs * 1e9)
+        seconds = self.form.activations.host / (self.machine.gpu.host_gbs * 1e9)
         forward, backward = (self.layers * one.seconds for one in (self.forward, self.backward + self.again))
         return (max(0.0, seconds - forward) + max(0.0, seconds - backward)) * self.count
 
@@ -161,7 +155,7 @@ class _Clock:
         return self.parallel.zero_stage == 3
 
     def _is_between(self, flow: Flow) -> bool:
-        return self.machine.crosses(flow.group, flow.ranks, self.form.tp)
+        return self.machine.crosses(flow.group, flow.ranks, self.form.shape.tp)
 
     def _crosses(self, flows: list[Flow]) -> bool:
         return any(self._is_between(flow) for flow in flows if flow.group == "dp x sp")
@@ -184,7 +178,7 @@ class _Clock:
             yield exchange
 
     def _exchange(self, flow: Flow, cover: float) -> Exchange:
-        tp, machine = self.form.tp, self.machine
+        tp, machine = self.form.shape.tp, self.machine
         seconds = machine.seconds(flow.op, flow.group, flow.ranks, tp, flow.number, flow.num_bytes)
         hideable = seconds * flow.can_hide / flow.num_bytes if flow.num_bytes else 0.0
         link = machine.link_of(flow.group, flow.ranks, tp).name
@@ -202,7 +196,7 @@ class _Clock:
         return times * self.forward.seconds
 
     def _beside_attention(self, one: Pass) -> float:
-        chunks = len(self.form.chunks)
+        chunks = len(self.form.attention.chunks)
         if chunks > 1:
             return (one.attention + one.qkv_products + one.out_products) * (chunks - 1) / chunks
         return one.qkv_products * 2 / 3 + (one.out_products / 2 if one.weight_products else 0.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatron_sp.estimate.flops import seen_share
 from megatron_sp.estimate.hardware import Gpu
-from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.memory_rank import RankForm
 
 Product = tuple[int, int, int]  # [m, k] times [k, n], as (m, n, k)
 
@@ -82,68 +82,68 @@ class Work:
     """Times of the parts of a micro-batch on one rank.
 
     Args:
-        form: sizes of the layout.
+        form: closed forms of the rank.
         gpu: device of the rank.
     """
 
-    def __init__(self, form: Form, gpu: Gpu) -> None:
-        self.form, self.gpu = form, gpu
-        messages = sum(len(chunk.messages) for chunk in form.chunks)
+    def __init__(self, form: RankForm, gpu: Gpu) -> None:
+        self.model, self.shape, self.heads, self.zero, self.gpu = form.workload.model, form.shape, form.attention, form.zero, gpu
+        messages = sum(len(chunk.messages) for chunk in self.heads.chunks)
         self.pieces = max(1, messages)
 
     # matrix products
 
     def qkv(self) -> list[Product]:
         """Matrix products of the q, k, v projection."""
-        form = self.form
-        return [(form.sp_tokens, form.qkv_rows // self.pieces, form.h)] * self.pieces
+        shape = self.shape
+        return [(shape.sp_tokens, self.heads.qkv_rows // self.pieces, shape.h)] * self.pieces
 
     def out(self) -> list[Product]:
         """Matrix products of the output projection."""
-        form, parts = self.form, len(self.form.chunks)
-        return [(form.sp_tokens, form.h, form.proj_columns // parts)] * parts
+        shape, parts = self.shape, len(self.heads.chunks)
+        return [(shape.sp_tokens, shape.h, self.heads.proj_columns // parts)] * parts
 
     def mlp(self) -> list[Product]:
         """Matrix products of the MLP."""
-        form, pieces = self.form, self.form.kernels.mlp_chunks
-        tokens = -(-form.sp_tokens // pieces)
-        return [(tokens, form.ffn_in, form.h), (tokens, form.h, form.ffn)] * pieces
+        shape, pieces = self.shape, self.shape.kernels.mlp_chunks
+        tokens = -(-shape.sp_tokens // pieces)
+        return [(tokens, shape.ffn_in, shape.h), (tokens, shape.h, shape.ffn)] * pieces
 
     def _forward(self, products: Sequence[Product]) -> float:
-        return sum(product_seconds(self.gpu, product, self.form.e) for product in products)
+        return sum(product_seconds(self.gpu, product, self.shape.e) for product in products)
 
     def _backward(self, products: Sequence[Product]) -> tuple[float, float]:
         """Return seconds for (gradients of inputs, gradients of weights)."""
-        inputs = sum(product_seconds(self.gpu, (m, k, n), self.form.e) for m, n, k in products)
-        return inputs, sum(product_seconds(self.gpu, (n, k, m), self.form.e) for m, n, k in products)
+        inputs = sum(product_seconds(self.gpu, (m, k, n), self.shape.e) for m, n, k in products)
+        return inputs, sum(product_seconds(self.gpu, (n, k, m), self.shape.e) for m, n, k in products)
 
     # attention
 
     def attention(self, backward: bool) -> float:
         """Return the seconds of one block's attention; the reference kernel moves its scores through memory."""
-        form, gpu = self.form, self.gpu
-        pairs = form.num_queries * form.all_tokens * form.length
-        flops = 4.0 * pairs * form.d
-        if form.uses_reference:
-            moved = pairs * form.wide * (10 if backward else 6)
+        shape, gpu = self.shape, self.gpu
+        pairs = self.heads.num_queries * shape.all_tokens * shape.length
+        flops = 4.0 * pairs * shape.d
+        if self.heads.uses_reference:
+            moved = pairs * shape.wide * (10 if backward else 6)
             return flops * (2 if backward else 1) / (gpu.matmul_tflops * 1e12) + moved / (gpu.memory_gbs * 1e9)
         rate = gpu.attention_backward_tflops if backward else gpu.attention_forward_tflops
-        share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - form.d) / (_WIDE - _NARROW)))
-        share *= form.length / (form.length + _SHORT_SEQUENCE) if gpu.units else 1.0
-        return flops * (2.5 if backward else 1) * seen_share(form.model) / (rate * 1e12 * share) + self._calls()
+        share = 1 - (1 - gpu.narrow_heads) * min(1.0, max(0.0, (_WIDE - shape.d) / (_WIDE - _NARROW)))
+        share *= shape.length / (shape.length + _SHORT_SEQUENCE) if gpu.units else 1.0
+        return flops * (2.5 if backward else 1) * seen_share(self.model) / (rate * 1e12 * share) + self._calls()
 
     def _calls(self) -> float:
-        return len(self.form.chunks) * self.gpu.launch_us * 1e-6
+        return len(self.heads.chunks) * self.gpu.launch_us * 1e-6
 
     # elementwise work
 
     def block_bytes(self) -> tuple[int, int]:
         """Return the bytes that a block's elementwise kernels read and write in forward: (all, those of the MLP's activation)."""
-        form, model = self.form, self.form.model
-        norms, sums = 2 * 2 * form.stream, 2 * 3 * form.stream
-        dropped = 2 * 4 * form.stream if form.dropout else 0
-        activation = (form.ffn_in + form.ffn) * form.sp_tokens * form.e
-        heads = form.num_queries * (1 + 1 / form.queries_per_group) * form.all_tokens * form.d * form.e
+        shape, model = self.shape, self.model
+        norms, sums = 2 * 2 * shape.stream, 2 * 3 * shape.stream
+        dropped = 2 * 4 * shape.stream if shape.dropout else 0
+        activation = (shape.ffn_in + shape.ffn) * shape.sp_tokens * shape.e
+        heads = self.heads.num_queries * (1 + 1 / self.heads.queries_per_group) * shape.all_tokens * shape.d * shape.e
         rotated = int(4 * heads) if model.position_embedding_type == "rope" else 0
         normed = int(2 * heads) if model.qk_layernorm else 0
         return norms + sums + dropped + activation + rotated + normed, activation
@@ -168,7 +168,7 @@ class Work:
         """Return the backward pass of one block: twice the products and bytes, the activation recomputed, attention's backward kernel."""
         parts = [self._backward(part) for part in (self.qkv(), self.out(), self.mlp())]
         weights = sum(weight for _, weight in parts)
-        remade = self._forward(self.mlp()[::2]) if self.form.chunked else 0.0  # --mlp-chunks keeps nothing of fc1
+        remade = self._forward(self.mlp()[::2]) if self.shape.chunked else 0.0  # --mlp-chunks keeps nothing of fc1
         moved = self._elementwise(2, 3) + 14 * self.gpu.launch_us * 1e-6
         qkv, out = (sum(part) for part in parts[:2])
         return Pass(sum(sum(part) for part in parts) + remade, self.attention(True), moved, weights, qkv, out)
@@ -181,32 +181,32 @@ class Work:
 
     def ends(self) -> Pass:
         """Return embedding, head and loss of a micro-batch; the head runs chunk by chunk, forward and backward together."""
-        form = self.form
+        shape = self.shape
         sizes = list(self._chunks())
         products = 0.0
         for tokens in sizes:
-            one: list[Product] = [(tokens, form.rows, form.h)]
+            one: list[Product] = [(tokens, shape.rows, shape.h)]
             products += self._forward(one) + sum(self._backward(one))
-        logits = form.head_tokens * form.rows * form.wide
-        moved = 7 * logits + 8 * form.stream
+        logits = shape.head_tokens * shape.rows * shape.wide
+        moved = 7 * logits + 8 * shape.stream
         return Pass(products, 0.0, self._moved(moved) + len(sizes) * 10 * self.gpu.launch_us * 1e-6)
 
     def _chunks(self) -> Iterator[int]:
-        form = self.form
-        yield from [form.head_chunk] * (form.head_tokens // form.head_chunk)
-        if form.head_tokens % form.head_chunk:
-            yield form.head_tokens % form.head_chunk
+        shape = self.shape
+        yield from [shape.head_chunk] * (shape.head_tokens // shape.head_chunk)
+        if shape.head_tokens % shape.head_chunk:
+            yield shape.head_tokens % shape.head_chunk
 
     # once a step
 
     def gradients(self) -> float:
         """Return the seconds of gradient accumulation in a step: the first micro-batch writes, each further one reads and writes."""
-        form = self.form
-        size = form.zero.num_params * form.wide
-        return self._moved(size * (1 + 2 * (form.num_micro_batches - 1)))
+        shape = self.shape
+        size = self.zero.num_params * shape.wide
+        return self._moved(size * (1 + 2 * (shape.num_micro_batches - 1)))
 
     def update(self) -> float:
         """Return the seconds of gradient norm and AdamW on the rank's shard: gradients read twice, weights and moments read and written."""
-        form = self.form
-        share = form.zero.num_params / form.zero.parts
-        return self._moved(share * (8 * form.wide + (form.e if form.is_16_bit else 0)), self.gpu.update_gbs)
+        shape = self.shape
+        share = self.zero.num_params / self.zero.parts
+        return self._moved(share * (8 * shape.wide + (shape.e if shape.is_16_bit else 0)), self.gpu.update_gbs)

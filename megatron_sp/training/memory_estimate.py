@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Config
-from megatron_sp.estimate.suggestions import Device, advice, breakdown, head_share, plan_of, shortage
+from megatron_sp.estimate.suggestions import advice, breakdown, plan_of, shortage
 from megatron_sp.estimate.traffic import traffic_plan
+from megatron_sp.estimate.workload import Device, workload_of
 from megatron_sp.utils.errors import ConfigError
 from megatron_sp.utils.format import format_bytes
 
@@ -37,10 +38,7 @@ class MemoryEstimate:
         self._world_size, self._local_world_size, self._device = world_size, local_world_size, device
         self._kind: Device = "cuda" if device.type == "cuda" else "cpu"
         self.memory = plan_of(config, world_size, self._kind)
-        self.traffic = traffic_plan(
-            config.model, config.parallel, config.kernels, config.batch, config.precision,
-            data_parallel_size=config.parallel.dp_size(world_size), device=self._kind, head_share=head_share(config),
-        )  # fmt: skip
+        self.traffic = traffic_plan(workload_of(config, world_size, self._kind))
         self._before = resident_bytes()
 
     def warning(self) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_sp.comm.groups import ParallelGroups
 from megatron_sp.config.schema import Config
 from megatron_sp.data.digests import step_digest
 from megatron_sp.estimate.flops import peak_tflops, step_flops_per_token
-from megatron_sp.estimate.suggestions import head_share
+from megatron_sp.estimate.workload import head_share
 from megatron_sp.optim.flat import squared_norm
 from megatron_sp.optim.optimizer import FlatOptimizer
 from megatron_sp.training.console import Console

@@ -14,9 +14,11 @@ from support.ranks import run_ranks
 
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.estimate import memory_zero
-from megatron_sp.estimate.memory import Form, memory_plan
+from megatron_sp.estimate.memory import memory_plan
+from megatron_sp.estimate.memory_activations import ActivationForm
 from megatron_sp.estimate.memory_plan import MemoryPlan
-from megatron_sp.estimate.memory_sizes import lm_head_chunk_tokens
+from megatron_sp.estimate.memory_shape import lm_head_chunk_tokens
+from megatron_sp.estimate.workload import Workload
 from megatron_sp.ops import packed_attention
 from megatron_sp.optim import flat
 from megatron_sp.parallel.lm_head import default_chunk_tokens
@@ -126,7 +128,7 @@ def _load_dynamo() -> None:
 
 def compare(cases: list[Layout]) -> None:
     """Measure each layout on every rank; the largest rank's peak of each phase against the plan."""
-    Form.empties = property(lambda form: True)  # tensors as small as these are torch's own, which can be emptied on the CPU too
+    ActivationForm.empties = property(lambda form: True)  # tensors as small as these are torch's own, which can be emptied on the CPU too
     for case in cases:
         for _ in range(3):  # gloo's thread may let go of what it has reduced a moment later, and then the peak of that step is higher
             wrong = differences(case)
@@ -200,9 +202,8 @@ def test_storages_that_are_emptied_and_filled_again() -> None:
 
 def plan_of(shape: dict[str, Any], parallel: dict[str, Any] | None = None, **rest: Any) -> MemoryPlan:
     model = ModelConfig(**{**SHAPE, **shape})
-    return memory_plan(
-        model, ParallelConfig(**(parallel or {})), KernelConfig(), BatchConfig(), rest.pop("precision", PrecisionConfig()), **rest
-    )
+    optimizer, precision = rest.pop("optimizer", "adam"), rest.pop("precision", PrecisionConfig())
+    return memory_plan(Workload(model, ParallelConfig(**(parallel or {})), KernelConfig(), BatchConfig(), precision, **rest), optimizer)
 
 
 def test_the_head_takes_as_many_tokens_as_the_plan_says() -> None:
@@ -221,7 +222,7 @@ def test_activations_in_host_memory() -> None:
     for kernels in (KernelConfig(), KernelConfig(offload_activations=True)):
         for device in ("cpu", "cuda"):
             model = ModelConfig(**{**SHAPE, "num_layers": 6})
-            plan = memory_plan(model, ParallelConfig(), kernels, BatchConfig(), PrecisionConfig(), device=device)  # type: ignore[arg-type]
+            plan = memory_plan(Workload(model, ParallelConfig(), kernels, BatchConfig(), PrecisionConfig(), device=device))  # type: ignore[arg-type]
             plans[device, kernels.offload_activations] = plan
     block = plans["cuda", True].host // 5
     assert plans["cuda", False].host == 0 and plans["cpu", True].host > 0 and plans["cuda", True].as_dict()["host"] == 5 * block

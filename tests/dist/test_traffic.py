@@ -16,6 +16,7 @@ from support.ranks import run_ranks
 from megatron_sp.comm import collectives
 from megatron_sp.config.schema import BatchConfig, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_sp.estimate.traffic import TrafficPlan, traffic_plan, wire_bytes
+from megatron_sp.estimate.workload import Workload
 from megatron_sp.training import sharding, step  # noqa: F401 - here, instead of in every child
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -118,7 +119,7 @@ def test_the_plan_has_every_collective_of_a_step(tmp_path: Path, cases: list[Lay
 def plan_of(parallel: dict[str, Any], dp: int = 1, micro_batches: int = 1, **kernels: Any) -> TrafficPlan:
     batch = BatchConfig(micro_batch_size=BATCH, global_batch_size=BATCH * dp * micro_batches)
     settings = ParallelConfig(**parallel), KernelConfig(**kernels), batch, PrecisionConfig()
-    return traffic_plan(ModelConfig(**SHAPE), *settings, data_parallel_size=dp)  # type: ignore[arg-type]
+    return traffic_plan(Workload(ModelConfig(**SHAPE), *settings, dp=dp))  # type: ignore[arg-type]
 
 
 def test_one_process_sends_nothing() -> None:

@@ -11,7 +11,8 @@ import pytest
 from megatron_sp.config.flags.arguments import config_from_args
 from megatron_sp.config.schema import Config
 from megatron_sp.estimate.hardware import GPUS, LINKS, find_gpu, find_link
-from megatron_sp.estimate.memory import Form
+from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.workload import Workload
 from megatron_sp.planner.machine import Machine, reserve
 from megatron_sp.planner.timing import StepTime, step_time
 from megatron_sp.planner.work import Work, product_seconds
@@ -111,7 +112,9 @@ def test_products() -> None:
 def work(flags: str = "", **changes: Any) -> Work:
     c = config_of(flags)
     dp = c.parallel.dp_size(8)
-    return Work(Form(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda"), replace(H100, launch_us=0.0, **changes))
+    return Work(
+        RankForm(Workload(c.model, c.parallel, c.kernels, c.batch, c.precision, dp, "cuda")), replace(H100, launch_us=0.0, **changes)
+    )
 
 
 def test_attention_grows_with_the_square_and_a_mask_halves_it() -> None:

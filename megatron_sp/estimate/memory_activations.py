@@ -1,0 +1,134 @@
+"""Activations that blocks save for backward: where they are during backward, with recomputation and with host memory."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megatron_sp.estimate.memory_attention import AttentionForm
+from megatron_sp.estimate.memory_plan import Line, merged, total
+from megatron_sp.estimate.memory_shape import RankShape
+from megatron_sp.models.unit_order import recompute_plan
+
+Stage = tuple[int, int, bool]  # (first block, last + 1, recomputed)
+
+
+class ActivationForm:
+    """Activations saved by blocks, in bytes.
+
+    Args:
+        shape: sizes of the rank.
+        attention: sizes of a block's attention.
+    """
+
+    def __init__(self, shape: RankShape, attention: AttentionForm) -> None:
+        self.shape, self.attention, self.kernels = shape, attention, shape.kernels
+
+    # of one block
+
+    @cached_property
+    def attention_keeps(self) -> list[Line]:
+        shape, attention = self.shape, self.attention
+        joined = attention.out_whole if attention.joins else 0
+        keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout else 0
+        return [
+            Line("residual stream", shape.stream), Line("q, k, v", sum(attention.recv_buffers) + attention.made_heads),
+            Line("attention output", sum(attention.outs)), Line("attention output, all heads of my positions", joined),
+            Line("attention kernel's own", attention.kernel_keeps), Line("dropout keys", keys),
+        ]  # fmt: skip
+
+    @cached_property
+    def mlp_keeps(self) -> list[Line]:
+        shape = self.shape
+        wide = 0 if shape.chunked else shape.sp_tokens * shape.ffn_in * shape.e
+        return [Line("residual stream", 0 if shape.parallel_residual else shape.stream), Line("MLP, in front of the activation", wide)]
+
+    @property
+    def norm_behind(self) -> Line:
+        """Activations saved by the norm behind attention or MLP; 0 bytes without one."""
+        return Line("inputs of norms", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
+
+    @property
+    def block_keeps(self) -> list[Line]:
+        return [*self.attention_keeps, self.norm_behind, *self.mlp_keeps, self.norm_behind]
+
+    @property
+    def embedding_norm(self) -> Line:
+        """Activations saved by the embedding norm of a post-norm model, held throughout forward and backward."""
+        return Line("embedding norm's input", self.shape.stream + self.shape.norm_stats if self.shape.post else 0)
+
+    # of all blocks
+
+    def kept_by_blocks(self) -> list[Line]:
+        """Return the activations of all blocks at the end of the forward pass."""
+        recomputed = sum(last - first for first, last in self.shape.recomputed)
+        stored, inputs = self.shape.layers - recomputed, len(self.shape.recomputed)
+        here = {line.name for line in self.block_keeps} - {line.name for line in self._stay_of_block} if self.offloads else set()
+        if self.offloads:  # the last stage alone
+            inputs = int(self.stages[-1][2])
+        of_moved = stored if not self.offloads else 1 - inputs
+        kept = [Line(line.name, (of_moved if line.name in here else stored) * line.num_bytes) for line in merged(self.block_keeps)]
+        return [*kept, Line("inputs of recomputed blocks", inputs * self.shape.stream), self.embedding_norm]
+
+    def kept_below(self, layer: int) -> list[Line]:
+        """Return the activations of all blocks below one while backward is in that block."""
+        if self.offloads:
+            return self._left_below(layer)
+        whole = total(self.block_keeps)
+        chunks = self.shape.recomputed
+        recomputed = {i: first for first, last in chunks for i in range(first, last)}
+        inputs = sum(first <= layer and first != recomputed.get(layer) for first, _ in chunks)
+        stored = sum(i not in recomputed for i in range(layer))
+        remade = layer - recomputed[layer] if layer in recomputed else 0  # blocks of the same chunk, made again
+        return [
+            Line("blocks below", (stored + remade) * whole), Line("inputs of recomputed blocks", inputs * self.shape.stream),
+            Line("output of recomputed blocks", self.shape.stream if layer in recomputed else 0), self.embedding_norm,
+        ]  # fmt: skip
+
+    # in host memory
+
+    @property
+    def offloads(self) -> bool:
+        """True if offloaded activations leave the device; a CPU has no other memory, and holds them beside their copies."""
+        return self.kernels.offload_activations and self.empties
+
+    @property
+    def empties(self) -> bool:
+        return self.shape.cuda
+
+    @property
+    def host(self) -> int:
+        """Bytes of offloaded activations in host memory, allocated for the whole run."""
+        return sum(map(self._moves, self.stages[:-1])) if self.kernels.offload_activations else 0
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Stages that are offloaded as one: single blocks, and chunks of recomputed blocks."""
+        found: list[Stage] = []
+        for first, last, again in recompute_plan(self.kernels, self.shape.layers):
+            found += [(first, last, True)] if again else [(layer, layer + 1, False) for layer in range(first, last)]
+        return [stage for stage in found if stage[0] < stage[1]]
+
+    @property
+    def _stay_of_block(self) -> list[Line]:
+        return [line for line in self.block_keeps if line.name == "dropout keys"]
+
+    def _moves(self, stage: Stage) -> int:
+        """Return the bytes of a stage that are offloaded: activations, but not dropout keys."""
+        return self.shape.stream if stage[2] else total(self.block_keeps) - total(self._stay_of_block)
+
+    def _left_below(self, layer: int) -> list[Line]:
+        """Return the result of ``kept_below`` with offloading: of the stages below, only the next one is on its way back."""
+        index = next(i for i, (first, last, _) in enumerate(self.stages) if first <= layer < last)
+        first, _, again = self.stages[index]
+        stay = sum(not below[2] for below in self.stages[:index]) * total(self._stay_of_block)
+        own = (layer - first) * total(self.block_keeps) + (self.shape.stream if again and layer > first else 0)
+        coming = self._moves(self.stages[index - 1]) if index else 0
+        return [
+            Line("blocks below", own + stay), Line("block below, on its way from the host", coming),
+            Line("output of recomputed blocks", self.shape.stream if again else 0), self.embedding_norm,
+        ]  # fmt: skip
+
+    def leaving(self) -> Line:
+        """Return the activations of the stage before, which are being offloaded while the last stage computes."""
+        moves = self._moves(self.stages[-2]) if self.offloads and len(self.stages) > 1 else 0
+        return Line("block before, on its way to the host", moves)

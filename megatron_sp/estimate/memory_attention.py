@@ -1,0 +1,129 @@
+"""Sizes of a block's attention: what Ulysses sends and receives, what the kernel saves and allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_sp.estimate.memory_shape import BLOCK_BYTES, RankShape
+from megatron_sp.estimate.workload import Workload
+from megatron_sp.parallel.heads import HeadChunk, OverlapMode, is_uniform, plan_heads
+from megatron_sp.utils.numbers import window_tile
+
+
+class AttentionForm:
+    """Attention of one block on sp rank 0; tensors in bytes.
+
+    Attributes:
+        queries_per_group: query heads that share a key/value head on this tp rank.
+        qkv_rows, proj_columns: output rows of the QKV projection, and input columns of the output projection, of this tp rank.
+        chunks: the heads that are exchanged together, in order.
+        recv_buffers, outs, sent: for each chunk the heads that arrive, the attention's output, and the heads that leave.
+        out_whole: the output projection's input.
+        joins: True if that is a tensor of its own: our CPU kernel alone writes its output as the projection reads it.
+        num_queries: query heads that this rank computes.
+        made_heads: heads that are not views of what arrived: repeated for uneven groups, or normed.
+        attention_blocks, attention_grad_blocks: what calls of the CPU kernel return, forward and backward.
+        rotary_makes: what the backward of the rotary embedding allocates.
+    """
+
+    def __init__(self, workload: Workload, shape: RankShape) -> None:
+        self.model, self.kernels, self.shape = workload.model, workload.kernels, shape
+        model, parallel, tp, d = workload.model, workload.parallel, shape.tp, shape.d
+        assert model.num_attention_heads
+        n, g = model.num_attention_heads, model.num_groups
+        r = n // g
+        self.queries_per_group, groups = (r, g // tp) if g % tp == 0 else (n // tp, 1)
+        self.qkv_rows = groups * (self.queries_per_group + 2) * d
+        self.proj_columns = n // tp * d
+        mode: OverlapMode = "none" if parallel.overlap_mode == "auto" else parallel.overlap_mode  # type: ignore[assignment]
+        self.chunks: Sequence[HeadChunk] = plan_heads(self.queries_per_group, groups, shape.sp, mode, parallel.sp_head_chunks or 2)
+        shares = [chunk.shares[0] for chunk in self.chunks]
+        tokens = shape.padded * shape.all_tokens // shape.length
+        widths = [[len(message.rows[0]) * d for message in chunk.messages] for chunk in self.chunks]
+        self.recv_buffers = [tokens * sum(of_chunk) * shape.e for of_chunk in widths]
+        self.outs = [shape.all_tokens * len(share.queries) * d * shape.e for share in shares]
+        self.sent = [
+            shape.sp_tokens * sum(len(of_rank) * d for message in chunk.messages for of_rank in message.rows) * shape.e
+            for chunk in self.chunks
+        ]
+        self.out_whole = shape.sp_tokens * self.proj_columns * shape.e
+        self.joins = shape.sp > 1 or len(self.chunks) > 1 or shape.padded > shape.length or shape.cuda or self.uses_reference
+        self.num_queries = sum(len(share.queries) for share in shares)
+        repeated = [2 * len(share.queries) for share in shares if share.keys and not is_uniform(share, self.queries_per_group)]
+        normed = sum(len(share.queries) + len(share.keys) for share in shares) if model.qk_layernorm else 0
+        self.made_heads = shape.all_tokens * (sum(repeated) + normed) * d * shape.e
+        self.attention_blocks, self.attention_grad_blocks = self._kernel_blocks(max(len(share.queries) for share in shares))
+        self.rotary_makes = max(self._rotary_makes(chunk, tokens * d) for chunk in self.chunks)
+
+    def _rotary_makes(self, chunk: HeadChunk, channels: int) -> int:
+        """Return the bytes of the rotary embedding's backward for a chunk of heads: products of half the width, and copies unless packed.
+
+        Args:
+            channels: elements of one head at all positions.
+        """
+        if self.model.position_embedding_type != "rope":
+            return 0
+        e = self.shape.e
+        keys = len(chunk.shares[0].keys)
+        widths = {message.part: len(message.rows[0]) for message in chunk.messages if message.part != "v"}
+        packed = "qkv" in widths and keys and is_uniform(chunk.shares[0], self.queries_per_group) and not self.model.qk_layernorm
+        turned = widths["qkv"] - keys if "qkv" in widths else max(widths.values())
+        # four products in fp32 by promotion, or the first half of the heads as they were
+        products = 4 * max(4, self.shape.wide) if self.shape.is_16_bit else e
+        return channels * ((0 if packed else sum(widths.values()) * e) + turned * products // 2)
+
+    def _kernel_blocks(self, widest: int) -> tuple[int, int]:
+        """Return the bytes that calls of the CPU kernel return, forward and backward; ``widest``: query heads of the largest chunk."""
+        shape, length = self.shape, self.shape.length
+        row = self.queries_per_group * shape.d * shape.e  # of a position, in the columns of one group
+        most = shape.all_tokens * widest * shape.d * shape.e  # of all positions
+
+        def calls(queries: int, keys: int) -> int:
+            return 2 * max(1, BLOCK_BYTES // (keys * row)) * row * queries  # one at work, and the results of the one before
+
+        window = self.model.window_size
+        if shape.cuda:
+            return 0, 0
+        if window is None or window >= length:
+            forward = min(calls(length, length), most)
+            summed = 2 * forward // self.queries_per_group  # gradients of a key and a value that served several queries
+            return forward, 3 * forward + (summed if self.queries_per_group > 1 else 0)
+        # the first tile sees as many keys as it has queries; the others have fewer queries than keys
+        tile = window_tile(window)
+        reach = window - 1 + tile
+        forward = min(calls(window, window), 2 * most * window // length)
+        others = [min(calls(n, reach), 2 * most * n // length) for n in (tile, reach)]
+        return forward, max(3 * forward, others[0] + 2 * others[1])
+
+    @property
+    def uses_reference(self) -> bool:
+        """True if attention is computed by plain operations, which write all scores to memory."""
+        backend = self.kernels.attention_backend
+        return backend in ("unfused", "local") or (backend == "auto" and not self.shape.cuda and self.model.attention_dropout > 0)
+
+    @property
+    def kernel_keeps(self) -> int:
+        """Bytes that the attention kernel saves for backward beside q, k, v and its output."""
+        if self.kernels.recompute_granularity == "selective":
+            return 0
+        if self.uses_reference:
+            return self.reference_keeps
+        return self.num_queries * self.shape.all_tokens * max(4, self.shape.e)  # log of the sum of exponentials
+
+    @property
+    def scores(self) -> int:
+        """Bytes of one tensor of attention scores, in fp32 or wider."""
+        return self.num_queries * self.shape.all_tokens * self.shape.length * self.shape.wide
+
+    @property
+    def reference_keeps(self) -> int:
+        """Bytes saved by reference attention: probabilities, dropout's mask and output, keys and values expanded to all queries."""
+        shape, elements = self.shape, self.scores // self.shape.wide
+        dropped = elements * (1 + shape.e) if self.model.attention_dropout > 0 else elements * shape.e if shape.is_16_bit else 0
+        expanded = 2 * self.num_queries * shape.all_tokens * shape.d * shape.e if self.queries_per_group > 1 else 0
+        return self.scores + dropped + shape.length**2 + expanded
+
+    @property
+    def reference_makes(self) -> int:
+        """Bytes of reference attention's temporaries in the forward pass."""
+        return (2 if self.model.attention_dropout > 0 else 1) * self.scores

@@ -1,0 +1,235 @@
+"""Moments of a step in the blocks, in closed form: the end of the forward pass, and a block's backward from its last op to its first."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from megatron_sp.estimate.memory_mlp import PieceForm, activation_backward
+from megatron_sp.estimate.memory_plan import Line, Moment, total
+from megatron_sp.estimate.memory_rank import RankForm
+from megatron_sp.estimate.memory_shape import BLOCK_BYTES
+from megatron_sp.estimate.memory_zero import gradient_lines
+
+_GATHERED = "gradient of the stream, gathered"
+_ALL_ATTENTION = ("q, k, v", "attention output", "attention kernel's own")
+
+
+def place_of(layer: int, layers: int) -> str:
+    """Return the words for a block in the name of a moment."""
+    return "last" if layer == layers - 1 else "first" if layer == 0 else f"number {layer}"
+
+
+class BlockMoments:
+    """Memory in the forward pass of the last block, and in the backward of any block.
+
+    Args:
+        form: sizes of the rank.
+        head_params: buffer of the head's parameters, which exists from the last block's forward pass on.
+    """
+
+    def __init__(self, form: RankForm, head_params: Line) -> None:
+        self.model, self.kernels, self.head_params = form.workload.model, form.workload.kernels, head_params
+        self.shape, self.attention, self.activations, self.zero = form.shape, form.attention, form.activations, form.zero
+        self._around = cache(self._held_throughout)
+        self.piece = self._largest_piece()
+
+    def forward(self) -> list[Moment]:
+        """Return the moments of the last block's forward pass: in its attention, and at its end."""
+        return [self._attention_forward(), self._end_of_forward()]
+
+    def backward(self, layer: int) -> list[Moment]:
+        """Return the moments of a block's backward, in their order."""
+        return [
+            *self._norm_behind_backward(layer), self._mlp_backward(layer), *self._fc1_backward(layer), *self._attention_backward(layer),
+        ]  # fmt: skip
+
+    def stream_gradients(self) -> list[Line]:
+        """Return the gradients held throughout backward: of the stream (with dropout also of the branch), and of the head's input."""
+        shape = self.shape
+        return [
+            Line("gradient of the stream", (2 if shape.dropout else 1) * shape.stream), Line(_GATHERED, shape.gathered),
+            Line("gradient of the head's input", shape.head_stream),
+        ]  # fmt: skip
+
+    # forward
+
+    def _attention_forward(self) -> Moment:
+        """Return the moment of the forward pass in the attention of the last block."""
+        shape, attention, recomputed = self.shape, self.attention, self.shape.recomputed
+        mlp = 0 if recomputed else -total(self.activations.mlp_keeps)
+        keeps = total(self.activations.attention_keeps) if recomputed else 0
+        makes = attention.attention_blocks
+        if attention.uses_reference:
+            # without gradients the mask is gone before the last product
+            dropped = self.model.attention_dropout > 0 and self.kernels.recompute_granularity
+            mask = attention.scores // shape.wide if dropped else 0
+            makes = attention.reference_makes + attention.reference_keeps - mask - (0 if recomputed else attention.kernel_keeps)
+            keeps -= attention.kernel_keeps if recomputed else 0
+        return Moment(
+            "forward", "attention of the last block",
+            (
+                *gradient_lines(self.zero.forward()), self.head_params, *self.activations.kept_by_blocks(),
+                Line("MLP, not there yet", mlp), self.activations.leaving(), Line("of a recomputed block", keeps),
+                Line("attention kernel's temporaries", makes),
+            ),
+        )  # fmt: skip
+
+    def _end_of_forward(self) -> Moment:
+        """Return the moment at the end of the last block's forward pass: the MLP's activation and the block's output."""
+        shape = self.shape
+        inside = total(self.activations.mlp_keeps) if shape.recomputed else 0
+        if shape.chunked:
+            made = [*(Line(*named) for named in self.piece.forward()), Line("block's output", shape.stream)]
+        else:
+            made = [Line("MLP, behind the activation", shape.sp_tokens * shape.ffn * shape.e), Line("block's output", shape.whole_stream)]
+        # with a parallel residual nobody keeps it: the MLP reads what attention read
+        made.append(Line("sum behind attention", shape.stream if shape.parallel_residual else 0))
+        return Moment(
+            "forward", "last block",
+            (
+                *gradient_lines(self.zero.forward()), self.head_params, *self.activations.kept_by_blocks(),
+                Line("of a recomputed block", inside), *made, self.activations.leaving(),
+            ),
+        )  # fmt: skip
+
+    # backward
+
+    def _moment(self, layer: int, name: str, *lines: Line) -> Moment:
+        place = place_of(layer, self.shape.layers)
+        return Moment("backward", f"{place} block, {name}", (*self._around(layer), *lines))
+
+    def _held_throughout(self, layer: int) -> tuple[Line, ...]:
+        """Return the memory held throughout a block's backward: gradients, and the activations of the blocks below."""
+        return (*gradient_lines(self.zero.at(layer + 1)), *self.activations.kept_below(layer))
+
+    def _from_outside(self, layer: int, attention: bool = False) -> Line:
+        """Return the gradient of the output of a chunk of recomputed blocks; after the chunk's first op the stream's is another."""
+        ends = {i: last for first, last in self.shape.recomputed for i in range(first, last)}
+        apart = layer in ends and (attention or layer + 1 < ends[layer])
+        return Line("gradient of the recomputed blocks' output", self.shape.stream if apart else 0)
+
+    def _local_gradients(self) -> list[Line]:
+        """Return ``stream_gradients`` where nothing is gathered."""
+        return [line for line in self.stream_gradients() if line.name != _GATHERED]
+
+    def _norm_backward(self) -> list[Line]:
+        """Return the memory of a norm's backward; a layer without a norm adds two gradients instead, which takes less."""
+        return [Line("gradient of the norm's input", self.shape.stream), Line("norm's temporaries", self.shape.norm_temporaries)]
+
+    def _norm_behind_backward(self, layer: int) -> list[Moment]:
+        """Return the moment in the norm behind the MLP, with which the backward of a post-norm block begins; none without it."""
+        if not self.shape.post:
+            return []
+        lines = (*self.activations.block_keeps, *self._local_gradients(), *self._norm_backward())
+        return [self._moment(layer, "norm behind the MLP", *lines)]
+
+    def _mlp_backward(self, layer: int) -> Moment:
+        """Return the moment in the MLP's second linear layer: activation recomputed, and its gradient. Chunked: in the whole MLP."""
+        shape, activations = self.shape, self.activations
+        keeps = [*activations.attention_keeps, activations.norm_behind, *activations.mlp_keeps]
+        if shape.chunked:
+            stream = [Line("gradient of the stream", 2 * shape.stream), Line("gradient of the head's input", shape.head_stream)]
+            pieces = [Line(*named) for named in self.piece.backward()]
+            return self._moment(layer, "MLP", *keeps, *stream, self._from_outside(layer), *pieces)
+        one = shape.sp_tokens * shape.ffn * shape.e
+        made = Line("MLP, inside", activation_backward(self.model.activation, one, shape.gate_block))
+        return self._moment(layer, "MLP", *keeps, *self.stream_gradients(), self._from_outside(layer), made)
+
+    def _fc1_backward(self, layer: int) -> list[Moment]:
+        """Return the moments in the MLP's first linear layer: the second one's activations are freed."""
+        shape, activations = self.shape, self.activations
+        if shape.chunked:
+            return []
+        kept = [*activations.attention_keeps, activations.norm_behind, activations.mlp_keeps[0]]
+        stream = [*self._local_gradients(), self._from_outside(layer)]
+        wide = Line("gradient of the MLP, inside", shape.sp_tokens * shape.ffn_in * shape.e)
+        product = [
+            Line("norm's output", 0 if shape.post else shape.stream), Line("norm's output, gathered", shape.gathered),
+            Line("gradient of the norm's output", shape.whole_stream + shape.scattering),
+        ]  # fmt: skip
+        norm = [Line("gradient of the norm's output", shape.stream), *self._norm_backward()]
+        return [self._moment(layer, "first linear layer", *kept, *stream, wide, *more) for more in (product, norm)]
+
+    def _attention_backward(self, layer: int) -> list[Moment]:
+        """Return the moments from the attention's output to the norm in front of it."""
+        attention = self.attention
+        moments = [*self._core_backward(layer), *self._qkv_backward(layer)]
+        if attention.uses_reference and (self.shape.recomputed or self.kernels.recompute_granularity):
+            makes = attention.reference_makes + attention.reference_keeps - attention.kernel_keeps
+            lines = (*self._at_attention(layer), Line("attention kernel's temporaries", makes))
+            moments.append(self._moment(layer, "attention, made again", *self.activations.attention_keeps, *lines))
+        return moments
+
+    def _at_attention(self, layer: int) -> list[Line]:
+        """Return the gradients of streams while backward is in attention.
+
+        With a parallel residual the gradient of the MLP's input is held beside the block's own; with dropout the two are already summed.
+        """
+        waits = self.shape.parallel_residual and not self.shape.dropout
+        waiting = Line("gradient of the MLP's input", self.shape.stream if waits else 0)
+        return [*self.stream_gradients(), waiting, self._from_outside(layer, attention=not waits)]
+
+    def _core_backward(self, layer: int) -> list[Moment]:
+        """Return the moments at the largest chunk of heads: in the kernel, in the rotary embedding, and as its gradient is sent."""
+        shape, attention = self.shape, self.attention
+        first, count = max(range(len(attention.chunks)), key=lambda i: attention.recv_buffers[i]), len(attention.chunks)
+        d_out = attention.outs[first] * shape.padded // shape.length
+        received = d_out if shape.sp > 1 else 0
+        # with several chunks the next one's gradient is on its way already, and the last one's is not yet taken
+        ahead = 2 * d_out if count > 1 and shape.sp > 1 else d_out if count > 1 else 0
+        selective = self.kernels.recompute_granularity == "selective"
+        kernel = attention.scores if attention.uses_reference else attention.attention_grad_blocks
+        if selective:  # made again
+            log_sums = attention.num_queries * shape.all_tokens * max(4, shape.e)
+            kernel += attention.outs[first] + (attention.reference_keeps if attention.uses_reference else log_sums)
+        # a recomputation hands over the three gradients apart, which the fused projection wants in one
+        apart = selective and attention.chunks[0].messages[0].part == "qkv" and not attention.uses_reference
+        base = [*self.activations.attention_keeps, *self._at_attention(layer)]
+        out, d_qkv = Line("gradient of the attention's output", d_out + ahead), attention.recv_buffers[first]
+        return [
+            self._moment(
+                layer, "attention", *base, Line("gradient of the attention's output", max(d_out + ahead, received)),
+                Line("gradient of q, k, v", d_qkv), Line("attention kernel's temporaries", kernel),
+            ),
+            self._moment(
+                layer, "rotary embedding", *base, out, Line("gradient of q, k, v", d_qkv),
+                Line("gradients of q, k and v, apart", d_qkv if apart else 0),
+                Line("gradient of q, k, v, turned back", attention.rotary_makes),
+            ),
+            self._moment(
+                layer, "exchange of the gradient of q, k, v", *base, out,
+                Line("gradient of q, k, v", d_qkv + (attention.sent[first] if shape.sp > 1 else 0)),
+            ),
+        ]  # fmt: skip
+
+    def _qkv_backward(self, layer: int) -> list[Moment]:
+        """Return the moments in the QKV projection and in the norm in front of it, with the gradients of all chunks."""
+        shape, attention = self.shape, self.attention
+        kept = [line for line in self.activations.attention_keeps if line.name not in _ALL_ATTENTION]
+        if not attention.joins:
+            kept.append(Line("attention output", sum(attention.outs)))
+        heads = sum(len(of_rank) for of_rank in attention.chunks[0].messages[0].rows)
+        product = [
+            *kept, *self._at_attention(layer),
+            Line("gradient of q, k, v, as it arrives", sum(attention.sent)),
+            Line("gradient of q, k, v, by token", heads * shape.d * shape.sp_tokens * shape.e if shape.sp > 1 else 0),
+            Line("norm's output, for all", shape.gathered if shape.post else shape.whole_stream),
+            Line("gradient of the norm's output", shape.whole_stream),
+        ]  # fmt: skip
+        norm_output = Line("norm's output", shape.stream if shape.parts > 1 else 0)
+        scattering = Line("gradient of the norm's output, scattered", shape.scattering)
+        scattered = Line("gradient of the norm's output, scattered", shape.stream if shape.parts > 1 else 0)
+        return [
+            self._moment(layer, "QKV projection", *product, norm_output, scattering),
+            self._moment(layer, "norm in front of QKV", *product, scattered, *self._norm_backward()),
+        ]
+
+    def _largest_piece(self) -> PieceForm:
+        """Return the form of the largest piece of a chunked MLP."""
+        shape = self.shape
+        tokens = max(shape.mlp_pieces)
+        inside = tokens * shape.parts * shape.e
+        return PieceForm(
+            tokens * shape.h * shape.e, shape.parts, shape.tp, inside * shape.ffn_in, inside * shape.ffn, self.model.activation,
+            shape.dropout, not shape.cuda, BLOCK_BYTES if not shape.cuda else inside * shape.ffn,
+        )  # fmt: skip

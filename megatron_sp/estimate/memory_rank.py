@@ -1,0 +1,76 @@
+"""Closed forms of one rank: sizes of its tensors, attention, saved activations, and parameters with ZeRO, computed from a workload.
+
+``estimate/memory.py`` combines them to the moments of a step, ``estimate/traffic.py`` to its collectives, ``planner/work.py`` to its time.
+"""
+
+from __future__ import annotations
+
+from megatron_sp.estimate.memory_activations import ActivationForm
+from megatron_sp.estimate.memory_attention import AttentionForm
+from megatron_sp.estimate.memory_shape import RankShape
+from megatron_sp.estimate.memory_zero import ALIGN_BYTES, ZeroForm
+from megatron_sp.estimate.workload import Workload
+from megatron_sp.utils.numbers import round_up
+
+
+class RankForm:
+    """Closed forms of one rank, each a part of its own.
+
+    Args:
+        workload: configuration of the run, and layout.
+
+    Attributes:
+        shape: tokens, widths and sizes.
+        attention: a block's attention.
+        activations: what blocks save for backward.
+        zero: parameters and gradients.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.shape = RankShape(workload)
+        self.attention = AttentionForm(workload, self.shape)
+        self.activations = ActivationForm(self.shape, self.attention)
+        self.zero = ZeroForm(
+            self._units(), workload.parallel, workload.dp * self.shape.sp, self.shape.e, self.shape.wide,
+            accumulates=self.shape.num_micro_batches > 1, tied=not workload.model.untie_embeddings_and_output_weights,
+            receives=not self.shape.cuda,
+        )  # fmt: skip
+
+    def _units(self) -> list[int]:
+        """Return the parameters of the embedding, of each block and of the head, in elements as aligned in the flat buffers."""
+        model, shape, qkv_rows = self.workload.model, self.shape, self.attention.qkv_rows
+        h, norms, align = shape.h, shape.norms, ALIGN_BYTES // shape.e
+
+        def aligned(*counts: int) -> int:
+            return sum(round_up(count, align) for count in counts)
+
+        attention = [qkv_rows * h, h * self.attention.proj_columns]
+        attention += [qkv_rows] * model.qkv_bias + [h] * model.proj_bias + [shape.d] * (2 * norms * model.qk_layernorm)
+        mlp = [shape.ffn_in * h, h * shape.ffn] + [shape.ffn_in, h] * model.mlp_bias
+        block = aligned(*attention, *mlp, *[h] * (2 * norms))
+        positions = [model.max_positions * h] if model.position_embedding_type == "learned_absolute" else []
+        positions += [model.token_types * h] if model.token_types else []
+        table = [shape.rows * h]
+        before, behind = ([h] * norms, []) if shape.post else ([], [h] * norms)  # norms outside the blocks
+        bert = [h * h, h, *[h] * norms, shape.rows] if model.is_bert else []
+        bert += [h * h, h, 2 * h, 2] if model.has_order_head else []
+        output = table if model.untie_embeddings_and_output_weights else []
+        return [aligned(*table, *positions, *before), *[block] * shape.layers, aligned(*behind, *bert, *output)]
+
+    def shared_gradients(self, unit: int) -> int:
+        """Return the number of a unit's gradient elements that tp ranks share, and sum in one packed all_reduce."""
+        model, shape = self.workload.model, self.shape
+        h, norms = shape.h, shape.norms
+        if shape.tp == 1:
+            return 0
+        if unit == 0 and shape.parts > 1:
+            rows = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
+            return (rows + model.token_types + norms * shape.post) * h
+        if unit == 0 or unit > shape.layers:
+            return norms * h if shape.parts > 1 and not shape.post and unit > 0 else 0
+        count = (2 * norms + model.proj_bias + model.mlp_bias) * h if shape.parts > 1 else 0
+        count += 2 * norms * shape.d if model.qk_layernorm else 0
+        if model.num_groups % shape.tp:  # each has its own place for every group
+            count += model.num_groups * 2 * shape.d * (h + model.qkv_bias)
+        return count

@@ -1,0 +1,44 @@
+"""The part of a run that the closed forms are about: what one rank computes and holds in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_sp.config.schema import BatchConfig, Config, KernelConfig, ModelConfig, ParallelConfig, PrecisionConfig
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rank's part of a training step. The rank is sp rank 0, which holds most: the first ranks get the remainder of the heads.
+
+    Attributes:
+        model, parallel, kernels, batch, precision: validated configuration of the run, with the model's ``vocab_size`` set.
+        dp: data-parallel size; determines the number of micro-batches and of ZeRO's shards.
+        device: determines kernels, temporaries and the chunks of the LM head.
+        head_share: share of the positions that BERT's head processes on a CPU: the masked ones (--mask-prob).
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    kernels: KernelConfig
+    batch: BatchConfig
+    precision: PrecisionConfig
+    dp: int = 1
+    device: Device = "cpu"
+    head_share: float = 1.0
+
+
+def head_share(config: Config) -> float:
+    """Return the share of the positions that the head processes: for BERT the masked ones, else all."""
+    return config.data.mask_prob if config.model.is_bert else 1.0
+
+
+def workload_of(config: Config, world_size: int, device: Device) -> Workload:
+    """Return the workload of a rank of a validated configuration."""
+    return Workload(
+        config.model, config.parallel, config.kernels, config.batch, config.precision,
+        dp=config.parallel.dp_size(world_size), device=device, head_share=head_share(config),
+    )  # fmt: skip
