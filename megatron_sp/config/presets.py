@@ -64,36 +64,42 @@ def _gpt3(layers: int, hidden: int, heads: int, num_params: int) -> Preset:
     return Preset("gpt", flags, num_params, "Brown et al. 2020, arXiv:2005.14165, table 2.1")
 
 
-def _llama(
-    layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int, source: str,
-    *, seq_length: int, vocab_size: int, theta: float, tied: bool = False,
-) -> Preset:  # fmt: skip
-    flags = {
-        **_shape(layers, hidden, heads, seq_length, vocab_size), "num_query_groups": None if groups == heads else groups,
-        "ffn_hidden_size": ffn,
-        "position_embedding_type": "rope", "rotary_base": theta, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
-        "disable_bias_linear": True, "untie_embeddings_and_output_weights": not tied, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-    }  # fmt: skip
-    return Preset("gpt", flags, num_params, source)
+@dataclass(frozen=True)
+class _Llama:
+    """Properties that the sizes of one Llama release share; all have rotary positions, RMSNorm, SwiGLU and no biases.
+
+    Attributes:
+        source: publication of the shapes.
+        seq_length: tokens of a training sequence.
+        vocab_size: entries of the vocabulary.
+        theta: base of the rotary frequencies.
+        tied: the output layer is the embedding.
+        window_size: sliding window, if there is one.
+    """
+
+    source: str
+    seq_length: int
+    vocab_size: int
+    theta: float
+    tied: bool = False
+    window_size: int | None = None
+
+    def of(self, layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int) -> Preset:
+        """Return the preset of one size."""
+        flags = {
+            **_shape(layers, hidden, heads, self.seq_length, self.vocab_size), "num_query_groups": None if groups == heads else groups,
+            "ffn_hidden_size": ffn, "position_embedding_type": "rope", "rotary_base": self.theta, "normalization": "RMSNorm",
+            "norm_epsilon": 1e-5, "swiglu": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": not self.tied,
+            "attention_dropout": 0.0, "hidden_dropout": 0.0, **({"window_size": self.window_size} if self.window_size else {}),
+        }  # fmt: skip
+        return Preset("gpt", flags, num_params, self.source)
 
 
-def _llama2(layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int) -> Preset:
-    source = "Touvron et al. 2023, arXiv:2307.09288, released weights"
-    return _llama(layers, hidden, heads, groups, ffn, num_params, source, seq_length=4096, vocab_size=32000, theta=10000.0)
-
-
-def _llama3(layers: int, hidden: int, heads: int, groups: int, ffn: int, num_params: int, source: str, tied: bool = False) -> Preset:
-    return _llama(layers, hidden, heads, groups, ffn, num_params, source, seq_length=8192, vocab_size=128256, theta=500000.0, tied=tied)
-
-
-_LLAMA3 = "Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights"
-
-
-def _mistral(num_params: int) -> Preset:
-    """Mistral 7B preset, first version: with the sliding window that later versions dropped; trained at twice the window's length."""
-    source = "Jiang et al. 2023, arXiv:2310.06825, table 1, released weights"
-    preset = _llama(32, 4096, 32, 8, 14336, num_params, source, seq_length=8192, vocab_size=32000, theta=10000.0)
-    return replace(preset, flags=preset.flags | {"window_size": 4096})
+_LLAMA2 = _Llama("Touvron et al. 2023, arXiv:2307.09288, released weights", 4096, 32000, 10000.0)
+_LLAMA3 = _Llama("Grattafiori et al. 2024, arXiv:2407.21783, table 3, released weights", 8192, 128256, 500000.0)
+_LLAMA32 = replace(_LLAMA3, source="Llama 3.2 1B, model card and released weights", tied=True)
+# the first version, with the sliding window that later ones dropped; trained at twice the window's length
+_MISTRAL = _Llama("Jiang et al. 2023, arXiv:2310.06825, table 1, released weights", 8192, 32000, 10000.0, window_size=4096)
 
 
 def _pythia(layers: int, hidden: int, heads: int, num_params: int, vocab_size: int = 50304) -> Preset:
@@ -138,13 +144,13 @@ PRESETS: dict[str, Preset] = {
     # the paper says 5140, which is not 40 heads of 128: 5120
     "gpt-13b": _gpt3(40, 5120, 40, 12_853_386_240),
     "gpt-175b": _gpt3(96, 12288, 96, 174_604_259_328),
-    "llama2-7b": _llama2(32, 4096, 32, 32, 11008, 6_738_415_616),
-    "llama2-13b": _llama2(40, 5120, 40, 40, 13824, 13_015_864_320),
-    "llama2-70b": _llama2(80, 8192, 64, 8, 28672, 68_976_648_192),
-    "llama-1b": _llama3(16, 2048, 32, 8, 8192, 1_235_814_400, "Llama 3.2 1B, model card and released weights", tied=True),
-    "llama3-8b": _llama3(32, 4096, 32, 8, 14336, 8_030_261_248, _LLAMA3),
-    "llama3-70b": _llama3(80, 8192, 64, 8, 28672, 70_553_706_496, _LLAMA3),
-    "mistral-7b": _mistral(7_241_732_096),
+    "llama2-7b": _LLAMA2.of(32, 4096, 32, 32, 11008, 6_738_415_616),
+    "llama2-13b": _LLAMA2.of(40, 5120, 40, 40, 13824, 13_015_864_320),
+    "llama2-70b": _LLAMA2.of(80, 8192, 64, 8, 28672, 68_976_648_192),
+    "llama-1b": _LLAMA32.of(16, 2048, 32, 8, 8192, 1_235_814_400),
+    "llama3-8b": _LLAMA3.of(32, 4096, 32, 8, 14336, 8_030_261_248),
+    "llama3-70b": _LLAMA3.of(80, 8192, 64, 8, 28672, 70_553_706_496),
+    "mistral-7b": _MISTRAL.of(32, 4096, 32, 8, 14336, 7_241_732_096),
     "pythia-70m": _pythia(6, 512, 8, 70_426_624),
     "pythia-160m": _pythia(12, 768, 12, 162_322_944),
     "pythia-1.4b": _pythia(24, 2048, 16, 1_414_647_808),

@@ -13,7 +13,7 @@ from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.bert_dataset import BERTDataset, BERTOptions
 from megatron_sp.data.blend import Blend, blending_weights, build_blending_indices, normalized, parse_blend, samples_per_set
 from megatron_sp.data.dataset import Dataset, FileDataset, hash_of
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
 from megatron_sp.data.gpt_index import split_bounds
 from megatron_sp.data.index_cache import cached_arrays
 from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -75,22 +75,20 @@ def build_datasets(
         DataError: a file is missing or damaged, or a split is empty.
         ConfigError: no data is given, or a flag cannot be parsed.
     """
-
+    options = GPTOptions(seq_length, seed, data.eod_mask_loss)
     warnings: dict[str, list[str]] = {}
 
     def from_file(indexed: IndexedDataset, bounds: tuple[int, int], num: int | None, name: str, folder: str, turn: int) -> FileDataset:
+        own = replace(options, seed=_seed_of(seed, turn))
         dataset = GPTDataset(
-            indexed, bounds, seq_length=seq_length, num_samples=num, seed=_seed_of(seed, turn), tokenizer=tokenizer, vocab_size=vocab_size,
-            eod_mask_loss=data.eod_mask_loss, name=name, cache_folder=folder,
-        )  # fmt: skip
+            indexed, bounds, own, num_samples=num, tokenizer=tokenizer, vocab_size=vocab_size, name=name, cache_folder=folder
+        )
         if (warning := dataset.repetition()) is not None:
             warnings.setdefault(name, []).append(warning)
         return dataset
 
     def mock(name: str, num: int) -> Dataset:
-        return MockGPTDataset(
-            seq_length=seq_length, num_samples=num, seed=seed, tokenizer=tokenizer, eod_mask_loss=data.eod_mask_loss, name=name
-        )
+        return MockGPTDataset(options, num_samples=num, tokenizer=tokenizer, name=name)
 
     made = _build(data, num_samples, mock, len, from_file)
     train, valid, test = (None if dataset is None else _packed(dataset, data, tokenizer) for dataset in made)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,18 +27,31 @@ from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.utils.errors import DataError
 
 
+@dataclass(frozen=True)
+class GPTOptions:
+    """Options that determine the GPT samples, besides the data and the tokenizer.
+
+    Attributes:
+        seq_length: s, tokens per sample.
+        seed: seed of the sample order.
+        eod_mask_loss: no loss where the input is ``eod``.
+    """
+
+    seq_length: int
+    seed: int
+    eod_mask_loss: bool = False
+
+
 class GPTDataset:
     """GPT samples of one split of one data set.
 
     Args:
         indexed: the tokens.
         bounds: first sequence of the split and the one after its last.
-        seq_length: s, tokens per sample.
+        options: sequence length, seed and loss mask.
         num_samples: minimum number of samples; the split is repeated as often as needed, even within a sample. None: one epoch.
-        seed: seed of the sample order.
         tokenizer: provides ``eod`` and the fingerprint.
         vocab_size: ids not below this are errors (default: the tokenizer's).
-        eod_mask_loss: no loss where the input is ``eod``.
         name: name of the split, for messages.
         cache_folder: folder for the index arrays; None keeps them in memory.
     Raises:
@@ -45,13 +59,13 @@ class GPTDataset:
     """
 
     def __init__(
-        self, indexed: IndexedDataset, bounds: tuple[int, int], *, seq_length: int, num_samples: int | None, seed: int,
-        tokenizer: Tokenizer, vocab_size: int | None = None, eod_mask_loss: bool = False, name: str = "train",
-        cache_folder: str | Path | None = None,
+        self, indexed: IndexedDataset, bounds: tuple[int, int], options: GPTOptions, *, num_samples: int | None, tokenizer: Tokenizer,
+        vocab_size: int | None = None, name: str = "train", cache_folder: str | Path | None = None,
     ) -> None:  # fmt: skip
+        seq_length, seed = options.seq_length, options.seed
         self.indexed, self.seq_length = indexed, seq_length
         self._vocab_size = vocab_size or tokenizer.vocab_size
-        self._masked_eod = tokenizer.eod if eod_mask_loss else None
+        self._masked_eod = tokenizer.eod if options.eod_mask_loss else None
         first, last = bounds
         lengths = indexed.sequence_lengths
         tokens_per_epoch = int(lengths[first:last].sum(dtype=np.int64))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_sp.data.dataset import Sample, hash_of, make_sample
+from megatron_sp.data.gpt_dataset import GPTOptions
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 
 _STEPS = np.array([1, 2, 3, 5])
@@ -22,16 +23,15 @@ _SPLITS = {"train": 0, "valid": 1, "test": 2}
 class MockGPTDataset:
     """Data set of ``num_samples`` synthetic samples of one split; the arguments are those of ``GPTDataset``."""
 
-    def __init__(
-        self, *, seq_length: int, num_samples: int, seed: int, tokenizer: Tokenizer, eod_mask_loss: bool = False, name: str = "train"
-    ) -> None:
-        self.seq_length, self._num_samples = seq_length, num_samples
-        self._key = np.array([seed & (2**64 - 1), _SPLITS[name]], np.uint64)
-        self._eod, self._mask_eod = tokenizer.eod, eod_mask_loss
+    def __init__(self, options: GPTOptions, *, num_samples: int, tokenizer: Tokenizer, name: str = "train") -> None:
+        self.seq_length, self._num_samples = options.seq_length, num_samples
+        self._key = np.array([options.seed & (2**64 - 1), _SPLITS[name]], np.uint64)
+        self._eod, self._mask_eod = tokenizer.eod, options.eod_mask_loss
         others = [i for i in range(min(tokenizer.vocab_size, _RING + 1)) if i != tokenizer.eod][:_RING]
         self._ring = np.array(others, np.int64)
         self._fingerprint = hash_of(
-            kind="mock-1", seed=seed, split=name, seq_length=seq_length, tokenizer=tokenizer.fingerprint(), mask_eod=eod_mask_loss,
+            kind="mock-1", seed=options.seed, split=name, seq_length=options.seq_length, tokenizer=tokenizer.fingerprint(),
+            mask_eod=options.eod_mask_loss,
         )  # fmt: skip
 
     def __len__(self) -> int:

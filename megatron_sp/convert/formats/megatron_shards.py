@@ -176,21 +176,18 @@ def shard_copies(
     """
     copies: list[Copy] = []
     filled: dict[str, int] = {}
+
+    def add(name: str, local: str, place: Shard, replica: bool) -> None:
+        theirs, shape, rank = f"{place.prefix}{kind}{local}", shapes[name], place.tp_rank
+        copies.extend(Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours + name))
+        if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
+            filled[theirs] = padding
+
     for place in places:
-        for name, shape in shapes.items():
+        for name in shapes:
             local = local_name(name, place)
             if local is not None:
-                replica = cut.is_replicated(name) and place.tp_rank > 0
-                _add(cut, copies, filled, name, shape, f"{place.prefix}{kind}{local}", place.tp_rank, ours + name, replica)
+                add(name, local, place, replica=cut.is_replicated(name) and place.tp_rank > 0)
         if tied_heads and place.prefix in tied_heads:
-            _add(cut, copies, filled, WORDS, shapes[WORDS], f"{place.prefix}{kind}{HEAD}", place.tp_rank, ours + WORDS, True)
+            add(WORDS, HEAD, place, replica=True)
     return copies, filled
-
-
-def _add(
-    cut: Cut, copies: list[Copy], filled: dict[str, int], name: str, shape: tuple[int, ...], theirs: str, rank: int, ours: str,
-    replica: bool,
-) -> None:  # fmt: skip
-    copies += (Copy(a, b, replica) for a, b in cut.regions(name, shape, theirs, rank, ours))
-    if _VOCABULARY.fullmatch(name) and (padding := cut.padding(shape, rank)):
-        filled[theirs] = padding

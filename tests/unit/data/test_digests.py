@@ -10,6 +10,7 @@ import pytest
 
 from megatron_sp.checkpoint.manifest import encode_state
 from megatron_sp.data.digests import from_bytes, sample_digest, step_digest, to_bytes
+from megatron_sp.data.gpt_dataset import GPTOptions
 from megatron_sp.data.loader import BatchLoader
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer
@@ -55,7 +56,7 @@ def test_they_are_six_bytes_each() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_tells_them(workers: int) -> None:
-    data = MockGPTDataset(seq_length=8, num_samples=12, seed=1, tokenizer=ByteTokenizer())
+    data = MockGPTDataset(GPTOptions(8, 1), num_samples=12, tokenizer=ByteTokenizer())
     with BatchLoader(data, micro_batch_size=3, dp_rank=1, dp_size=2, num_workers=workers, digests=True) as loader:
         (batch,) = loader.step(0, 1)
     assert batch["digests"].tolist() == [sample_digest(data[i]) for i in (3, 4, 5)]
@@ -74,7 +75,7 @@ def history(data: MockGPTDataset, steps: int = 3, size: int = 4, start: int = 0)
 
 
 def mock(seed: int = 1, num: int = 40) -> MockGPTDataset:
-    return MockGPTDataset(seq_length=8, num_samples=num, seed=seed, tokenizer=ByteTokenizer())
+    return MockGPTDataset(GPTOptions(8, seed), num_samples=num, tokenizer=ByteTokenizer())
 
 
 def test_a_history_comes_back_and_names_the_first_difference() -> None:
@@ -86,7 +87,7 @@ def test_a_history_comes_back_and_names_the_first_difference() -> None:
         def __getitem__(self, i: int) -> dict[str, np.ndarray]:
             return mock(2)[i] if i in (6, 9) else super().__getitem__(i)
 
-    found = kept.first_difference(Changed(seq_length=8, num_samples=40, seed=1, tokenizer=ByteTokenizer()), "single", 1, None)
+    found = kept.first_difference(Changed(GPTOptions(8, 1), num_samples=40, tokenizer=ByteTokenizer()), "single", 1, None)
     assert found is not None and found.startswith("sample 6 (number 2 of step 2): its tokens were others then") and "--mock-data" in found
     found = kept.first_difference(mock(num=7), "single", 1, None)
     assert found is not None and found.startswith("sample 7 (number 3 of step 2): the data set has only 7 samples now")
@@ -112,7 +113,7 @@ def test_ranks_share_the_reading_and_give_one_answer(monkeypatch: pytest.MonkeyP
 
             group = types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
             monkeypatch.setattr(sample_history, "gather_json", gather)
-            data = Changed(seq_length=8, num_samples=40, seed=1, tokenizer=ByteTokenizer())
+            data = Changed(GPTOptions(8, 1), num_samples=40, tokenizer=ByteTokenizer())
             answer = kept.first_difference(data, "single", 1, group)  # type: ignore[arg-type]
             read[rank] = seen
             assert told is None or answer == "of rank 0"

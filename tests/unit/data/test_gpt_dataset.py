@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_sp.config.schema import DataConfig
 from megatron_sp.data.build import Datasets, build_datasets
-from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset
+from megatron_sp.data.gpt_dataset import BlendedDataset, ChainedDataset, GPTDataset, GPTOptions
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock_dataset import MockGPTDataset
 from megatron_sp.data.tokenizers import ByteTokenizer, NullTokenizer
@@ -42,7 +44,7 @@ def everything(dataset: object) -> list[list[int]]:
 def test_samples_are_the_stream_of_shuffled_documents(tmp_path: Path) -> None:
     prefix = corpus(tmp_path, low=0)
     indexed = IndexedDataset(prefix)
-    data = GPTDataset(indexed, (5, 40), seq_length=S, num_samples=300, seed=3, tokenizer=ByteTokenizer())
+    data = GPTDataset(indexed, (5, 40), GPTOptions(S, 3), num_samples=300, tokenizer=ByteTokenizer())
     stream = np.concatenate([indexed.get(i) for i in data.index.document.tolist()])
     assert data.num_epochs > 1 and set(data.index.document.tolist()) == set(range(5, 40))
     for i in range(len(data)):
@@ -113,7 +115,7 @@ def test_weighted_blend(tmp_path: Path) -> None:
     sets = build(tmp_path, (1000, 10, 0), data_path=("3", a, "7", b))
     assert sets.train is not None and len(sets.train) == 1000
     single = [
-        GPTDataset(IndexedDataset(p), bounds, seq_length=S, num_samples=n, seed=1234, tokenizer=ByteTokenizer())
+        GPTDataset(IndexedDataset(p), bounds, GPTOptions(S, 1234), num_samples=n, tokenizer=ByteTokenizer())
         for p, bounds, n in [(a, (0, 48), 302), (b, (0, 24), 704)]
     ]
     assert sets.train[0]["tokens"].tolist() == single[1][0]["tokens"].tolist()  # golden order of .3/.7: 1 0 1 1 0 1
@@ -126,7 +128,7 @@ def test_weighted_blend(tmp_path: Path) -> None:
 
 
 def test_a_blend_cannot_ask_for_more_than_there_is(tmp_path: Path) -> None:
-    part = GPTDataset(IndexedDataset(corpus(tmp_path)), (0, 60), seq_length=S, num_samples=5, seed=1, tokenizer=ByteTokenizer())
+    part = GPTDataset(IndexedDataset(corpus(tmp_path)), (0, 60), GPTOptions(S, 1), num_samples=5, tokenizer=ByteTokenizer())
     n = len(part)
     everything(BlendedDataset([part], np.ones(1), np.zeros(n, np.int16), np.arange(n)))
     with pytest.raises(DataError, match=f"the blend needs {n + 1} samples of it, it has {n}"):
@@ -238,21 +240,21 @@ def _starts(data: object, n: int) -> list[int]:
 def test_exactly_enough_tokens_for_one_sample(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", vocab_size=257) as writer:
         writer.add_document(list(range(S + 1)))
-    data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S, num_samples=1, seed=1, tokenizer=ByteTokenizer())
+    data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), GPTOptions(S, 1), num_samples=1, tokenizer=ByteTokenizer())
     assert len(data) == 1 and data[0]["tokens"].tolist() == list(range(S)) and data[0]["labels"].tolist() == list(range(1, S + 1))
     with pytest.raises(DataError, match="has 9 tokens"):
-        GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), seq_length=S + 1, num_samples=None, seed=1, tokenizer=ByteTokenizer())
+        GPTDataset(IndexedDataset(tmp_path / "x"), (0, 1), GPTOptions(S + 1, 1), num_samples=None, tokenizer=ByteTokenizer())
 
 
 def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", vocab_size=1000) as writer:
         writer.add_document([1] * 20)
         writer.add_document([1] * 5 + [300] + [1] * 20)
-    build_with = dict(seq_length=S, num_samples=20, seed=1, tokenizer=ByteTokenizer())
-    data = GPTDataset(IndexedDataset(tmp_path / "x"), (0, 2), **build_with)  # type: ignore[arg-type]
+    indexed, options = IndexedDataset(tmp_path / "x"), GPTOptions(S, 1)
+    data = GPTDataset(indexed, (0, 2), options, num_samples=20, tokenizer=ByteTokenizer())
     with pytest.raises(DataError, match=r"x\.bin: byte offset 50: sequence 1, token 5 is 300: expected 0 to 256"):
         everything(data)
-    everything(GPTDataset(IndexedDataset(tmp_path / "x"), (0, 2), vocab_size=301, **build_with))  # type: ignore[arg-type]
+    everything(GPTDataset(indexed, (0, 2), options, num_samples=20, tokenizer=ByteTokenizer(), vocab_size=301))
 
 
 def test_the_bin_shrinks_while_training(tmp_path: Path) -> None:
@@ -265,16 +267,17 @@ def test_the_bin_shrinks_while_training(tmp_path: Path) -> None:
 
 def test_fingerprint_covers_what_decides_the_samples(tmp_path: Path) -> None:
     a, b = corpus(tmp_path, "a"), corpus(tmp_path, "b", seed=9)
-    base = dict(seq_length=S, num_samples=20, seed=1, tokenizer=ByteTokenizer())
+    base = GPTOptions(S, seed=1)
 
-    def fingerprint(prefix: str = a, bounds: tuple[int, int] = (0, 50), **changes: object) -> str:
-        return GPTDataset(IndexedDataset(prefix), bounds, **(base | changes)).fingerprint()  # type: ignore[arg-type]
+    def fingerprint(prefix: str = a, bounds: tuple[int, int] = (0, 50), options: GPTOptions = base, **changes: Any) -> str:
+        given = {"num_samples": 20, "tokenizer": ByteTokenizer(), **changes}
+        return GPTDataset(IndexedDataset(prefix), bounds, options, **given).fingerprint()
 
     assert fingerprint() == fingerprint()
     assert fingerprint(num_samples=30) == fingerprint()  # a longer run inside one epoch has the same order
     others = [
-        fingerprint(b), fingerprint(bounds=(0, 49)), fingerprint(seq_length=9), fingerprint(seed=2), fingerprint(num_samples=1000),
-        fingerprint(tokenizer=NullTokenizer(257)), fingerprint(eod_mask_loss=True),
+        fingerprint(b), fingerprint(bounds=(0, 49)), fingerprint(num_samples=1000), fingerprint(tokenizer=NullTokenizer(257)),
+        *(fingerprint(options=replace(base, **{name: value})) for name, value in (("seq_length", 9), ("seed", 2), ("eod_mask_loss", True))),
     ]  # fmt: skip
     assert len({fingerprint(), *others}) == 8
 
@@ -301,8 +304,8 @@ def test_mock_data_need_no_file_and_can_be_learned() -> None:
 
 @pytest.mark.parametrize("vocab_size", [2, 3, 257, 512, 513, 70_000])
 def test_mock_data_stay_inside_any_vocabulary(vocab_size: int) -> None:
-    data = MockGPTDataset(seq_length=600, num_samples=3, seed=-5, tokenizer=NullTokenizer(vocab_size))
+    data = MockGPTDataset(GPTOptions(600, -5), num_samples=3, tokenizer=NullTokenizer(vocab_size))
     tokens = np.concatenate([data[i]["tokens"] for i in range(3)])
     assert tokens.min() >= 0 and tokens.max() < vocab_size
-    other = MockGPTDataset(seq_length=600, num_samples=3, seed=-4, tokenizer=NullTokenizer(vocab_size))
+    other = MockGPTDataset(GPTOptions(600, -4), num_samples=3, tokenizer=NullTokenizer(vocab_size))
     assert data.fingerprint() != other.fingerprint()
