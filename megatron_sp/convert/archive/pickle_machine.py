@@ -5,7 +5,8 @@ a record of its name: nothing is imported, looked up, called or constructed, wha
 only in hand-made pickles or in Python 2's text protocol are refused by name.
 
 Values are JSON as far as possible: None, booleans, numbers and strings represent themselves, bytes stay bytes, and everything
-else is a list that begins with a tag::
+else is a sequence that begins with a tag: a list where later opcodes may add to it, else a named tuple (``Global``, ``Storage``,
+``Tensor``), which JSON writes as a list, too::
 
     ["[", item, ...]  ["(", item, ...]  ["{", key, value, ...]       list, tuple, dict (in order, a key may come twice)
     ["s", item, ...]  ["f", item, ...]                               set, frozenset
@@ -24,7 +25,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sp.convert.archive import pickle_globals as names
 
@@ -32,11 +33,40 @@ MAX_DEPTH = 100  # of nesting; checkpoints have some ten levels
 MAX_DIMS = 64
 MAX_LONG_BYTES = 32
 MAX_DEVICES = 64  # that one process has
+_TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _DEVICE = re.compile(r"[a-z]{1,20}:[0-9]{1,4}")
 _NODE_COST = 32  # bytes that any value is counted as, beside its own text
 _LIST_COST = 96  # likewise, of what holds others: lists, dicts, tensors, objects
 
 Node = Any  # as above
+
+
+class Global(NamedTuple):
+    """Reference to a class, function or constant by its dotted name."""
+
+    tag: str  # "g"
+    name: str
+
+
+class Storage(NamedTuple):
+    """Reference to a storage, whose bytes are elsewhere in the file."""
+
+    tag: str  # "S"
+    key: str
+    dtype: str
+    numel: int
+
+
+class Tensor(NamedTuple):
+    """Location of a tensor's elements in a storage; size and stride are tuple nodes."""
+
+    tag: str  # "T"
+    storage: Storage
+    offset: int
+    size: list[Node]
+    stride: list[Node]
+    requires_grad: bool
+    dtype: str | None
 
 
 class Refused(Exception):
@@ -56,7 +86,7 @@ class Machine:
         self.stack: list[Node] = []
         self.outer: list[list[Node]] = []  # stacks below each open mark
         self.memo: dict[int, Node] = {}
-        self.storages: dict[str, Node] = {}
+        self.storages: dict[str, Storage] = {}
         self.devices: set[str] = set()  # on which storages were, those with a number: cuda:1
 
     def run(self) -> Node:
@@ -69,12 +99,11 @@ class Machine:
             opcode = self.take(1)
             if opcode == b".":
                 return self.pop()
-            action = _ACTIONS.get(opcode)
-            if action is None:
+            if opcode not in _ACTIONS:
                 name = _REFUSED.get(opcode)
                 what = f"uses {name}, which checkpoints do not need" if name else f"has {opcode!r} where an opcode should be: it is damaged"
                 raise Refused(f"{what} (byte {self.at - 1:,} of the pickle)")
-            action(self)
+            _ACTIONS[opcode](self)
 
     def take(self, count: int) -> bytes:
         """Read bytes. Raises Refused at the end of the data."""
@@ -131,7 +160,7 @@ class Machine:
         full = names.full_name(module, name)
         if full is None:
             raise Refused(f"names {f'{module}.{name}'[:200]!r}, which is no part of the checkpoints that are read here")
-        self.push(["g", full])
+        self.push(Global("g", full))
 
     def remember(self, index: int) -> None:
         """Store the top of the stack in the memo."""
@@ -193,11 +222,11 @@ class Machine:
     def call(self, args: Node) -> None:
         """Handle REDUCE and NEWOBJ: push the result of calling the name with the arguments, as plain data."""
         function = self.pop()
-        if not (isinstance(function, list) and function[0] == "g"):
+        if not isinstance(function, Global):
             raise Refused("calls something that is no name")
         if not (isinstance(args, list) and args[0] == "("):
-            raise Refused(f"calls {function[1]} with something that is no tuple")
-        self.push(result_of(function[1], args[1:]))
+            raise Refused(f"calls {function.name} with something that is no tuple")
+        self.push(result_of(function.name, args[1:]))
 
     def build(self) -> None:
         """Handle BUILD: set the attributes of the object below; those of an ordered dict (torch's ``_metadata``) are dropped."""
@@ -215,15 +244,15 @@ class Machine:
         if len(parts) != 5 or parts[0] != "storage":
             raise Refused("refers to something outside that is no storage: save state dicts, not modules")
         kind, key, numel = parts[1], parts[2], parts[4]
-        dtype = names.storage_dtype(kind[1]) if isinstance(kind, list) and kind[0] == "g" else None
+        dtype = names.storage_dtype(kind.name) if isinstance(kind, Global) else None
         if dtype is None or not (isinstance(key, str) and 0 < len(key) <= 100) or not is_count(numel):
             raise Refused("describes a storage without a known class, a key and a size")
         if isinstance(parts[3], str) and len(self.devices) < MAX_DEVICES and _DEVICE.fullmatch(parts[3]):
             self.devices.add(parts[3])
-        node = self.storages.setdefault(key, ["S", key, dtype, numel])
-        if node[2:] != [dtype, numel]:
-            raise Refused(f"describes the storage {key!r} in two ways: {node[2]} of {node[3]:,} and {dtype} of {numel:,}")
-        self.push(node)
+        storage = self.storages.setdefault(key, Storage("S", key, dtype, numel))
+        if (storage.dtype, storage.numel) != (dtype, numel):
+            raise Refused(f"describes the storage {key!r} in two ways: {storage.dtype} of {storage.numel:,} and {dtype} of {numel:,}")
+        self.push(storage)
 
 
 def is_count(value: Node) -> bool:
@@ -301,37 +330,41 @@ def _tensor(name: str, args: list[Node]) -> Node:
         return None  # what is behind the rest are bits for conjugate and negative views
     storage, offset, size, stride = args[:4]
     shapes = all(isinstance(n, list) and n[0] == "(" and len(n) <= MAX_DIMS and all(map(is_count, n[1:])) for n in (size, stride))
-    if not (isinstance(storage, list) and storage[0] == "S" and is_count(offset) and shapes and len(size) == len(stride)):
+    if not (isinstance(storage, Storage) and is_count(offset) and shapes and len(size) == len(stride)):
         return None
-    dtype = args[6] if least == 7 else None
-    if least == 7 and not (isinstance(dtype, list) and dtype[0] == "g" and dtype[1].removeprefix("torch.") in names.DTYPE_NAMES):
-        return None
-    return ["T", storage, offset, size, stride, least > 4 and args[4] is True, dtype and dtype[1].removeprefix("torch.")]
+    dtype = None
+    if least == 7:
+        dtype = args[6].name.removeprefix("torch.") if isinstance(args[6], Global) else None
+        if dtype not in names.DTYPE_NAMES:
+            return None
+    return Tensor("T", storage, offset, size, stride, least > 4 and args[4] is True, dtype)
 
 
 def _parameter(_name: str, args: list[Node]) -> Node:
     """Node of _rebuild_parameter(tensor, requires_grad, hooks[, state])."""
     tensor = args[0] if len(args) in (3, 4) else None
-    return [*tensor[:5], args[1] is True, tensor[6]] if isinstance(tensor, list) and tensor[0] == "T" else None
+    return tensor._replace(requires_grad=args[1] is True) if isinstance(tensor, Tensor) else None
 
 
 def _tensor_subclass(_name: str, args: list[Node]) -> Node:
     """Node of _rebuild_from_type_v2(function, class, arguments, state): the tensor, without attributes set on it."""
-    known = len(args) == 4 and isinstance(args[0], list) and args[0][0] == "g" and args[0][1] in names.TENSORS | names.PARAMETERS
-    plain = known and args[1] in (["g", "torch.Tensor"], ["g", "torch.nn.parameter.Parameter"], ["g", "torch.nn.parameter.Buffer"])
-    return result_of(args[0][1], args[2][1:]) if plain and isinstance(args[2], list) and args[2][0] == "(" else None
+    if len(args) != 4 or not (isinstance(args[0], Global) and isinstance(args[1], Global)):
+        return None
+    function, cls, given = args[:3]
+    known = function.name in names.TENSORS | names.PARAMETERS and cls.name in _TENSOR_CLASSES
+    return result_of(function.name, given[1:]) if known and isinstance(given, list) and given[0] == "(" else None
 
 
 def _reconstructor(_name: str, args: list[Node]) -> Node:
     """Node of copyreg._reconstructor(class, object, None), which creates objects in protocols before 2."""
-    known = len(args) == 3 and isinstance(args[0], list) and args[0][0] == "g" and args[1] == ["g", "builtins.object"]
-    return ["o", args[0][1], ["("], None] if known else None
+    known = len(args) == 3 and isinstance(args[0], Global) and args[1] == Global("g", "builtins.object")
+    return ["o", args[0].name, ["("], None] if known else None
 
 
 def _enum_by_name(_name: str, args: list[Node]) -> Node:
     """Node of getattr(class, "member"), by which some versions of Python store an enum member."""
-    known = len(args) == 2 and isinstance(args[0], list) and args[0][0] == "g" and isinstance(args[1], str) and args[1].isidentifier()
-    return ["o", args[0][1], ["(", args[1]], None] if known else None
+    known = len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str) and args[1].isidentifier()
+    return ["o", args[0].name, ["(", args[1]], None] if known else None
 
 
 _MAKERS: list[tuple[Any, Callable[[str, list[Node]], Node]]] = [
@@ -358,61 +391,74 @@ def _new_object_with_keywords(m: Machine) -> None:
     m.call(m.pop())
 
 
-_ACTIONS: dict[bytes, Callable[[Machine], Any]] = {
-    b"\x80": lambda m: m.take(1),  # PROTO
-    b"\x95": lambda m: m.take(8),  # FRAME: a hint for reading ahead
-    b"(": Machine.mark,
-    b"0": Machine.pop,
-    b"1": Machine.pop_mark,
-    b"2": Machine.duplicate,
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
-    b"K": lambda m: m.push(m.number("<B")),
-    b"M": lambda m: m.push(m.number("<H")),
-    b"J": lambda m: m.push(m.number("<i")),
-    b"\x8a": lambda m: m.long(m.number("<B")),
-    b"\x8b": lambda m: m.long(m.number("<I")),
-    b"G": lambda m: m.push(m.number(">d")),
-    b"X": lambda m: m.push(m.text(m.number("<I"))),
-    b"\x8c": lambda m: m.push(m.text(m.number("<B"))),
-    b"\x8d": lambda m: m.push(m.text(m.number("<Q"))),
-    b"U": lambda m: m.short_string(m.number("<B")),
-    b"T": lambda m: m.short_string(m.number("<I")),
-    b"C": lambda m: m.push(m.take(m.number("<B"))),
-    b"B": lambda m: m.push(m.take(m.number("<I"))),
-    b"\x8e": lambda m: m.push(m.take(m.number("<Q"))),
-    b"\x96": lambda m: m.push(m.take(m.number("<Q"))),  # BYTEARRAY8
-    b"]": lambda m: m.push(["["]),
-    b"}": lambda m: m.push(["{"]),
-    b")": lambda m: m.push(["("]),
-    b"\x8f": lambda m: m.push(["s"]),
-    b"l": lambda m: m.push(["[", *m.pop_mark()]),
-    b"t": lambda m: m.push(["(", *m.pop_mark()]),
-    b"\x91": lambda m: m.push(["f", *m.pop_mark()]),
-    b"\x85": lambda m: m.tuple_of(1),
-    b"\x86": lambda m: m.tuple_of(2),
-    b"\x87": lambda m: m.tuple_of(3),
-    b"d": _dict_of_mark,
-    b"a": lambda m: m.append([m.pop()]),
-    b"e": lambda m: m.append(m.pop_mark()),
-    b"s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-    b"u": lambda m: m.set_items(m.pop_mark()),
-    b"\x90": _add_to_set,
-    b"q": lambda m: m.remember(m.number("<B")),
-    b"r": lambda m: m.remember(m.number("<I")),
-    b"\x94": lambda m: m.remember(len(m.memo)),
-    b"h": lambda m: m.recall(m.number("<B")),
-    b"j": lambda m: m.recall(m.number("<I")),
-    b"c": lambda m: m.global_(m.line(), m.line()),
-    b"\x93": Machine.stack_global,
-    b"R": lambda m: m.call(m.pop()),
-    b"\x81": lambda m: m.call(m.pop()),  # NEWOBJ
-    b"\x92": _new_object_with_keywords,
-    b"b": Machine.build,
-    b"Q": Machine.persistent,
-}
+class _Opcode(NamedTuple):
+    code: bytes
+    name: str  # in pickletools
+    action: Callable[[Machine], Any]
 
+
+_OPCODES = [
+    # the frame, the stack and its marks
+    _Opcode(b"\x80", "PROTO", lambda m: m.take(1)),
+    _Opcode(b"\x95", "FRAME", lambda m: m.take(8)),  # a hint for reading ahead
+    _Opcode(b"(", "MARK", Machine.mark),
+    _Opcode(b"0", "POP", Machine.pop),
+    _Opcode(b"1", "POP_MARK", Machine.pop_mark),
+    _Opcode(b"2", "DUP", Machine.duplicate),
+    # constants and numbers
+    _Opcode(b"N", "NONE", lambda m: m.push(None)),
+    _Opcode(b"\x88", "NEWTRUE", lambda m: m.push(True)),
+    _Opcode(b"\x89", "NEWFALSE", lambda m: m.push(False)),
+    _Opcode(b"K", "BININT1", lambda m: m.push(m.number("<B"))),
+    _Opcode(b"M", "BININT2", lambda m: m.push(m.number("<H"))),
+    _Opcode(b"J", "BININT", lambda m: m.push(m.number("<i"))),
+    _Opcode(b"\x8a", "LONG1", lambda m: m.long(m.number("<B"))),
+    _Opcode(b"\x8b", "LONG4", lambda m: m.long(m.number("<I"))),
+    _Opcode(b"G", "BINFLOAT", lambda m: m.push(m.number(">d"))),
+    # text and bytes
+    _Opcode(b"X", "BINUNICODE", lambda m: m.push(m.text(m.number("<I")))),
+    _Opcode(b"\x8c", "SHORT_BINUNICODE", lambda m: m.push(m.text(m.number("<B")))),
+    _Opcode(b"\x8d", "BINUNICODE8", lambda m: m.push(m.text(m.number("<Q")))),
+    _Opcode(b"U", "SHORT_BINSTRING", lambda m: m.short_string(m.number("<B"))),
+    _Opcode(b"T", "BINSTRING", lambda m: m.short_string(m.number("<I"))),
+    _Opcode(b"C", "SHORT_BINBYTES", lambda m: m.push(m.take(m.number("<B")))),
+    _Opcode(b"B", "BINBYTES", lambda m: m.push(m.take(m.number("<I")))),
+    _Opcode(b"\x8e", "BINBYTES8", lambda m: m.push(m.take(m.number("<Q")))),
+    _Opcode(b"\x96", "BYTEARRAY8", lambda m: m.push(m.take(m.number("<Q")))),
+    # containers, empty or of the items above the mark
+    _Opcode(b"]", "EMPTY_LIST", lambda m: m.push(["["])),
+    _Opcode(b"}", "EMPTY_DICT", lambda m: m.push(["{"])),
+    _Opcode(b")", "EMPTY_TUPLE", lambda m: m.push(["("])),
+    _Opcode(b"\x8f", "EMPTY_SET", lambda m: m.push(["s"])),
+    _Opcode(b"l", "LIST", lambda m: m.push(["[", *m.pop_mark()])),
+    _Opcode(b"t", "TUPLE", lambda m: m.push(["(", *m.pop_mark()])),
+    _Opcode(b"\x91", "FROZENSET", lambda m: m.push(["f", *m.pop_mark()])),
+    _Opcode(b"d", "DICT", _dict_of_mark),
+    _Opcode(b"\x85", "TUPLE1", lambda m: m.tuple_of(1)),
+    _Opcode(b"\x86", "TUPLE2", lambda m: m.tuple_of(2)),
+    _Opcode(b"\x87", "TUPLE3", lambda m: m.tuple_of(3)),
+    # additions to a container
+    _Opcode(b"a", "APPEND", lambda m: m.append([m.pop()])),
+    _Opcode(b"e", "APPENDS", lambda m: m.append(m.pop_mark())),
+    _Opcode(b"s", "SETITEM", lambda m: m.set_items([m.pop(), m.pop()][::-1])),
+    _Opcode(b"u", "SETITEMS", lambda m: m.set_items(m.pop_mark())),
+    _Opcode(b"\x90", "ADDITEMS", _add_to_set),
+    # the memo
+    _Opcode(b"q", "BINPUT", lambda m: m.remember(m.number("<B"))),
+    _Opcode(b"r", "LONG_BINPUT", lambda m: m.remember(m.number("<I"))),
+    _Opcode(b"\x94", "MEMOIZE", lambda m: m.remember(len(m.memo))),
+    _Opcode(b"h", "BINGET", lambda m: m.recall(m.number("<B"))),
+    _Opcode(b"j", "LONG_BINGET", lambda m: m.recall(m.number("<I"))),
+    # names, and what a pickle would call
+    _Opcode(b"c", "GLOBAL", lambda m: m.global_(m.line(), m.line())),
+    _Opcode(b"\x93", "STACK_GLOBAL", Machine.stack_global),
+    _Opcode(b"R", "REDUCE", lambda m: m.call(m.pop())),
+    _Opcode(b"\x81", "NEWOBJ", lambda m: m.call(m.pop())),
+    _Opcode(b"\x92", "NEWOBJ_EX", _new_object_with_keywords),
+    _Opcode(b"b", "BUILD", Machine.build),
+    _Opcode(b"Q", "BINPERSID", Machine.persistent),
+]
+_ACTIONS = {opcode.code: opcode.action for opcode in _OPCODES}
 _REFUSED = {
     b"i": "INST", b"o": "OBJ", b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER",
     b"P": "PERSID", b"S": "STRING", b"V": "UNICODE", b"I": "INT", b"L": "LONG", b"F": "FLOAT", b"g": "GET", b"p": "PUT",
@@ -428,7 +474,7 @@ def check(root: Node, max_cost: int) -> None:
     known: dict[int, tuple[int, int] | None] = {}  # by identity: cost and height; None while its parts are looked at
 
     def visit(node: Node, depth: int) -> tuple[int, int]:
-        if not isinstance(node, list):
+        if not isinstance(node, (list, tuple)):
             return _NODE_COST + (len(node) if isinstance(node, (str, bytes)) else 0), 0
         key = id(node)
         if key in known:
