@@ -27,6 +27,7 @@ class ActivationForm:
 
     @cached_property
     def attention_keeps(self) -> list[Line]:
+        """Activations that the attention of a block saves."""
         shape, attention = self.shape, self.attention
         joined = attention.out_whole if attention.joins else 0
         keys = 2 * 4 * shape.tp_seq_tokens if shape.dropout else 0
@@ -38,6 +39,7 @@ class ActivationForm:
 
     @cached_property
     def mlp_keeps(self) -> list[Line]:
+        """Activations that the MLP of a block saves."""
         shape = self.shape
         wide = 0 if shape.chunked else shape.sp_tokens * shape.ffn_in * shape.e
         return [Line("residual stream", 0 if shape.parallel_residual else shape.stream), Line("MLP, in front of the activation", wide)]
@@ -49,6 +51,7 @@ class ActivationForm:
 
     @property
     def block_keeps(self) -> list[Line]:
+        """Activations that a block saves."""
         return [*self.attention_keeps, self.norm_behind, *self.mlp_keeps, self.norm_behind]
 
     @property
@@ -93,6 +96,7 @@ class ActivationForm:
 
     @property
     def empties(self) -> bool:
+        """True if storages can be emptied while their tensors live on: on GPUs."""
         return self.shape.cuda
 
     @property

@@ -89,7 +89,7 @@ def _loss_curves(runs: Sequence[RunFiles], buckets: int) -> list[Curve]:
     for index, run in enumerate(runs):
         before = f"{run.name}: " if len(runs) > 1 else ""
         curves.append(_series(run.history, index, "train", "loss", f"{before}training", buckets))
-        curves.append(_undone(run.history, index, f"{before}thrown away by interruptions", buckets // 2))
+        curves.append(_undone(run.history, index, f"{before}discarded by interruptions", buckets // 2))
         valid = _series(run.history, index, "valid", "loss", f"{before}validation", buckets // 4)
         valid.look = valid.look if len(runs) > 1 else 1
         curves.append(valid)
@@ -113,15 +113,15 @@ def _undone(history: History, index: int, label: str, buckets: int) -> Curve:
 def _loss_note(runs: Sequence[RunFiles]) -> str:
     parts = []
     if any(run.history.resumed for run in runs):
-        parts.append("Dotted lines: a process went on from a checkpoint.")
+        parts.append("Dotted lines: training resumed from a checkpoint.")
     if any(run.history.undone for run in runs):
-        parts.append("Grey: steps that an interruption threw away; where the grey lies on the line, their repetition found the same loss.")
+        parts.append("Grey: steps discarded by an interruption; where grey lies on the line, the repeated steps had the same loss.")
     return " ".join(parts)
 
 
 def _peak_note(runs: Sequence[RunFiles]) -> str:
     names = {str(r["peak"]) for run in runs for r in run.train[-1:] if r.get("peak")}
-    return f"Of the peak of one device: {', '.join(sorted(names))}." if names else ""
+    return f"Relative to the peak of one device: {', '.join(sorted(names))}." if names else ""
 
 
 def _memory_levels(runs: Sequence[RunFiles]) -> tuple[list[tuple[float, str]], str]:

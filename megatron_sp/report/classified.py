@@ -31,12 +31,12 @@ def classification_section(runs: Sequence[RunFiles]) -> Section | None:
     found = [(run, last) for run in runs for last in run.of_kind("classification")[-1:]]
     if not found:
         return None
-    head = ["run", "step", "examples", "right", "exact match", "F1", "Matthews"]
+    head = ["run", "step", "examples", "accuracy", "exact match", "F1", "Matthews correlation"]
     rows = [[run.name, f"{last['step']:,}", show(number(last.get("examples")), "count"), *_scores(last)] for run, last in found]
     confused = _confusion(found[0][1]) if found[0][0] is runs[0] else None
     return section(
         "classification", "Classification",
-        card("Validation examples", table(head, rows, numeric=range(1, 7)), _compared_with_guessing(confused)),
+        card("Validation examples", table(head, rows, numeric=range(1, 7)), _majority_baseline(confused)),
         None if confused is None else _classes(confused),
         None if confused is None else _mistakes(confused),
     )  # fmt: skip
@@ -57,12 +57,12 @@ def _confusion(record: Record) -> _Confusion | None:
     return _Confusion([str(label) for label in labels], counts)
 
 
-def _compared_with_guessing(confused: _Confusion | None) -> Html | None:
+def _majority_baseline(confused: _Confusion | None) -> Html | None:
     if confused is None:
         return None
     sums = [sum(row) for row in confused.counts]
     label = confused.labels[sums.index(max(sums))]
-    return quiet(f"Always saying “{label}”, the most frequent class, would be right for {show(_share(max(sums), sum(sums)), 'percent')}.")
+    return quiet(f"Always predicting “{label}”, the most frequent class, would score {show(_share(max(sums), sum(sums)), 'percent')}.")
 
 
 def _share(part: float, whole: float) -> float:
@@ -76,7 +76,7 @@ def _classes(confused: _Confusion) -> Html:
         shares = (_share(hits, true), _share(hits, said))
         rows.append([label, show(true, "count"), *(show(s, "percent") for s in shares), show(_share(2 * hits, true + said), "loss")])
     few, more = shortened(rows, "classes")
-    return card("Classes", table(["class", "examples", "of these found", "right where it was said", "F1"], few, numeric=range(1, 5)), more)
+    return card("Classes", table(["class", "examples", "recall", "precision", "F1"], few, numeric=range(1, 5)), more)
 
 
 def _mistakes(confused: _Confusion) -> Html | None:
@@ -88,5 +88,5 @@ def _mistakes(confused: _Confusion) -> Html | None:
     if not rows:
         return None
     few, more = shortened(rows, "pairs of classes")
-    return card("What was taken for what", table(["class", "was taken for", "examples"], few, numeric=[2]), more,
-                tag("p", "Example by example: predictions.tsv in the folder of the run.", class_="quiet"))  # fmt: skip
+    return card("Most frequent confusions", table(["class", "predicted as", "examples"], few, numeric=[2]), more,
+                tag("p", "predictions.tsv in the folder of the run lists every example.", class_="quiet"))  # fmt: skip

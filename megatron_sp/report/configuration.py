@@ -32,11 +32,11 @@ def configuration_section(runs: Sequence[RunFiles]) -> Section | None:
     body = tag(
         "div", tag("table", tag("thead", head), tag("tbody", rows), class_="config", id="config-table"), class_="scroll", tabindex="0"
     )
-    words = f"{changed} flags are not at their default"
-    words += (f"; {differ} differ between the runs" if differ else "; the runs do not differ") if len(told) > 1 else ""
+    words = f"{changed} flags differ from their defaults"
+    words += (f"; {differ} between the runs" if differ else "; the runs have the same configuration") if len(told) > 1 else ""
     missing = [run.name for run in runs if not run.config]
     if missing:
-        words += f". Nothing is known of {', '.join(missing)}: neither a start record nor a checkpoint has its configuration"
+        words += f". The configuration of {', '.join(missing)} is unknown: neither a start record nor a checkpoint has it"
     return section(
         "configuration", "Configuration", tag("div", tag("p", words + ".", class_="quiet"), _controls(len(told) > 1), body, class_="card")
     )

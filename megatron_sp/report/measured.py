@@ -28,8 +28,8 @@ def numerics_section(run: RunFiles) -> Section | None:
     if not rows:
         return None
     few, more = shortened(rows, "places")
-    lead = quiet("Their gradients were not finite; they left weights and optimizer state as they were.")
-    body = table(["logged step", "skipped", "loss", "gradient norm", "loss scale after", "why"], few, numeric=range(5))
+    lead = quiet("Their gradients were not finite, so weights and optimizer state were left unchanged.")
+    body = table(["logged step", "skipped", "loss", "gradient norm", "loss scale after", "reason"], few, numeric=range(5))
     return section("numerics", "Skipped steps", tag("div", lead, body, more, class_="card"))
 
 
@@ -55,15 +55,16 @@ def prediction_section(run: RunFiles) -> Section | None:
         "Memory of a rank",
         _bar_row("predicted", [*there, ("k-steps", predicted, show(predicted, "bytes"))], whole, show(predicted, "bytes")),
         _bar_row("measured", [*there, ("k-lost", rest, show(rest, "bytes"))], whole, show(rest, "bytes")),
-        quiet(f"Beyond the {show(before, 'bytes')} that the program itself held before the model was built (the first part of both bars); "
-              "what is measured on a CPU includes what the allocator keeps." if before > 0 else
-              "Predicted are tensors; the allocator, NCCL and the program come on top."),
+        quiet(f"On top of the {show(before, 'bytes')} that the program held before the model was built (the first part of both bars). "
+              "On a CPU the measured value includes memory that the allocator keeps." if before > 0 else
+              "The prediction covers tensors; allocator, NCCL and the program itself come on top."),
     )  # fmt: skip
     share = show(hideable / sent, "percent") if sent > 0 else "–"
     rows = [
-        ["sent by a rank in a step, predicted", show(sent, "bytes")], ["collectives in a step, predicted", show(count, "count")],
-        ["of it can run under computation", share], ["a step took, measured (median of the first ten)", show(step_s, "seconds")],
-        ["so the links carry at least", f"{show(sent / step_s, 'bytes')}/s" if step_s > 0 else "–"],
+        ["sent by each rank per step, predicted", show(sent, "bytes")], ["collectives per step, predicted", show(count, "count")],
+        ["share of the traffic that can overlap with computation", share],
+        ["time per step, measured (median of the first ten)", show(step_s, "seconds")],
+        ["so each rank sends at least", f"{show(sent / step_s, 'bytes')}/s" if step_s > 0 else "–"],
     ]  # fmt: skip
     return section(
         "prediction",
@@ -90,19 +91,21 @@ def exchanges_section(run: RunFiles) -> Section | None:
     whole = max([1e-12, *(v for r in rows for k in ("exchange", "exposed") if math.isfinite(v := number(r.get(k))))])
     few, more = shortened([_exchange_row(row, whole) for row in rows], "rows")
     share = exposed / step if step > 0 else math.nan
-    lead = f"Alone, the exchanges of a step take {show(exchange, 'seconds')}; rank 0 waited {show(exposed, 'seconds')} for them"
+    lead = f"Timed alone, the exchanges of a step take {show(exchange, 'seconds')}; rank 0 waited {show(exposed, 'seconds')} for them"
     lead += f" in a step of {show(step, 'seconds')} ({show(share, 'percent')})."
     if exposed > exchange:
-        lead += " It waited longer than they take: for a slower rank, or because computation takes the processor from them."
-    head = ["axis", "layer", "direction", "number", "alone", "exposed", "hidden", "alone and exposed"]
-    note = quiet("Rank 0's. Alone: timed with nothing beside it. Exposed: what the rank waited. overlap-trace.json is the time line.")
+        lead += " It waited longer than they take alone: for a slower rank, or because computation competes for the processor."
+    head = ["axis", "layer", "direction", "count", "alone", "exposed", "hidden", "alone and exposed"]
+    note = quiet(
+        "Of rank 0. Alone: timed with nothing running beside it. Exposed: time that the rank waited. overlap-trace.json has the timeline."
+    )
     return section("exchanges", "Exchanges", tag("div", tag("p", lead), table(head, few, numeric=range(3, 7)), more, note, class_="card"))
 
 
 def _exchange_row(row: Record, whole: float) -> list[object]:
     exchange, exposed = number(row.get("exchange")), number(row.get("exposed"))
     return [
-        {"sp": "ulysses", "tp": "tensor"}.get(row["axis"], row["axis"]), "ends" if row.get("layer") is None else row["layer"],
+        {"sp": "ulysses", "tp": "tensor"}.get(row["axis"], row["axis"]), "outside" if row.get("layer") is None else row["layer"],
         row.get("direction", ""), _value(row, "number"), show(exchange, "seconds"), show(exposed, "seconds"),
         show(number(row.get("hidden")), "percent"), _two_bars(exchange, exposed, whole),
     ]  # fmt: skip

@@ -88,10 +88,10 @@ const measure = (view) => {
 };
 
 // --------------------------------------------------------------------------------------------------------- drawing
-const labelIn = (box, text, look) => svg("text", { x: box.x, y: box.y + LINE - 3, class: look }, text);  // at the left of its box
+const boxedText = (box, text, look) => svg("text", { x: box.x, y: box.y + LINE - 3, class: look }, text);  // at the left of its box
 const drawAxes = (view, plot, taken) => {
   const { left, right, bottom, width, px, py } = view, everything = { x: 0, y: 0, w: width, h: view.height };
-  const put = (box, text, look = "tick") => { if (placeLabels([[box]], everything, [], taken)[0]) plot.append(labelIn(box, text, look)); };
+  const put = (box, text, look = "tick") => { if (placeLabels([[box]], everything, [], taken)[0]) plot.append(boxedText(box, text, look)); };
   const box = (text, x, y, share) => { const w = widthOf(text); return { x: Math.max(0, Math.min(x - share * w, width - w)), y, w, h: LINE }; };
   put(box(view.titles.y, 4, 1, 0), view.titles.y, "axis-title");
   put(box(view.titles.x, (left + right) / 2, bottom + 25, 0.5), view.titles.x, "axis-title");
@@ -137,7 +137,7 @@ const drawLevels = (view, plot, inner, taken) => {
   const boxes = placeLabels(levels.map(([y, text]) => besideLine(py(y), widthOf(text), LINE, left + 4, right)), bounds, lines, taken);
   levels.forEach(([y, text], i) => {
     inner.append(svg("line", { x1: left, x2: right, y1: py(y), y2: py(y), class: "level" }));
-    if (boxes[i]) plot.append(labelIn(boxes[i], text, "tick level-text"));
+    if (boxes[i]) plot.append(boxedText(boxes[i], text, "tick level-text"));
   });
 };
 const draw = (view) => {

@@ -140,7 +140,7 @@ def _controls() -> Html:
     slider = tag("input", type="range", id="smoothing", min="0", max="10", step="1", value="1")
     return tag(
         "div",
-        tag("label", "over ", tag("select", axes, id="axis")),
+        tag("label", "x axis ", tag("select", axes, id="axis")),
         tag("label", "smoothing ", slider, tag("output", "1 %", for_="smoothing")),
         tag("button", "whole run", type="button", id="reset", hidden=True),
         tag("span", "drag to zoom, double click for the whole run", class_="quiet"),
@@ -149,7 +149,7 @@ def _controls() -> Html:
 
 
 def _footer(several: bool) -> Html:
-    words = "The curves are thinned out for the screen: of neighbouring steps the lowest and the highest value are kept. "
+    words = "Long curves are thinned out: of neighbouring steps the lowest and the highest value are drawn. "
     if several:
-        words += "Below the curves, time, predictions and exchanges are those of the first run. "
+        words += "Time, predictions and exchanges are those of the first run. "
     return tag("footer", tag("p", words, f"Made by megatron_sp {__version__}.", class_="quiet"))

@@ -36,17 +36,17 @@ def state_of(run: RunFiles, now: float) -> State:
     if status == "done":
         return State("done", "good", "")
     if status == "preempted":
-        return State("preempted", "warn", "everything is saved; the same command goes on from there")
+        return State("preempted", "warn", "everything is saved; the same command resumes the run")
     if status == "failed":
         return State("failed", "bad", f"exit code {code}: {message}" if message else f"exit code {code}")
     if status != "running":
-        return State("unknown", "warn", "there is no run_status.json" if not run.status else "run_status.json says nothing about it")
+        return State("unknown", "warn", "there is no run_status.json" if not run.status else "run_status.json names no known state")
     signs = [number(run.lock.get("heartbeat")), *(number(r.get("time")) for r in run.records[-1:]), number(run.status.get("time"))]
     silent = now - max((s for s in signs if math.isfinite(s)), default=-math.inf)
     if silent > SILENT_S:
         since = f" for {format_duration(silent)}" if math.isfinite(silent) else ""
         return State(
-            "broken off", "bad", f"it says that it is running, but has shown no sign of life{since}: killed, or its host went down"
+            "lost", "bad", f"run_status.json says that it is running, but there was no sign of life{since}: killed, or its host went down"
         )
     return State("running", "busy", f"last sign of life {format_duration(silent)} before this page was made")
 
@@ -137,7 +137,7 @@ def _in_words(run: RunFiles) -> list[str]:
             words.append(f"sequences of {config['model']['seq_length']}")
     if isinstance(layout, dict):
         sizes = ", ".join(f"{axis} {layout[axis]}" for axis in ("dp", "sp", "tp") if number(layout.get(axis)) > 1)
-        words.append(f"{layout.get('world_size')} processes{f' ({sizes})' if sizes else ''}")
+        words.append(f"{layout.get('world_size', '?')} processes{f' ({sizes})' if sizes else ''}")
     if config and config["parallel"].get("zero_stage"):
         words.append(f"ZeRO {config['parallel']['zero_stage']}")
     if isinstance(device := run.environment.get("device"), str):
@@ -152,21 +152,19 @@ def tiles(run: RunFiles, now: float) -> Html:
     share = f.step / f.train_iters if f.train_iters > 0 else math.nan
     twice = len(run.repeated)
     equal = sum(are_equal(taken) for taken in run.repeated.values())
-    again = (
-        f"{twice} logged steps taken twice, {'all' if equal == twice else equal} equal to the last bit" if twice else "no step taken twice"
-    )
+    again = f"{twice} logged steps repeated, {'all' if equal == twice else equal} bit-identical" if twice else "no logged step was repeated"
     rows = [
-        ("State", f"{SIGNS[state.look]} {state.word}", state.why or "it ended by itself", state.look),
+        ("State", f"{SIGNS[state.look]} {state.word}", state.why or "finished normally", state.look),
         ("Steps", f"{f.step:,}", f"{show(share, 'percent')}{of_all}" if of_all else "", ""),
         ("Tokens", show(f.tokens, "si"), f"{show(f.tokens, 'count')} consumed" if math.isfinite(f.tokens) else "", ""),
         ("Best validation loss", show(f.best, "loss"), _about_best(run, f), ""),
         *_accuracy_tiles(run),
         ("Throughput", f"{show(f.tokens_per_s, 'si')}", "tokens/s, median of the logged steps", ""),
         ("MFU", show(f.mfu, "percent"), "median; causal attention counted once", ""),
-        ("Peak memory", show(f.memory, "bytes"), "most that rank 0 has held", ""),
+        ("Peak memory", show(f.memory, "bytes"), "of rank 0", ""),
         ("Interruptions", f"{f.interruptions}", again, "bad" if equal < twice else ""),
-        ("Useful time", show(f.useful, "percent"), "in steps that were kept", ""),
-        ("Skipped steps", show(f.skipped, "count"), "not finite, weights unchanged", "warn" if f.skipped > 0 else ""),
+        ("Useful time", show(f.useful, "percent"), "spent in steps that were kept", ""),
+        ("Skipped steps", show(f.skipped, "count"), "gradients not finite, weights unchanged", "warn" if f.skipped > 0 else ""),
     ]
     return tag("div", [_tile(*row) for row in rows], class_="tiles")
 
@@ -179,13 +177,13 @@ def _accuracy_tiles(run: RunFiles) -> list[tuple[str, str, str, str]]:
         found += [(_title(name), show(number(last.get(name)), "percent"), about, "") for name in accuracies(last)]
     for last in run.of_kind("classification")[-1:]:
         about = f"of {show(number(last.get('examples')), 'count')} examples; F1 {show(number(last.get('f1')), 'plain')}"
-        found.append(("Classified right", show(number(last.get("accuracy")), "percent"), about, ""))
+        found.append(("Classification accuracy", show(number(last.get("accuracy")), "percent"), about, ""))
     return found
 
 
 def _title(name: str) -> str:
     """Return the heading for the name of an accuracy, such as ``lm_accuracy``."""
-    words = {"lm_accuracy": "Masked tokens found", "order_accuracy": "Sentence order found"}
+    words = {"lm_accuracy": "Masked-token accuracy", "order_accuracy": "Sentence-order accuracy"}
     return words.get(name, name.replace("_", " ").capitalize())
 
 

@@ -16,7 +16,7 @@ from megatron_sp.report.time_use import SLOW, Attempt, merged, slow_steps, time_
 from megatron_sp.utils.format import format_duration
 
 WORDS = {
-    "steps": "training steps", "lost": "steps that an interruption threw away", "valid": "validation", "save": "saving",
+    "steps": "training steps", "lost": "steps discarded by an interruption", "valid": "validation", "save": "saving",
     "start": "starting", "other": "other", "down": "not running",
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ def _time_card(run: RunFiles, tries: Sequence[Attempt]) -> Html:
     begin, end = spans[0].begin, spans[-1].end
     line = bar(
         [(f"k-{s.kind}", s.seconds, f"{WORDS[s.kind]}, {format_duration(s.seconds)}, to step {s.step:,}") for s in merged(spans)],
-        end - begin, "what the run did when",
+        end - begin, "timeline of the run",
     )  # fmt: skip
     shares = bar([(f"k-{k}", v, f"{WORDS[k]}: {format_duration(v)}") for k, v in sums.items()], whole, "shares of the time")
     rows = [[join(tag("span", class_=f"key k-{k}"), WORDS[k]), show(v, "seconds"), show(v / whole, "percent")] for k, v in sums.items()]
@@ -56,7 +56,7 @@ def _spread(what: str, records: Sequence[Record]) -> Html | None:
     if not seconds:
         return None
     middle = sorted(seconds)[len(seconds) // 2]
-    words = f"{len(records):,} {what}, each {show(middle, 'seconds')} (median), the longest {show(max(seconds), 'seconds')}"
+    words = f"{len(records):,} {what}: median {show(middle, 'seconds')}, longest {show(max(seconds), 'seconds')}"
     return tag("p", words, f"; {failed} could not be written" if failed else "", class_="bad-text" if failed else "quiet")
 
 
@@ -79,7 +79,16 @@ def _attempts_card(tries: Sequence[Attempt]) -> Html:
             attempt.start.get("world_size", "–"), _changes(tries[index - 1].start, attempt.start) if index else "–",
         ])  # fmt: skip
     few, more = shortened(rows, "attempts")
-    head = ["attempt", "launched", "pause before", "launch to ready", "steps", "thrown away", "processes", "changed since the one before"]
+    head = [
+        "attempt",
+        "launched",
+        "pause before",
+        "launch to ready",
+        "steps",
+        "discarded",
+        "processes",
+        "changes since the previous attempt",
+    ]
     return card("Attempts", table(head, few, numeric=(0, 2, 3, 5, 6)), more)
 
 
@@ -114,24 +123,24 @@ def _slow_card(tries: Sequence[Attempt]) -> Html:
          "first logged after a start" if s.is_first else ""] for s in slow
     ], "slow intervals")  # fmt: skip
     lost = show(sum(s.lost_s for s in slow), "seconds")
-    lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost} in all.")
-    return card("Slow steps", lead, table(["step", "attempt", "a step took", "the usual", "lost", ""], few, numeric=range(5)), more)
+    lead = quiet(f"{len(slow):,} logged intervals took more than {SLOW:g} times the median of those before: {lost} lost in total.")
+    return card("Slow steps", lead, table(["step", "attempt", "time per step", "of the usual", "lost", ""], few, numeric=range(5)), more)
 
 
 def _repeated_card(run: RunFiles) -> Html:
     if not run.repeated:
-        return card("Steps taken twice", quiet("None: no interruption threw logged steps away."))
+        return card("Repeated steps", quiet("None: no interruption discarded logged steps."))
     differ = {step: taken for step, taken in run.repeated.items() if not are_equal(taken)}
     count = len(run.repeated)
     if differ:
-        lead = tag("p", f"✕ {len(differ):,} of {count:,} logged steps that were taken again differ.", class_="bad-text")
+        lead = tag("p", f"✕ {len(differ):,} of {count:,} repeated logged steps differ.", class_="bad-text")
     else:
-        words = f"✓ {count:,} logged steps were taken again: loss, gradient norm and samples equal to the last bit."
+        words = f"✓ {count:,} logged steps were repeated: loss, gradient norm and samples are bit-identical."
         lead = tag("p", words, class_="good-text")
     order = [*differ.items(), *((s, t) for s, t in run.repeated.items() if s not in differ)]
     few, more = shortened([_repeated_row(step, taken) for step, taken in order], "steps")
     values = join(table(["step", "loss", "gradient norm", ""], few, numeric=(0, 1, 2)), more)
-    return card("Steps taken twice", lead, tag("details", tag("summary", "values"), values, open=bool(differ)))
+    return card("Repeated steps", lead, tag("details", tag("summary", "values"), values, open=bool(differ)))
 
 
 def _repeated_row(step: int, taken: Sequence[Record]) -> list[object]:

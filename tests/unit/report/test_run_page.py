@@ -179,11 +179,11 @@ def test_a_chart_and_what_is_there_without_scripts(resumed: Path) -> None:
     drawn = charts([read_run(resumed)])
     assert [c.key for c in drawn] == ["loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "memory"]
     assert [(c.label, c.style, c.count) for c in drawn[0].curves] == [
-        ("training", "line", 8), ("thrown away by interruptions", "undone", 2), ("validation", "points", 1),
+        ("training", "line", 8), ("discarded by interruptions", "undone", 2), ("validation", "points", 1),
     ]  # fmt: skip
     text = figure(drawn[0], several=False)
-    assert "Loss log training thrown" in words_of(text) and "training 8 1.2500 10.0000 1.2500 █" in words_of(text)
-    assert "thrown away by interruptions 2 1.6667 2.0000 1.6667 validation 1 1.5000" in words_of(text)
+    assert "Loss log training discarded" in words_of(text) and "training 8 1.2500 10.0000 1.2500 █" in words_of(text)
+    assert "discarded by interruptions 2 1.6667 2.0000 1.6667 validation 1 1.5000" in words_of(text)
     single = words_of(figure(drawn[6], several=False))
     assert single.startswith(" Peak memory of rank 0 log values values lowest highest last 8 1.0 GiB 1.0 GiB 1.0 GiB")
     assert "nothing was logged" in words_of(figure(charts([read_run(resumed.parent)])[0], several=True))
@@ -276,9 +276,9 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     log.status("running")
     assert state_of(read_run(log.folder), log.time + 60).word == "running"
     gone = state_of(read_run(log.folder), log.time + 3600)
-    assert gone.word == "broken off" and "no sign of life for 1 h" in gone.why
+    assert gone.word == "lost" and "no sign of life for 1 h" in gone.why
     (log.folder / "LOCK").write_text("{}")
-    assert state_of(read_run(log.folder), log.time + 3600).word == "broken off", "an empty lock is nobody's"
+    assert state_of(read_run(log.folder), log.time + 3600).word == "lost", "an empty lock is nobody's"
     (log.folder / "LOCK").write_text('{"pid": 1}')
     heartbeat = (log.folder / "LOCK").stat().st_mtime
     assert state_of(read_run(log.folder), heartbeat + 5).word == "running"
@@ -293,8 +293,8 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 def test_a_resumed_run(resumed: Path) -> None:
     text, reader = made(resumed)
     words = words_of(text)
-    assert "Interruptions 2" not in words and "Interruptions 1 2 logged steps taken twice, all equal to the last bit" in words
-    assert "✓ 2 logged steps were taken again" in words and "2 steps, 2 s" in words and "lr: – → 0.5" in words
+    assert "Interruptions 2" not in words and "Interruptions 1 2 logged steps repeated, all bit-identical" in words
+    assert "✓ 2 logged steps were repeated" in words and "2 steps, 2 s" in words and "lr: – → 0.5" in words
     assert "Best validation loss 1.5000" in words and "Steps 8 100.0 % of 8" in words
     assert reader.count("figure") == 7 and reader.count("script") == 2
     nothing_fetched = [a for _, attributes in reader.elements for a in attributes if a in ("src", "href", "srcset", "action", "data")]
@@ -306,7 +306,7 @@ def test_a_repetition_that_differs_is_said_loudly(resumed: Path) -> None:
     lines = (resumed / "metrics.jsonl").read_text().replace('"samples_sha": "s6"', '"samples_sha": "t6"', 1)
     (resumed / "metrics.jsonl").write_text(lines)
     words = words_of(made(resumed)[0])
-    assert "2 logged steps taken twice, 1 equal" in words and "✕ 1 of 2 logged steps" in words and "✕ samples differ" in words
+    assert "2 logged steps repeated, 1 bit-identical" in words and "✕ 1 of 2 repeated logged steps" in words and "✕ samples differ" in words
 
 
 def test_skipped_steps_and_the_loss_scale(tmp_path: Path) -> None:
@@ -344,11 +344,11 @@ def test_what_a_classifier_got_right(resumed: Path, tmp_path: Path) -> None:
     other.write("classification", 3, examples=5, accuracy=1.0, f1="nan", labels=["no"], confusion=[[EVIL]])
     words = words_of(made(resumed, tmp_path / "other")[0])
     assert "8 1,200 75.0 % 70.0 % 0.8125 0.4375 other 3 5 100.0 %" in words
-    assert "Always saying “no”, the most frequent class, would be right for 66.7 %." in words
+    assert "Always predicting “no”, the most frequent class, would score 66.7 %." in words
     assert "no 800 75.0 % 85.7 % 0.8000" in words and "<b> 400 75.0 % 60.0 % 0.6667" in words
     assert "no <b> 200 <b> no 100" in words and "0.5000 at step 9" in words, "no perplexity"
     words = words_of(made(tmp_path / "other", resumed)[0])
-    assert "other 3 5 100.0 %" in words and "75.0 %" in words and "Always saying" not in words, "what does not fit together is left out"
+    assert "other 3 5 100.0 %" in words and "75.0 %" in words and "Always predicting" not in words, "what does not fit together is left out"
     assert "Classification" not in words_of(made(evil_run(tmp_path / "none"))[0])
 
 
@@ -364,7 +364,7 @@ def test_prediction_and_exchanges(resumed: Path) -> None:
     words = words_of(made(resumed)[0])
     assert "predicted 1.0 MiB" in words and "measured 4.0 MiB" in words and "2.0 GiB/s" in words and "50.0 %" in words
     assert "take 6 ms; rank 0 waited 2 ms for them in a step of 20 ms (10.0 %)" in words and "ulysses 0 forward 4 4 ms 1 ms 75.0 %" in words
-    assert "tensor ends backward" in words and "It waited longer" not in words
+    assert "tensor outside backward" in words and "It waited longer" not in words
 
 
 def test_the_configuration_and_its_differences(tmp_path: Path) -> None:
@@ -381,13 +381,13 @@ def test_the_configuration_and_its_differences(tmp_path: Path) -> None:
         folders.append(log.folder)
     text, reader = made(*folders)
     words = words_of(text)
-    assert "--num-layers 3 4 –" in words and "--lr 0.25 0.25" in words and "2 flags are not at their default; 1 differ" in words
+    assert "--num-layers 3 4 –" in words and "--lr 0.25 0.25" in words and "2 flags differ from their defaults; 1 between the runs" in words
     assert "torch 2.13 2.14" in words and "node<1> (2 processes)" in words and "loss at step 3" in words
     classes = [a.get("class") for e, a in reader.elements if e == "tr"]
     assert classes.count("changed other") == 1 and classes.count("changed") == 1
     assert "a: training" in words and "b: validation" not in words
     alone = words_of(made(folders[0])[0])
-    assert "--num-layers 3 –" in alone and "differ" not in alone.split("Configuration")[-1]
+    assert "--num-layers 3 –" in alone and "between the runs" not in alone.split("Configuration")[-1]
 
 
 def test_settings_are_in_the_groups_of_help_and_nothing_is_json(tmp_path: Path) -> None:
