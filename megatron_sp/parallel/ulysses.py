@@ -494,10 +494,12 @@ class _Run:
             gradients += d_kv
         else:
             d_shared[group] = [a + b for a, b in zip(d_kv, d_shared[group], strict=True)] if group in d_shared else d_kv
-        parameters = self.core.parameters
-        found = gradients_of([*state.recv_buffers, *parameters], outputs, gradients, allow_unused=True)
+        trained = [p for p in self.core.parameters if p.requires_grad]  # autograd refuses a frozen one
+        found = gradients_of([*state.recv_buffers, *trained], outputs, gradients, allow_unused=True)
         d_recv_buffers = [torch.zeros_like(w) if g is None else g for g, w in zip(found, state.recv_buffers, strict=False)]
-        return [self._padded(g) for g in d_recv_buffers], list(found[len(state.recv_buffers) :])
+        of_trained = iter(found[len(state.recv_buffers) :])
+        of_core = [next(of_trained) if p.requires_grad else None for p in self.core.parameters]
+        return [self._padded(g) for g in d_recv_buffers], of_core
 
     def _send_heads_grads_back(self, chunk: HeadChunk, d_recv_buffers: list[Tensor]) -> list[tuple[Message, Handle]]:
         """Start sending the gradients of what this rank received for a chunk back to where it came from."""
