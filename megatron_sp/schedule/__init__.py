@@ -1,6 +1,6 @@
 """Make any PyTorch model tensor-, sequence- and Ulysses-parallel without rewriting it; see ``docs/how-to/schedule.md``."""
 
-from megatron_sp.schedule.check.placement_rules import teach
+from megatron_sp.schedule.check.rules.table import teach
 from megatron_sp.schedule.core.kinds import Kind, register_shardable
 from megatron_sp.schedule.core.mesh import Mesh
 from megatron_sp.schedule.core.paths import PathError

@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_sp.schedule.check.more_rules import RULES
-from megatron_sp.schedule.check.placement_rules import UNIFORM_FACTORIES
+from megatron_sp.schedule.check.rules.elementwise import UNIFORM_FACTORIES
+from megatron_sp.schedule.check.rules.table import RULES
 from support.paths import ROOT
 from support.schedule_rule_cases import CASES
 from support.schedule_rule_oracle import Case, Wrong, drawn

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sp.schedule.check.more_rules import ELEMENTWISE
-from megatron_sp.schedule.core.placement_steps import placed, tensors_in
+from megatron_sp.schedule.check.rules.elementwise import ELEMENTWISE
+from megatron_sp.schedule.core.placement_steps import is_mask, tensors_in, walk_index
 
 Shapes = list[tuple[int, ...]]
 # functions with numbers that are no sizes: places, factors, values
@@ -78,14 +78,12 @@ def numbered(index: Any, shape: tuple[int, ...]) -> Any:
     Raises:
         IndexError: a mask is not as large as what it selects from.
     """
-    items = index if isinstance(index, tuple) else (index,)
+    for i in walk_index(index, len(shape)):
+        if is_mask(i.item) and tuple(i.item.shape) != shape[i.dim : i.dim + i.width]:
+            raise IndexError(f"a mask of {list(i.item.shape)} picks from dims {i.dim} and on of {list(shape)}")
     made: list[Any] = []
-    for first, i in placed(items, len(shape)):
-        if isinstance(i, Tensor) and i.dtype is torch.bool and tuple(i.shape) != shape[first : first + i.ndim]:
-            raise IndexError(f"a mask of {list(i.shape)} picks from dims {first} and on of {list(shape)}")
-    for i in items:
-        is_mask = isinstance(i, Tensor) and i.dtype is torch.bool and not i.is_meta
-        made += i.nonzero(as_tuple=True) if is_mask else [i]
+    for item in index if isinstance(index, tuple) else (index,):
+        made += item.nonzero(as_tuple=True) if is_mask(item) and not item.is_meta else [item]
     return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
 

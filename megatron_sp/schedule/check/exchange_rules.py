@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_sp.schedule.check import placement_rules
+from megatron_sp.schedule.check.rules import products
 from megatron_sp.schedule.core.placement_steps import Step, conflict, contract, join, refuse_partial, require_parts
 from megatron_sp.schedule.core.placements import WHOLE, Operand, Placement
 from megatron_sp.schedule.core.sequences import take_share as take
@@ -168,7 +168,7 @@ def split_column(step: Step) -> Placement:
     bias = step.operand(2, "bias")
     if bias is not None and product.kind == "S":
         step.result = x.tensor.new_empty(*x.tensor.shape[:-1], weight.tensor.shape[0], device="meta")
-    return placement_rules.biased(step, product, bias)
+    return products.biased(step, product, bias)
 
 
 def split_row(step: Step) -> Placement:
@@ -248,7 +248,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-_SPLIT_LAYERS = {"split_column": placement_rules.linear, "split_row": placement_rules.linear, "split_embedding": placement_rules.embedding}
+_SPLIT_LAYERS = {"split_column": products.linear, "split_row": products.linear, "split_embedding": products.embedding}
 
 
 def elsewhere(step: Step) -> Placement:

@@ -32,8 +32,11 @@ from megatron_sp.schedule.check.call_values import (
     on_meta,
     plain,
 )  # fmt: skip
-from megatron_sp.schedule.check.more_rules import EXPANSIONS, RULES, part_of
-from megatron_sp.schedule.check.placement_rules import ELEMENTWISE, UNIFORM_FACTORIES, Rule, ask
+from megatron_sp.schedule.check.rules.common import Rule, ask
+from megatron_sp.schedule.check.rules.elementwise import ELEMENTWISE, UNIFORM_FACTORIES
+from megatron_sp.schedule.check.rules.indexing import part_of
+from megatron_sp.schedule.check.rules.moves import EXPANSIONS
+from megatron_sp.schedule.check.rules.table import RULES
 from megatron_sp.schedule.core.directives import Directive
 from megatron_sp.schedule.core.placement_steps import Step, conflict, join, tensors_in
 from megatron_sp.schedule.core.placements import UNIFORM, WHOLE, Choice, NotFollowed, Operand, Placement, PlacementError

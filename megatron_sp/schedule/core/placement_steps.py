@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -98,19 +98,46 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, place.name))
 
 
-def placed(items: tuple[Any, ...], ndim: int) -> Iterator[tuple[int, Any]]:
-    """Yield (first dim that it indexes, item) for each item of an index."""
-    of = [0 if i is None or isinstance(i, bool) else i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else 1 for i in items]
-    dim = 0
-    for i, width in zip(items, of, strict=True):
-        yield dim, i
-        dim += ndim - sum(of) + 1 if i is Ellipsis else width
+class Indexed(NamedTuple):
+    """One item of an index, with the dims that it indexes: ``width`` of them, from ``dim`` on."""
+
+    item: Any
+    dim: int
+    width: int
+
+    def covers(self, dim: int) -> bool:
+        return self.dim <= dim < self.dim + self.width
+
+
+def walk_index(index: Any, ndim: int) -> list[Indexed]:
+    """Return the items of ``x[index]`` in order, with the dims of ``x`` that each indexes; an ellipsis stands for what the others leave."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(i is Ellipsis for i in items):
+        items = (*items, Ellipsis)
+    widths = [_width(i) for i in items]
+    left, found, dim = ndim - sum(widths), list[Indexed](), 0
+    for item, width in zip(items, widths, strict=True):
+        width = left if item is Ellipsis else width
+        found.append(Indexed(item, dim, width))
+        dim += width
+    return found
+
+
+def _width(item: Any) -> int:
+    if item is None or item is Ellipsis or isinstance(item, bool):  # a new dim, or what is left over
+        return 0
+    return item.ndim if is_mask(item) else 1
+
+
+def is_mask(item: Any) -> bool:
+    """Return whether an item of an index is a tensor of booleans."""
+    return isinstance(item, Tensor) and item.dtype is torch.bool
 
 
 def join(step: Step, operands: Iterable[Operand]) -> Placement:
     """Return the placement of a result computed from whole tensors."""
     asked = [o for o in operands if not o.neutral]
-    if any(o.kind in "SP" for o in asked):
+    if any(o.differs for o in asked):
         conflict(step, asked)
     kinds = {o.kind for o in asked}
     if "R" in kinds:
@@ -119,8 +146,7 @@ def join(step: Step, operands: Iterable[Operand]) -> Placement:
         return first.placement
     if "I" in kinds:
         for o in asked:
-            if o.kind == "?" and o.placement.choice is not None:
-                o.placement.choice.decide("I", step.place)
+            o.decide("I", step.place)
         return next(o.placement for o in asked if o.kind == "I")
     for o in asked[1:]:
         assert asked[0].placement.choice is not None and o.placement.choice is not None
@@ -135,14 +161,13 @@ def require_parts(step: Step, operands: Iterable[Operand], other: Operand) -> No
         PlacementError: a gradient is never summed (E6, E7), or is summed although it is complete (E5); a partial sum (E3).
     """
     for o in operands:
-        if o.kind == "P":
+        if o.is_partial:
             refuse_partial(step, o)
-        if o.neutral or o.kind in "SR":
+        if o.neutral:
             continue
-        if o.kind == "?" and o.placement.choice is not None:
-            o.placement.choice.decide("R", step.place)
-        elif o.kind == "I":
+        if o.kind == "I":
             _refuse(step, o, other)
+        o.decide("R", step.place)
 
 
 def _refuse(step: Step, complete: Operand, other: Operand) -> NoReturn:
@@ -183,20 +208,36 @@ def refuse_partial(step: Step, operand: Operand) -> NoReturn:
     )
 
 
+def refuse_partials(step: Step, operands: Iterable[Operand]) -> None:
+    """Raise PlacementError if one of the operands is a partial sum (E3)."""
+    for o in operands:
+        if o.is_partial:
+            refuse_partial(step, o)
+
+
 def conflict(step: Step, operands: Sequence[Operand], why: str = "these do not fit together") -> NoReturn:
     """Raise PlacementError: operands are cut in incompatible ways (E10)."""
     step.fail(f"{why}: " + "; ".join(f"{o.called} is {o.placement.describe()}" for o in operands), "E10")
 
 
 def cut(operands: Iterable[Operand]) -> list[Operand]:
-    """Operands that are shares."""
-    return [o for o in operands if o.kind == "S"]
+    """Return the operands of which each rank has a share."""
+    return [o for o in operands if o.is_cut]
 
 
 def runs(share: Operand) -> list[int]:
     """Return the lengths of this rank's shares of the parts along the cut dim."""
-    size = share.tensor.shape[share.placement.dim]
-    return list(share.placement.blocks) or [size // share.placement.outer] * share.placement.outer
+    return list(share.placement.blocks) or [share.size // share.placement.outer] * share.placement.outer
+
+
+def same_parts(share: Operand, other: Operand) -> bool:
+    """Return whether two shares consist of the same parts."""
+    return (share.placement.outer, share.placement.blocks) == (other.placement.outer, other.placement.blocks)
+
+
+def leading(shares: list[Operand]) -> Operand:
+    """Return the share whose parts the others must have: the first whose parts are known."""
+    return next((o for o in shares if not o.placement.as_needed), shares[0])
 
 
 def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Placement:
@@ -206,47 +247,51 @@ def broadcast(step: Step, operands: Sequence[Operand], ndim: int) -> Placement:
         if operands and all(o.kind == "U" for o in operands):
             return UNIFORM
         return join(step, operands)
-    first = next((o for o in shares if not o.placement.as_needed), shares[0])
-    dim = first.placement.dim - first.tensor.ndim  # from behind, as broadcasting counts
+    first = leading(shares)
+    dim = first.dim_from_behind
     for o in shares:
-        parts = (first.placement.outer, first.placement.blocks) if o.placement.as_needed else (o.placement.outer, o.placement.blocks)
-        sizes = o.tensor.shape[o.placement.dim], first.tensor.shape[dim]
-        if (o.placement.dim - o.tensor.ndim, *parts) != (dim, first.placement.outer, first.placement.blocks) or sizes[0] != sizes[1]:
+        parts_fit = o.placement.as_needed or same_parts(o, first)
+        if o.dim_from_behind != dim or not parts_fit or o.size != first.size:
             conflict(step, [first, o], "they are cut in different ways")
     for o in operands:
-        if o.kind == "P":
-            refuse_partial(step, o)
-        if o.kind == "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] not in (1, first.tensor.shape[dim]):
-            step.fail(f"{o.called} is as large as the whole, and meets {first.called}, which is {first.placement.describe()}", "E11")
-        if o.kind != "S" and o.kind != "U" and o.tensor.ndim >= -dim and o.tensor.shape[dim] != 1:
-            conflict(step, [first, o], f"along dim {dim} one is cut and the other is not")
+        _require_broadcastable(step, o, first)
     require_parts(step, operands, first)
     return replace(first.placement.at(ndim + dim), copies=min(o.placement.copies for o in shares))
+
+
+def _require_broadcastable(step: Step, o: Operand, share: Operand) -> None:
+    """Raise PlacementError if what is not cut does not fit a share that it meets elementwise (E3, E10, E11)."""
+    if o.is_partial:
+        refuse_partial(step, o)
+    dim = share.dim_from_behind
+    if o.is_cut or o.tensor.ndim < -dim or o.tensor.shape[dim] == 1:
+        return
+    if not o.is_filled:
+        conflict(step, [share, o], f"along dim {dim} one is cut and the other is not")
+    if o.tensor.shape[dim] != share.tensor.shape[dim]:
+        step.fail(f"{o.called} is as large as the whole, and meets {share.called}, which is {share.placement.describe()}", "E11")
 
 
 def contract(step: Step, operands: Sequence[tuple[Operand, str]], out: str) -> Placement:
     """Return the placement of a tensor product whose dims have these letters, as in einsum; letters not in ``out`` are summed over."""
     every = [o for o, _ in operands]
-    for o in every:
-        if o.kind == "P":
-            refuse_partial(step, o)
-    shares = [(o, letters) for o, letters in operands if o.kind == "S"]
+    refuse_partials(step, every)
+    shares = [(o, letters) for o, letters in operands if o.is_cut]
     if not shares:
         return join(step, every)
-    shares = [(o, letters) for o, letters in shares if not o.placement.as_needed] or shares  # those are cut, and doubled, as the others
+    shares = [(o, letters) for o, letters in shares if not o.placement.as_needed] or shares  # the others are cut, and repeated, alike
     first, letters = shares[0]
-    letter = letters[first.placement.dim]
+    letter = letters[first.dim]
     for o, names in operands:
-        if o.kind == "S" and (names[o.placement.dim], o.placement.outer, o.placement.blocks) != (
-            letter,
-            first.placement.outer,
-            first.placement.blocks,
-        ):
+        if o.is_cut and (names[o.dim] != letter or not same_parts(o, first)):
             conflict(step, [first, o], "they are cut in different ways")
-        if o.kind not in "SU" and letter in names and (letter not in out or o.tensor.shape[names.index(letter)] != 1):
-            conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
-        if o.kind == "U" and letter in names and o.tensor.shape[names.index(letter)] not in (1, first.tensor.shape[first.placement.dim]):
+        if o.is_cut or letter not in names:
+            continue
+        size = o.tensor.shape[names.index(letter)]
+        if o.is_filled and size not in (1, first.size):
             conflict(step, [first, o], "they are multiplied along a dim of which a rank has a share in one, and all in the other")
+        if not o.is_filled and (letter not in out or size != 1):
+            conflict(step, [first, o], "they are multiplied along a dim that is cut in one and whole in the other")
     require_parts(step, every, first)
     copies = [o.placement.copies for o, _ in shares]
     if letter not in out:

@@ -143,9 +143,49 @@ class Operand:
         return self.placement.kind
 
     @property
+    def is_cut(self) -> bool:
+        """True if each rank has a share."""
+        return self.kind == "S"
+
+    @property
+    def is_partial(self) -> bool:
+        """True if each rank has a summand."""
+        return self.kind == "P"
+
+    @property
+    def is_filled(self) -> bool:
+        """True if it is filled with one value."""
+        return self.kind == "U"
+
+    @property
+    def differs(self) -> bool:
+        """True if it is not the same on all ranks: a share, or a summand."""
+        return self.kind in "SP"
+
+    @property
     def neutral(self) -> bool:
         """True if it may meet anything: it is filled with one value, or whole and needs no gradient."""
-        return self.kind == "U" or (self.kind in "IR?" and not self.tensor.requires_grad)
+        return self.is_filled or (self.kind in "IR?" and not self.tensor.requires_grad)
+
+    @property
+    def dim(self) -> int:
+        """Dim that is cut."""
+        return self.placement.dim
+
+    @property
+    def dim_from_behind(self) -> int:
+        """Dim that is cut, counted from the last (-1), as broadcasting counts."""
+        return self.placement.dim - self.tensor.ndim
+
+    @property
+    def size(self) -> int:
+        """Size of the share along the dim that is cut."""
+        return self.tensor.shape[self.placement.dim]
+
+    def decide(self, value: str, because: str) -> None:
+        """Decide whether the result of an all_gather is R or I, if that is still open."""
+        if self.kind == "?" and self.placement.choice is not None:
+            self.placement.choice.decide(value, because)
 
     @property
     def called(self) -> str:

@@ -13,7 +13,7 @@ from support.schedule_toys import B, D, H, S, batch, toy, write
 from torch import Tensor, nn
 
 from megatron_sp.schedule import Mesh, PathError, Schedule, schedule
-from megatron_sp.schedule.check.placement_rules import RULES, teach
+from megatron_sp.schedule.check.rules.table import RULES, teach
 from megatron_sp.schedule.core.placements import PlacementError
 from megatron_sp.utils.errors import ConfigError
 
