@@ -69,11 +69,16 @@ class WarmPython:
 
 def _serve(address: str) -> None:
     sys.path.insert(0, str(ROOT))
+    import numpy.random  # noqa: F401
     import torch.distributed.run
+    import yaml  # noqa: F401
 
     import megatron_sp.commands.cli
+    import megatron_sp.commands.pretrain
     import megatron_sp.tasks.gpt  # noqa: F401
+    from megatron_sp.config.flags.arguments import targets
 
+    targets()  # the table of all flags is kept
     torch.set_num_threads(1)
     leaf = torch.ones(1, requires_grad=True)
     torch.autograd.grad(leaf * 1, leaf, torch.ones(1))  # imports half a second of modules
